@@ -39,13 +39,16 @@ from torch.distributed.tensor.parallel import (
 
 import hostir.torch
 from benchmarks.harness import Clock, synchronize, table, write
-from examples.llama import PLAN, Block
+from examples.llama import Block, plan
 from hostir.torch import OverlapPass
 
 SIZES = {"8B": (4096, 32, 8, 14336), "70B": (8192, 64, 8, 28672)}  # features, heads, kv heads, hidden
 HEAD = 128
 TOKENS = Shard(1)
-HOSTIR = {name.removeprefix("layers.*."): style for name, style in PLAN.items() if name.startswith("layers.*.")}
+HOSTIR, FLOAT8 = (
+    {name.removeprefix("layers.*."): style for name, style in plan(fp8).items() if name.startswith("layers.*.")}
+    for fp8 in (False, True)
+)
 DTENSOR = {
     "attention_norm": SequenceParallel(),
     "attention": PrepareModuleInput(input_layouts=TOKENS, desired_input_layouts=Replicate()),

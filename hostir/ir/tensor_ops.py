@@ -550,7 +550,7 @@ class DenseCopy(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Cast(Unary):
-    """The same values in another dtype, rounded to nearest even.
+    """The same values in another dtype, rounded to nearest even. A partial sum in a wider dtype may stay one.
 
     Example: %y: bf16[16, 32] = cast %x: f32[16, 32] to bf16
     """
@@ -564,6 +564,18 @@ class Cast(Unary):
             expected, hint = f"one of: {', '.join(DTYPES)}", did_you_mean(self.dtype, DTYPES)
             raise self.fail(f"unknown dtype '{self.dtype}'", expected=expected, hint=hint)
         return DTYPES[self.dtype], self.x.tensor.shape
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is rounded, so that to add up after it is at least as good as before it."""
+        return DTYPES[self.dtype].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
+
+    def infer(self) -> TensorType:
+        partial = self.x.tensor.partial
+        if not partial or not self.exact:
+            return super().infer()
+        x = replace(self.x, type=replace(self.x.tensor, partial=()))
+        return replace(replace(self, x=x).infer(), partial=partial)
 
 
 @statement

@@ -232,7 +232,7 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 
 @dataclass(frozen=True)
 class MakeDense(Pass):
-    """Inserts a `dense` at the start for each input that must be contiguous: for communication and merging reshapes.
+    """Inserts a `dense` at the start for each input that must be contiguous: for transfers, merging reshapes, scales.
 
     A `dense` copies an input whose strides are not contiguous, and is no operation otherwise.
     """
@@ -256,10 +256,15 @@ def _needed(program: Program) -> dict[str, Statement]:
     own = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}
     for s in program.walk():
+        read: tuple[Value, ...]
         merges = isinstance(s, Reshape) and not splits_only(s)
         if isinstance(s, Communication) or merges or (isinstance(s, Put) and not _within_rank(s, own)):
             assert isinstance(s, (Communication, Reshape, Put))
-            root = roots.get(s.x.name, s.x.name)
+            read = (s.x,)
+        else:  # scales: a kernel that waits for their rows copies nothing before it starts
+            read = tuple(v for f in s.flag_operands if not f.raises for v in f.rows[1:])
+        for v in read:
+            root = roots.get(v.name, v.name)
             needed |= {root: s} if root in inputs else {}
     return needed
 

@@ -14,6 +14,7 @@ from hostir.ir.tensor_ops import (
     CONTRACTED,
     Add,
     Binary,
+    Cast,
     Contraction,
     Map,
     Permute,
@@ -99,7 +100,9 @@ class _Computation:
 
     @property
     def added(self) -> set[str]:
-        """Return the mesh axes over which an addition adds up partial sums."""
+        """Return the mesh axes over which an addition adds up partial sums, or a cast that says so widens one."""
+        if isinstance(self.op, Cast) and self.op.exact:
+            return set(self.types[0].partial) & set(self.wanted.partial)
         if not isinstance(self.op, Add):
             return set()
         return set.intersection(*(set(t.partial) for t in self.types))

@@ -60,7 +60,7 @@ class Ring(Pass):
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
         rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows, after), reason)
-        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_scales_first()
+        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_products_in_blocks().with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
         host.apart |= {s.out.name for s in rows.reduces}
         scales = rows.scales

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +18,7 @@ from hostir.lower import AUTO
 from hostir.torch import library, operators, scaled
 from hostir.torch.operators import SETTINGS, operator
 from hostir.torch.programs import LEDGER, Report, check_taken
+from hostir.torch.recording import register_gradients
 
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
@@ -83,7 +83,8 @@ def _fused_all_gather_scaled_matmul(torchs: Callable[..., Any]) -> Callable[...,
         scaled.check_lists(Bs, dict(zip(names, (B_scales, *rest), strict=True)))
         fallback = lambda: torchs(A, Bs, A_scale, B_scales, gather_dim, group_name, *rest)  # noqa: E731
         op = operator(f"symm_mem::{SCALED_GATHER}", group_name, fallback)
-        return op.run(lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest))
+        compute = lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest)[::2]  # noqa: E731
+        return op.run(compute)
 
     return kernel
 
@@ -255,8 +256,10 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     _library = torch.library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for (key, torchs), (name, kernel) in itertools.product(TORCHS.items(), KERNELS.items()):
-            _library.impl(name, kernel(torchs[name]), key, allow_override=True)
+        made = {name: {key: kernel(TORCHS[key][name]) for key in TORCHS} for name, kernel in KERNELS.items()}
+        for name, kernels in made.items():
+            for key, kernel in kernels.items():
+                _library.impl(name, kernel, key, allow_override=True)
     ops = torch.ops.symm_mem
     formulas = {
         FUSED_GATHER: library.gathering(f"symm_mem::{FUSED_GATHER}", ops.fused_matmul_reduce_scatter),
@@ -265,7 +268,8 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
         SCATTER: library.collective(f"symm_mem::{SCATTER}", "all_gather"),
     }
     for name, formula in formulas.items():
-        library.differentiable(f"symm_mem::{name}", formula, _library)
+        kernels = {key.lower(): kernel for key, kernel in made[name].items()}
+        register_gradients(f"symm_mem::{name}", formula, _library, kernels)
     return Installation()
 
 

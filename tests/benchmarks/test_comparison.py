@@ -214,7 +214,7 @@ def test_all_gathers_are_of_64_and_of_256_mib() -> None:
 
 
 def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
-    assert [row.M for row in matmul_all_reduce.options([]).rows] == [2048, 8192, 512, 64, 1, 16, 128]
+    assert [row.M for row in matmul_all_reduce.options([]).rows] == [2048, 4096, 8192, 16384, 512, 64, 1, 16, 128]
     assert sorted(row.M for row in matmul_all_reduce.options(["--decode"]).rows) == [1, 16, 64]
     row = scored(figures("all_reduce", Row("70B", 8192, 8192, 3584)))
     assert (row["must"], row["goal"], row["met"]) == (0.80, 0.92, True)

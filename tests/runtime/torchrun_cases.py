@@ -6,10 +6,12 @@ holds NaN until it is written; results are compared with the same computation on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import product as product_of
 from pathlib import Path
 
+import pytest
 import torch
 
 import hostir as hi
@@ -497,6 +500,27 @@ def new_sizes_below_one_that_was_seen_need_no_rendezvous() -> None:
             mine = shard(reference(fusion.program(), inputs)[0], program.outputs[0].tensor, RANK, {"M": 2 * SIZE})
             torch.testing.assert_close(found, mine.to(found.dtype), rtol=1e-4, atol=1e-4)
     Meetings.meet, groups.memory.exchange = meet, exchange
+
+
+@case
+def sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more() -> None:
+    """The last rank alone cannot have half as much again, and at last not what is needed."""
+    program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@growing"))
+    executor, memory, limit = Executor(program), joined().groups.memory, resource.RLIMIT_FSIZE
+    free, first = resource.getrlimit(limit), 0
+    for m, most, refused in ((8, -1, False), (64, 10, False), (512, 60, True)):  # `most`: times what the first takes
+        inputs, before, meetings = random_inputs(program, {"M": m}, seed=SEED + m), memory.bytes, memory.meetings
+        if RANK == SIZE - 1 and first:
+            resource.setrlimit(limit, (most * first, free[1]))
+        try:
+            with pytest.raises(HostIRError, match="cannot share memory") if refused else contextlib.nullcontext():
+                (c,) = executor(shard(inputs[0], program.inputs[0].tensor, RANK, {"M": m}), inputs[1])
+                torch.testing.assert_close(c, inputs[0] @ inputs[1])
+        finally:
+            resource.setrlimit(limit, free)
+        first = first or memory.bytes - before
+        assert memory.meetings - meetings == (1 if m == 8 else 2)
+        assert memory.bytes - before < (1 if refused else 8.1 * first), "no more than it needs"
 
 
 @case

@@ -243,6 +243,7 @@ class CudaPlan:
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
+        self.freed_later: list[FreeOp] | None = None  # those behind a product that its copies will be bound with
         self.awaited_at_once = awaited_at_once(unrolled)
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
@@ -401,6 +402,9 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
+        if self.one_sided is not None and id(op) in self.one_sided.products:
+            self.freed_later = []
+            return
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.compute(op))
         else:
@@ -426,10 +430,17 @@ class CudaPlan:
 
     def add_push(self, op: CopyOp | SignalOp) -> bool:
         """Return whether one kernel carries out the operation with others; bind it with the last of them."""
-        pushes = self.flagged.pushes.get(id(op))
-        if pushes is not None and op is pushes.ops[-1]:
+        pushes, pushed = self.flagged.pushes.get(id(op)), self.flagged.products.get(id(op))
+        if pushes is None or op is not pushes.ops[-1]:
+            return pushes is not None
+        if pushed is not None:
+            self.here(pushed.product, self.flagged.pushed_product(pushed.product, pushes))
+            freed, self.freed_later = self.freed_later or [], None
+            for each in freed:
+                self.add_free(each)
+        else:
             self.here(pushes.ops[0], self.flagged.push(pushes))
-        return pushes is not None
+        return True
 
     def add_wait_signal(self, op: WaitSignalOp) -> None:
         self.direct(op, self.flagged.wait_signal(op))
@@ -468,6 +479,9 @@ class CudaPlan:
         self.append(op, step)
 
     def add_free(self, op: FreeOp) -> None:
+        if self.freed_later is not None:
+            self.freed_later.append(op)
+            return
         registers = self.registers
         gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
         self.mark(op, op.buffer)

@@ -15,7 +15,7 @@ from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.layout import collapse, rows
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -67,13 +67,15 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
     also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
     `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`.
-    Without them, the executor waits for flags, computes block by block, and raises flags.
+    Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`, contractions
+    also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
+    `scaled_matmul_pushed`, with the option `pushed`.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
-        return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
+        return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS, **PUSHED}
     if device_type != "cuda" or importlib.util.find_spec("triton") is None:
         return aten.KERNELS
     scaled = {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either}  # ATen lacks scales of blocks
@@ -163,6 +165,44 @@ BY_BLOCKS: Mapping[str, Kernel] = {
 }
 
 
+def matmul_pushed(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, pushed: PushKernel) -> Again | None:
+    """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, and what `pushed` does with `out`, dense, in one kernel.
+
+    If the leading axes of `a` do not merge, that is another kernel behind it.
+    """
+    return _contract_pushed(out, a, _product(b, None, False), pushed)
+
+
+def linear_pushed(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    pushed: PushKernel,
+) -> Again | None:
+    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_pushed`."""
+    return _contract_pushed(out, a, _product(weight, bias, True), pushed)
+
+
+def scaled_matmul_pushed(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+    pushed: PushKernel,
+) -> Again | None:
+    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_pushed`."""
+    return _contract_pushed(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast), pushed)
+
+
+PUSHED: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_pushed, linear_pushed, scaled_matmul_pushed)}
+
+
 # A contraction with its right side: f(out, a, row, **flags), of rows that begin with number `row` of all.
 Multiply = Callable[..., Again | None]
 
@@ -218,6 +258,14 @@ def _contract_by_blocks(
         _contract_ready(out, a, product, 0, ready, own)
     if done is not None:
         raise_flags(done, None if ready is None else ready.timeouts)
+    return None
+
+
+def _contract_pushed(out: torch.Tensor, a: torch.Tensor, product: Multiply, pushed: PushKernel) -> Again | None:
+    if _merges(out, a):
+        return product(out, a, 0, pushed=pushed)
+    _contract(out, a, product)
+    pushed(out)
     return None
 
 

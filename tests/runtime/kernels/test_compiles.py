@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
+from hostir.runtime.kernels.flags import PER_THREAD, WARPS, Pushed, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.norm import _rms_norm_kernel
@@ -73,11 +73,12 @@ def compiled(
     scales: str = "",
     stepwise: bool = False,
     dtype_b: str | None = None,
+    pushed: int = 0,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows.
 
     `done`: it raises flags behind blocks, of which a tile has rows of so many. `result`, `dtype_b`: the types of out
-    and b, if they are not `dtype`.
+    and b, if they are not `dtype`. `pushed`: it copies up to so many pieces to peers.
     """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
@@ -91,13 +92,14 @@ def compiled(
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
         *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
-        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
     absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
     absent += [] if own else ["own"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
+    absent += [] if pushed else ["pushed"]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
@@ -118,6 +120,8 @@ def compiled(
         signature |= {"timeouts": "*i64", **ready}
     if done:
         signature |= {"raised_flags": "*i64", "counts": "*i64"}
+    if pushed:
+        signature["pushed"] = Pushed("*i64", "*i32", "i32", "i32")
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
@@ -462,6 +466,20 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
+
+
+def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_behind_all_of_it():
+    tile = dataclasses.replace(next(t for t in candidates("bf16") if (t.m, t.n) == (64, 128)), split=64)
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, pairs=True, pushed=8)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+    assert kernel.metadata.spilled == 0
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "loads go on while tensor cores multiply, split or not"
+    stored = [found.start() for found in re.finditer(r"st\.global\.v4\.b32", ptx)]
+    arrival, raised = ptx.find("atom.global.sys.acq_rel.add.u32"), ptx.find("atom.global.sys.release.exch.b64")
+    assert stored
+    assert max(stored) < ptx.rfind("bar.sync", 0, arrival) < arrival < raised
+    assert arrival < ptx.find("bar.sync", arrival) < raised, "every thread knows before it raises a flag"
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():
