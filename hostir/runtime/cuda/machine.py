@@ -180,6 +180,7 @@ class CudaMachine:
         self.timeouts = Timeouts(groups.rank)
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
+        self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
         if shares_memory(program):  # a stream of a call follows the same stream of the call before
             self.streams = groups.streams.setdefault(program.digest, self.streams)
@@ -204,8 +205,7 @@ class CudaMachine:
         limit: int | None = None,
     ) -> CudaPlan:
         """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
-        teams = message_teams_of(unrolled.program)
-        self.connect([team for team in teams if self.messages.rank in team and team not in self.messages.made])
+        self.connect([team for team in self.teams if team not in self.messages.made])
         return CudaPlan(self, unrolled, timeline, kind, limit)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
