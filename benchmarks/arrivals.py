@@ -98,7 +98,7 @@ def text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
                 f"%scale_slot = chunk %scales[{slot} of {ranks}] axis 1",
                 *(f"put %scale_a -> %scale_slot at {peer} over didx by {SMS} sms", "}"),
                 f"%scale_mine = chunk %scales[%r of {ranks}] axis 1",
-                f"put %scale_a -> %scale_mine at %r over didx by {SMS} sms",
+                "put %scale_a -> %scale_mine at %r over didx",
             ],
         )
     lines = [

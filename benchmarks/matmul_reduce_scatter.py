@@ -196,7 +196,7 @@ WAYS = tuple(
 
 
 def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product: str = "matmul %a, %b") -> str:
-    """The program of one of two ranks that stand for `ranks`; `product` is that of `operands`, both of `dtype` unless given.
+    """The program of one of two ranks that stand for `ranks`: of `operands` a `product`, a plain one by default.
 
     This rank is at place %r, and makes the blocks for the places behind it first, its own last. All but its own go to
     the peer, at place 1 - %r: the i-th into the slot of the rank from which place 1 - %r would get its i-th.
@@ -263,6 +263,7 @@ class StandsForMore(Subject):
     """
 
     part: torch.Tensor
+    multiply: Callable[[], object]
 
     def stand_for(self, ranks: int) -> None:
         self.ranks = ranks
@@ -270,12 +271,8 @@ class StandsForMore(Subject):
         self.slots = self.shared(ranks, *self.c.shape)
         self.theirs = self.of_peer(self.slots, 1 - self.rank) if self.on_gpu else torch.empty_like(self.slots)
 
-    def multiply(self) -> object:
-        """This rank's product alone."""
-        raise NotImplementedError
-
     def product(self) -> torch.Tensor:
-        """The same, `[M, N]`."""
+        """What this rank multiplies, `[M, N]`."""
         raise NotImplementedError
 
     def exact_rows(self, rows: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,14 @@ F8 = torch.float8_e4m3fn
 BATCH, BLOCK = 2, 128  # of rows with an axis; elements that share a scale of blocks
 
 
+def every_rank(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """The bytes of a tensor of every rank."""
+    mine = x.view(torch.uint8)
+    found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
+    dist.all_gather_into_tensor(found, mine)
+    return [*found.chunk(ranks)]
+
+
 class Operands(Subject):
     """A row's tensors on this rank; what both sides share.
 
@@ -90,7 +98,7 @@ class Operands(Subject):
         held = self.part_of(self.lead) if gathers else self.lead
         groups = row.K // BLOCK if scales == "blocks" else 1
         of_rows = held if scales != "tensor" else [1] * len(held)
-        of_columns = {"tensor": (1, 1), "rows": (1, row.N), "blocks": (groups, -(-row.N // BLOCK))}[scales]
+        of_columns = {"tensor": (1, 1), "rows": (1, row.N), "blocks": (groups, row.N // BLOCK)}[scales]
         self.a = torch.empty(*held, row.K, dtype=F8, device=self.device)
         self.b = torch.randn(row.N, row.K, device=self.device).to(F8).t()
         self.of_a = torch.rand(*of_rows, groups, device=self.device) + 0.1
@@ -178,9 +186,9 @@ class Operands(Subject):
         return {BY_HAND: self.by_hand, TORCH: self.fused}
 
     def sizes(self, N: int) -> dict[str, int]:
-        """What a pattern calls the sizes of a fusion; `M` of rows with an axis is the other one's."""
-        m = self.row.M if not self.batched else self.lead[1] if self.axis else self.row.M // BATCH
-        return {"ranks": self.ranks, "M": m, "K": self.row.K, "N": N}
+        """What a pattern calls the sizes of a fusion."""
+        batch = {"batch": self.lead[1 - self.axis]} if self.batched else {}
+        return {"ranks": self.ranks, "M": self.lead[self.axis], "K": self.row.K, "N": N, **batch}
 
 
 class Gathered(Operands):
@@ -214,10 +222,8 @@ class Gathered(Operands):
                 continue
             if self.axis == 0:
                 dist.all_gather_into_tensor(all_rows.view(torch.uint8), rows.view(torch.uint8))
-                continue
-            apart = rows.new_empty(self.ranks, *rows.shape)
-            dist.all_gather_into_tensor(apart.view(torch.uint8), rows.view(torch.uint8))
-            torch.cat([*apart.view(torch.uint8)], dim=1, out=all_rows.view(torch.uint8))
+            else:
+                torch.cat(every_rank(rows, self.ranks), dim=1, out=all_rows.view(torch.uint8))
 
     def multiply(self) -> torch.Tensor:
         return self.torchs(self.whole.flatten(0, -2), self.of_whole.flatten(0, -2))
@@ -276,7 +282,7 @@ class Scattered(Operands):
 
     def scatter(self, part: torch.Tensor) -> torch.Tensor:
         parts = part.view(*self.lead, -1).chunk(self.ranks, self.axis)
-        dist.reduce_scatter_tensor(self.c, part if self.axis == 0 else torch.cat(parts))
+        dist.reduce_scatter_tensor(self.c.flatten(0, -2), part if self.axis == 0 else torch.cat(parts).flatten(0, -2))
         return self.c
 
     def multiply(self) -> torch.Tensor:
@@ -317,8 +323,7 @@ class GatheredAsRankOf(Gathered):
         for all_rows, rows in ((self.whole, self.a), (self.of_whole, self.of_a)):
             if all_rows is rows:
                 continue
-            both = rows.view(torch.uint8).new_empty(2, *rows.view(torch.uint8).shape)
-            dist.all_gather_into_tensor(both, rows.contiguous().view(torch.uint8))
+            both = every_rank(rows, 2)
             for place, block in enumerate(all_rows.view(torch.uint8).chunk(self.ranks)):
                 block.copy_(both[self.rank if place == self.rank else 1 - self.rank])
 

@@ -426,7 +426,7 @@ def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[in
     return {
         "tensor": ([1] * (len(rows) + 1), [1, 1]),
         "rows": ([*rows, 1], [1, N]),
-        "blocks": ([*rows, K // 128], [K // 128, -(-N // 128)]),
+        "blocks": ([*rows, K // 128], [K // 128, N // 128]),
     }[scales]
 
 

@@ -72,12 +72,25 @@ Edit = tuple[str, str, Program]  # its kind, what it did, and the program that i
 KINDS: list[Callable[[Place], Iterator[Edit]]] = []
 
 
+class RememberingPrinter(Printer):
+    """Prints each statement once: mutants of a program share nearly all of them."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.phase, program.meshes)
+        self.printed: dict[tuple[int, int], tuple[Statement, list[str]]] = {}
+
+    def lines(self, s: Statement, depth: int) -> list[str]:
+        if (id(s), depth) not in self.printed:
+            self.printed[id(s), depth] = s, super().lines(s, depth)
+        return self.printed[id(s), depth][1]
+
+
 def mutants(program: Program) -> list[Mutant]:
     """Every mutant of a host program, each text once. Not all of them can be read back: an edit may undefine a name."""
-    original = format_program(program, notes=False)
+    original, printer = format_program(program, notes=False), RememberingPrinter(program)
     found: dict[str, Mutant] = {}
     for kind, what, mutant in (*_edits(program), *_merged(program), *_pools(program)):
-        text = format_program(mutant, notes=False)
+        text = format_program(mutant, printer=printer)
         if text != original:
             found.setdefault(text, Mutant(kind, program.name, what, text))
     return list(found.values())

@@ -37,19 +37,17 @@ def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, caps
     folder, one = tmp_path / "checkpoint", "--layers 1"
     llama.main([*one.split(), "--steps", "2"])
     alone = losses(capsys.readouterr().out)
-    bf16, fp8, two, compiled, varying = ran(
+    bf16, two, compiled, fp8 = ran(
         2,
-        f"{one} --compare --dtype bf16 --steps 1",
-        f"{one} --compare --fp8 --varying --steps 20 --compile aot_eager",
+        f"{one} --compare --dtype bf16 --steps 2",
         f"{one} --steps 2 --save {folder}",
         f"{one} --compare --varying --steps 3 --compile aot_eager",
-        f"{one} --varying --steps 40 --batch 8",
+        f"{one} --compare --fp8 --varying --steps 30 --batch 8",
     )
-    assert bf16.count("step") == 1
-    assert losses(fp8)[-1] < 0.9 * losses(fp8)[0], "it learns"
+    assert bf16.count("step") == 2
     assert compiled.count("step") == 3
-    assert losses(varying)[-1] < 0.8 * losses(varying)[0], "it learns"
-    assert len(set(re.findall(r"(\d+) tokens", varying))) > 1
+    assert losses(fp8)[-1] < 0.8 * losses(fp8)[0], "it learns"
+    assert len(set(re.findall(r"(\d+) tokens", fp8))) > 1
     four, _, loaded = ran(
         4,
         f"{one} --compare --steps 2",
