@@ -495,6 +495,7 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     return _codecs[cls]
 
 
+@cache
 def defaults_of(cls: type[Statement]) -> dict[str, Any]:
     """Return the default of each field that has one."""
     return {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}

@@ -317,9 +317,9 @@ class Program:
         return replace(self, body=tuple(body))
 
 
-def format_program(program: Program, *, notes: bool = True) -> str:
-    """Return the program's text, with `notes` as comments after statements."""
-    printer = Printer(program.phase, program.meshes, notes=notes)
+def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
+    """Return the program's text, with `notes` as comments after statements; by `printer` if it is given."""
+    printer = printer or Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"
     inputs = [printer.binder(v, typed=True) for v in program.inputs]
