@@ -294,7 +294,7 @@ def new_numbers_of_tokens_take_no_more_memory() -> None:
     for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
         earlier = hi.torch.report(clear=True).symmetric_bytes.get(group(), 0)  # of the cases before
         with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
-            for step in range(1, 201 if DEVICE == "cuda" else 101):
+            for step in range(1, 201 if DEVICE == "cuda" else 61):
                 tokens = RANKS * {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank is a kind of its own
                 x = whole(2, tokens, width)
                 for layer in range(LAYERS if DEVICE == "cuda" or step % 20 == 0 else 1):
