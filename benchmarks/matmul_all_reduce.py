@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --decode --out benchmarks/results/decode
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --device cpu --shrink 64 --rows 70B:2048
 
-Rows are the second weight of the MLP of Llama 3 70B as tensor parallel 8 has it, with M of 1 to 8192. floor =
+Rows are the second weights of the MLPs of Llama 3 as tensor parallel 8 has them, 70B unless named. floor =
 max(cuBLAS alone, the best all-reduce alone), and a score is floor/time, as for `benchmarks.matmul_reduce_scatter`.
 Few rows have to be as fast as the best peer that is issued in the same way.
 
@@ -43,13 +43,14 @@ from benchmarks.comparison import (
     replayed,
 )
 from benchmarks.harness import synchronize
-from benchmarks.scores import BY_HAND, COMPILED, GRAPH, ONE_SHOT, TWO_SHOT, Result, Row
+from benchmarks.scores import BY_HAND, COMPILED, FIRST, GRAPH, KINDS, ONE_SHOT, TWO_SHOT, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
 from hostir.runtime.kernels.matmul import matmul as triton_matmul
 from hostir.runtime.session import Session
 
 LAYERS = 80
+OTHERS = tuple(model for model in KINDS["all_reduce"].models if model != FIRST[0])  # measured where they are named
 
 
 def one_shot(part: torch.Tensor) -> torch.Tensor:
@@ -234,15 +235,15 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     known = argparse.ArgumentParser(add_help=False)
     known.add_argument("--decode", action="store_true", help="layers of a decoder instead of one matmul")
     decode = known.parse_known_args(arguments)[0].decode
-    options = parser(__doc__, "decode" if decode else "all_reduce")
+    options = parser(__doc__, "decode") if decode else parser(__doc__, "all_reduce", without=OTHERS)
     options.add_argument("--decode", action="store_true", help="layers of a decoder instead of one matmul")
     options.add_argument("--layers", type=int, default=LAYERS, help="of the decoder (%(default)s)")
     return options.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options()
+    given = options(arguments)
     if given.decode:
         return compare(given, "decode", partial(Decoder, layers=given.layers), any_rows=True)
     compare(given, "all_reduce", Operands, any_rows=True)

@@ -5,6 +5,13 @@
 
 A mutant is a right program with one edit (`tests/mutants.py`). The checker should reject every one that the simulated
 ranks convict (`tests/mutation.py`), and none of the programs that the mutants were made from.
+
+All of them take more than an hour on one core. Verdicts that are kept are not judged again, so the work can be split
+over several calls, also on other machines with the same sources, of which the last one prints the table of all:
+
+    python -m benchmarks.mutation --limit 0 --jobs 15 --part 1/2 --seconds 500 --verdicts first.jsonl
+    python -m benchmarks.mutation --limit 0 --jobs 15 --part 2/2 --seconds 500 --verdicts second.jsonl
+    python -m benchmarks.mutation --limit 0 --verdicts second.jsonl first.jsonl --out benchmarks/results/mutation
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import json
 import multiprocessing
 import os
 import platform
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,21 +37,77 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.mutants import Mutant
 from tests.mutation import OUTCOMES, Verdict, edited_twice, every_mutant, judge, originals, sample, subject
 
+ROOT = Path(__file__).parents[1]
 ORIGINAL = "unchanged"  # the kind of the programs that the mutants are made from
 
 
-def judged(found: Sequence[Mutant], seeds: int, processes: int) -> Iterator[Verdict]:
-    """The verdict on each of these that can be read, in any order."""
+# Verdicts ---------------------------------------------------------------------------------------------------------
+def judged(found: Sequence[Mutant], seeds: int, jobs: int, seconds: float) -> Iterator[tuple[Mutant, Verdict | None]]:
+    """The verdict on each of these, None where it cannot be read, in any order, until the time is over."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    last = time.monotonic() + seconds
     spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in whatever state they are
-    with spawn.Pool(processes, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
+    with spawn.Pool(jobs, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
-        verdicts = pool.imap_unordered(partial(judge, seeds=seeds), found, chunksize=4)
-        for verdict in progress.track(verdicts, total=len(found), description="mutants"):
-            if verdict is not None:
-                yield verdict
+        verdicts = pool.imap_unordered(partial(of_mutant, seeds=seeds), found, chunksize=4)
+        for each in progress.track(verdicts, total=len(found), description="mutants"):
+            yield each
+            if time.monotonic() > last:
+                return
 
 
+def of_mutant(mutant: Mutant, seeds: int) -> tuple[Mutant, Verdict | None]:
+    return mutant, judge(mutant, seeds)
+
+
+class Kept:
+    """Verdicts on texts that earlier calls have judged; new ones are added to the first of the files.
+
+    Raises SystemExit for files that other sources, or other numbers of schedules, have given.
+    """
+
+    def __init__(self, files: Sequence[Path], seeds: int) -> None:
+        self.files, self.found = files, dict[str, dict[str, Any] | None]()
+        head = json.dumps({"sources": digest_of_sources(), "seeds": seeds})
+        for path in files:
+            first, *lines = path.read_text().splitlines() if path.exists() else [head]
+            if first != head:
+                sys.exit(f"{path} has verdicts of {first}, not of {head}: judge anew, into another file")
+            complete = (line for line in lines if line.endswith("]"))  # a call may have been ended in a line
+            self.found |= dict(map(json.loads, complete))
+        for path in files[:1]:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(head + "\n")
+
+    def add(self, mutant: Mutant, verdict: Verdict | None) -> None:
+        fields = None if verdict is None else {k: v for k, v in vars(verdict).items() if k != "mutant"}
+        self.found[digest(mutant.text)] = fields
+        for path in self.files[:1]:
+            with path.open("a") as kept:
+                kept.write(json.dumps([digest(mutant.text), fields]) + "\n")
+
+    def of(self, mutants: Iterable[Mutant]) -> list[Verdict]:
+        """The verdicts on those that have been judged and can be read."""
+        said = ((mutant, self.found.get(digest(mutant.text))) for mutant in mutants)
+        return [
+            Verdict(mutant, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+            for mutant, fields in said
+            if fields is not None
+        ]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def digest_of_sources() -> str:
+    """Of all that a verdict depends on."""
+    paths = [*(ROOT / "hostir").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    return digest("".join(path.read_text() for path in sorted(paths)))
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
     """How many of each outcome, by kind of edit, and in all."""
     kinds: dict[str, Counter[str]] = {}
@@ -103,7 +167,7 @@ def environment(given: argparse.Namespace, seconds: float) -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "seeds": given.seeds,
-        "processes": given.processes,
+        "jobs": given.jobs,
         "seconds": round(seconds),
     }
 
@@ -117,27 +181,47 @@ def write(out: Path, text: str, verdicts: Sequence[Verdict], around: dict[str, A
     out.with_suffix(".md").write_text(f"# Mutants of right programs\n\n{said}\n\n{text}\n")
 
 
-def main() -> int:
+# The command line -------------------------------------------------------------------------------------------------
+def part(text: str) -> tuple[int, int]:
+    """The I and N of a part I/N."""
+    first, _, parts = text.partition("/")
+    if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"'{text}' is no part of a whole, such as 1/2")
+    return int(first), int(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Judges, prints the tables and writes them; 1 where a guilty mutant is missed or a right program is rejected."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--processes", type=int, default=2)
+    options.add_argument("--jobs", type=int, default=2, help="processes (%(default)s)")
     options.add_argument("--limit", type=int, default=4000, help="mutants, even over the kinds; 0 for all")
-    options.add_argument("--seeds", type=int, default=200, help="schedules of each mutant")
+    options.add_argument("--seeds", type=int, default=200, help="schedules of each mutant (%(default)s)")
+    options.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="judge only the I-th of N parts")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="judge no longer than this")
+    resume = "verdicts that are not judged again; new ones go to the first file"
+    options.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
     options.add_argument("--keep", type=Path, default=Path("/tmp/mutation"), help="folder for what is to be looked at")
     options.add_argument("--out", type=Path, help="writes .json and .md there")
-    given = options.parse_args()
+    given = options.parse_args(arguments)
 
-    begun, programs = time.perf_counter(), originals()
+    begun, programs, kept = time.perf_counter(), originals(), Kept(given.verdicts, given.seeds)
     unchanged = [Mutant(ORIGINAL, p.name, "", str(p)) for p in programs]
     found = every_mutant(programs)
     chosen = sample(found, given.limit or len(found))
-    pairs = edited_twice(found, len(chosen) // 4)
-    verdicts = list(judged([*unchanged, *chosen, *pairs], given.seeds, given.processes))
-    text = report(verdicts)
-    print(text)
+    every = [*unchanged, *chosen, *edited_twice(found, len(chosen) // 4)]
+    left = list({m.text: m for m in every if digest(m.text) not in kept.found}.values())
+    which, parts = given.part
+    mine = [m for m in left if int(digest(m.text), 16) % parts == which - 1]
+    print(f"{len(every)} mutants and right programs, {len(mine)} to be judged", flush=True)
+    for mutant, verdict in judged(mine, given.seeds, given.jobs, given.seconds):
+        kept.add(mutant, verdict)
+    verdicts = kept.of(every)
+    print(text := report(verdicts))
+    if missing := sum(digest(m.text) not in kept.found for m in every):
+        print(f"\n{missing} of {len(every)} not judged yet")
     for path in keep(verdicts, given.keep):
         print(path)
-    if given.out:
+    if given.out and not missing:
         write(given.out, text, verdicts, environment(given, time.perf_counter() - begun))
     right = {"innocent"}
     return int(any(v.outcome == "missed" or (v.mutant.kind == ORIGINAL and v.outcome not in right) for v in verdicts))

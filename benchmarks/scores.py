@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import table
@@ -36,11 +37,18 @@ SMALL_GOAL = 0.80
 OF_BEST_PEER = 0.98  # of its score, on small rows
 GOAL_OF_BEST_PEER = 1.1
 
-# Scores to reach on 2 H200 in bf16 by a matmul + reduce-scatter.
+# Scores to reach on 2 or 8 H200 in bf16 by a matmul + reduce-scatter, and the goal on 2.
 SCATTERED_MUST = {
-    "8B": dict(zip(LARGE, (0.58, 0.74, 0.78, 0.80), strict=True)),
-    "70B": dict(zip(LARGE, (0.88, 0.90, 0.91, 0.91), strict=True)),
-    "405B": dict(zip(LARGE, (0.92, 0.94, 0.95, 0.95), strict=True)),
+    2: {
+        "8B": dict(zip(LARGE, (0.58, 0.74, 0.78, 0.80), strict=True)),
+        "70B": dict(zip(LARGE, (0.88, 0.90, 0.91, 0.91), strict=True)),
+        "405B": dict(zip(LARGE, (0.92, 0.94, 0.95, 0.95), strict=True)),
+    },
+    8: {
+        "8B": dict(zip(LARGE, (0.70, 0.75, 0.83, 0.88), strict=True)),
+        "70B": dict(zip(LARGE, (0.75, 0.86, 0.90, 0.90), strict=True)),
+        "405B": dict(zip(LARGE, (0.90, 0.92, 0.94, 0.95), strict=True)),
+    },
 }
 SCATTERED_GOAL = {
     "8B": dict(zip(LARGE, (0.70, 0.82, 0.88, 0.90), strict=True)),
@@ -55,6 +63,12 @@ DEPARTURES_MUST = {
 }
 # Scores to reach on 2 H200 in bf16 by a matmul + all-reduce of many rows; fewer are held against the best peer.
 REDUCED_MUST, REDUCED_GOAL = {2048: 0.75, 8192: 0.80}, {2048: 0.90, 8192: 0.92}
+# The same in fp8, with tensor cores that accumulate.
+SCALED_MUST = {
+    "gather": dict(zip(LARGE, (0.82, 0.88, 0.90, 0.92), strict=True)),
+    "scatter": dict(zip(LARGE, (0.75, 0.80, 0.82, 0.83), strict=True)),
+}
+OF_AXIS_0 = 1.05  # how many times as long rows may take that are gathered or scattered on another axis
 FEW = (1, 16, 64, 128, 512)  # rows
 DECODED = (1, 16, 64)
 # Shapes that nothing was tuned for: K and N of a rank.
@@ -144,20 +158,20 @@ def _of_gathered(row: Result) -> Asked:
 
 
 def _of_scattered(row: Result) -> Asked:
-    model, m = row["model"], row["M"]
-    if row["ranks"] != 2:
+    model, m, ranks = row["model"], row["M"], row["ranks"]
+    if ranks not in SCATTERED_MUST:
         return None, None
-    if m in SCATTERED_MUST.get(model, {}):
-        return SCATTERED_MUST[model][m], SCATTERED_GOAL[model][m]
+    if m in SCATTERED_MUST[ranks].get(model, {}):
+        return SCATTERED_MUST[ranks][model][m], SCATTERED_GOAL[model][m] if ranks == 2 else None
     alike = fastest(row["times"], ours=False, modes=modes_of(row))
     return _of_peers(row, (alike, OF_BEST_PEER, GOAL_OF_BEST_PEER))
 
 
 def _of_reduced(row: Result) -> Asked:
     m = row["M"]
-    if row["ranks"] != 2:
+    if row["ranks"] not in SCATTERED_MUST:
         return None, None
-    if m in REDUCED_MUST:
+    if m in REDUCED_MUST and (row["model"], row["ranks"]) == ("70B", 2):
         return REDUCED_MUST[m], REDUCED_GOAL[m]
     return _of_peers(row, (fastest(row["times"], ours=False, modes=modes_of(row)), OF_BEST_PEER, 1.15))
 
@@ -168,6 +182,19 @@ def _of_decoded(row: Result) -> Asked:
 
 def _of_departures(row: Result) -> Asked:
     return (DEPARTURES_MUST[row["model"]][row["M"]] if row["ranks"] == 8 else None), None
+
+
+def _of_scaled(row: Result, side: str) -> Asked:
+    """What axis 0 takes; of blocks and few rows the best peer's score; else a score, and no less than a peer's."""
+    if row["ranks"] != 2:
+        return None, None
+    if row.get("axis_0_us"):
+        score = row["floor_us"] / row["axis_0_us"]
+        return round(score / OF_AXIS_0, 4), round(score, 4)
+    if row["scales"] == "blocks" or row["M"] in SMALL:
+        modes = modes_of(row) if row["M"] in SMALL else MODES
+        return _of_peers(row, (fastest(row["times"], ours=False, modes=modes), OF_BEST_PEER, 1.0))
+    return (max(SCALED_MUST[side][row["M"]], row["score_peer"] or 0.0) if row["fast"] else None), None
 
 
 def _of_mlp(row: Result) -> Asked:
@@ -215,6 +242,21 @@ TRAINED = {  # a layer's N and K of a rank, forward alone and with its gradients
     for kind in ("gather", "scatter")
     for trained in ("", "-trained")
 }
+SCALED = {
+    f"scaled_{side}{emulated}": Kind(
+        f"{title}{' as a rank of more meets it' if emulated else ''}",
+        "copies" if emulated else collective,
+        shape,
+        {"70B": widths["70B"]},
+        {"70B": LARGE if emulated else SIZES["70B"]},
+        (lambda _: (None, None)) if emulated else partial(_of_scaled, side=side),
+    )
+    for side, title, collective, shape, widths in (
+        ("gather", "All-gather + fp8 matmul", "all-gather", "M,N/rank,K", MODELS),
+        ("scatter", "fp8 matmul + reduce-scatter", "reduce-scatter", "M,N,K/rank", SHARDED),
+    )
+    for emulated in ("", "_emulated")
+}
 BESIDE = {f"K={k} N={n}": (n, k) for k, n in ((3696, 8192), (2304, 7168), (4608, 4608), (768, 6144))}
 KINDS = {
     "allgather": Kind("All-gather + matmul", "all-gather", "M,N/rank,K", MODELS, SIZES, _of_gathered),
@@ -230,8 +272,8 @@ KINDS = {
         "Matmul + all-reduce",
         "all-reduce",
         "M,N,K/rank",
-        {"70B": SHARDED["70B"]},
-        {"70B": (*FEW, *REDUCED_MUST)},
+        SHARDED,
+        dict.fromkeys(SHARDED, (*FEW, *LARGE)),
         _of_reduced,
     ),
     "decode": Kind(
@@ -274,6 +316,7 @@ KINDS = {
         dict.fromkeys(TRAINED, (16, 64, 256, 1024, 4096, 16384)),
         _of_functions,
     ),
+    **SCALED,
 }
 GATHERED = KINDS["allgather"]
 rows = GATHERED.rows

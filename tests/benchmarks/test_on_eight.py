@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from argparse import Namespace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.on_eight import PARTS, options
+from benchmarks import on_eight
+from benchmarks.on_eight import PARTS, RUNNING, Job, Part, options, run_all
+from hostir.runtime.session import Session
 from tests.launch import ROOT, launch
 
 
@@ -16,15 +21,90 @@ from tests.launch import ROOT, launch
 @pytest.mark.timeout(200)
 def test_the_script_runs_the_parts_that_are_wanted_and_says_how_each_went(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(tmp_path)}
-    tiny = ("--device", "cpu", "--shrink", "64", "--rows", "8B:2048", "--only", "reduce_scatter,patterns,stress")
+    tiny = (
+        "--device",
+        "cpu",
+        "--shrink",
+        "64",
+        "--rows",
+        "8B:2048,70B:16",
+        "--only",
+        "reduce_scatter,stress,tune",
+    )
     done = launch(2, "-m", "benchmarks.on_eight", "--out", str(tmp_path / "on_eight"), *tiny, env=env, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
-    parts = json.loads((tmp_path / "on_eight/on_eight.json").read_text())["parts"]
-    assert [text.split(",")[0] for text in parts.values()] == ["ok", "needs GPUs", "ok"]
+    data = json.loads((tmp_path / "on_eight/on_eight.json").read_text())
+    assert {name: how.split(",")[0] for name, how in data["parts"].items()} == dict.fromkeys(
+        ("reduce_scatter", "stress", "tune"), "ok"
+    )
     log = (tmp_path / "on_eight/on_eight.log").read_text()
     assert "on_eight: stress: ok" in log
     assert "0 mismatches, 0 hangs" in log
     assert (tmp_path / "on_eight/matmul_reduce_scatter_2.md").exists()
+
+
+class Alone:
+    """A session of one rank."""
+
+    rank, size = 0, 1
+
+    def exchange(self, key: str, mine: str, timeout: float) -> list[str]:
+        return [mine]
+
+
+def fails(job: Job) -> bool:
+    raise ValueError("too many\nlines")
+
+
+PARTS_OF_ALL_KINDS = tuple(
+    Part(name, 100, run)
+    for name, run in (("good", lambda job: True), ("wrong", lambda job: False), ("raises", fails), ("hung", fails))
+)
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    monkeypatch.setattr(on_eight, "PARTS", PARTS_OF_ALL_KINDS)
+    names = [part.name for part in PARTS_OF_ALL_KINDS]
+    return Namespace(out=tmp_path, only=names, seconds=540, device="cpu")
+
+
+def kept(given: Namespace, begun: float, **parts: str) -> dict[str, Any]:
+    (given.out / "on_eight.json").write_text(json.dumps({"begun": begun, "parts": parts}))
+    return run_all(cast(Session, Alone()), given)
+
+
+def test_a_part_that_fails_or_ended_the_processes_keeps_no_other_from_running(
+    given: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    outcomes = kept(given, time.time() - 100, hung=RUNNING)
+    assert {name: how.split(",")[0] for name, how in outcomes.items()} == {
+        **{"good": "ok", "wrong": "FAILED", "raises": "FAILED: ValueError: too many"},
+        "hung": "FAILED: it hung",
+    }
+    assert json.loads((given.out / "on_eight.json").read_text())["parts"] == outcomes
+
+
+def test_a_second_call_keeps_what_the_first_one_found(given: Namespace) -> None:
+    given.only = ["good"]
+    assert [*kept(given, 0.0, good="FAILED", hung="ok, 3 s")] == ["good"]
+    assert json.loads((given.out / "on_eight.json").read_text())["parts"]["hung"] == "ok, 3 s"
+
+
+def test_no_part_begins_with_less_than_a_minute_left(given: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert set(kept(given, time.time() - 500).values()) == {"no time left"}
+
+
+def test_a_part_that_hangs_ends_the_process_with_a_message(given: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    on_eight.end(PARTS_OF_ALL_KINDS[0], Job(cast(Session, Alone()), given, 100))
+    log = (given.out / "on_eight.log").read_text()
+    assert codes == [1]
+    assert "good: rank 0 hangs: not done after 160 s" in log
+    assert "most recent call first" in log
 
 
 def test_parts_are_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 TESTS = Path(__file__).parents[1]
 JOBS = {
     "collectives": ("gpu/torchrun_gpu.py",),
-    "patterns": ("gpu/torchrun_patterns.py",),
+    "patterns": ("gpu/torchrun_patterns.py", "--seconds", "300"),
     "operators": ("torch/operator_cases.py",),
     "layers": ("torch/layer_cases.py",),
     "stress": ("gpu/stress_onesided.py", "--seconds", "15"),

@@ -1,21 +1,27 @@
-"""Every pattern on real GPUs: eager and inside the caller's CUDA graph, every kernel policy, held against float64.
+"""Every pattern by every strategy on real ranks: eager and inside the caller's CUDA graph, held against float64.
 
-    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py
+    torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--device cpu]
 
-Prints a line a case and exits with 1 where one fails.
+All dtypes and kernels, those with tensor cores first. Prints a line a case, and at the end how many there was no time
+for; exits with 1 where one fails.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 import hostir as hi
 from hostir.cli.run import copies
+from hostir.ir.source import HostIRError
+from hostir.lower import STRATEGIES
 from hostir.runtime.reference import bound, reductions, reference
 from hostir.runtime.session import Session, session
 from hostir.runtime.sharding import random_inputs, shard
@@ -23,6 +29,10 @@ from hostir.runtime.sharding import random_inputs, shard
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import patterns
 
+CASES = {  # dtype, kernels, and whether sizes are real
+    "cuda": (("bf16", "aten", True), ("bf16", "triton", True), ("f32", "triton", True), ("f32", "aten", False)),
+    "cpu": (("f32", "aten", False),),
+}
 REAL = {"M": 1024, "K": 512, "N": 768, "H": 1024}
 
 
@@ -48,10 +58,16 @@ def errors(
 
 def one(
     joined: Session, pattern: Callable[..., hi.Fusion], strategy: str, dtype: str, kernels: str, large: bool
-) -> tuple[bool, str]:
-    """Runs one case; eager twice with fresh inputs, then captured, then replayed with fresh inputs."""
+) -> tuple[str, str]:
+    """Runs one case: eager twice with fresh inputs, then captured, then replayed with fresh inputs.
+
+    Gives `ok` or `FAIL` and the errors; or `none` and why the strategy refuses the pattern.
+    """
     fusion = pattern(ranks=joined.size, dtype=dtype, **sizes_for(pattern, large))
-    program = hi.lower(fusion, strategy)
+    try:
+        program = hi.lower(fusion, strategy)
+    except HostIRError as refused:
+        return "none", refused.diagnostics[0].message
     executor = hi.Executor(program, kernels=kernels)
     source, found = fusion.program(), []
 
@@ -64,42 +80,45 @@ def one(
     for seed in (int(time.time()) // 60, 2):
         parts, exact, most = fresh(seed)
         found.append((errors(joined, program, executor(*parts), exact), most))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = executor(*parts)
-    later, exact, most = fresh(3)
-    for held, new in zip(parts, later, strict=True):
-        if held is not None and new is not None:
-            held.copy_(new)
-    for out in captured:
-        if out is not None:
-            out.fill_(float("nan"))
-    graph.replay()
-    found.append((errors(joined, program, captured, exact), most))
-    return all(e <= m for e, m in found), " ".join(f"{e:.1e}/{m:.1e}" for e, m in found)
+    if joined.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = executor(*parts)
+        later, exact, most = fresh(3)
+        for held, new in zip(parts, later, strict=True):
+            if held is not None and new is not None:
+                held.copy_(new)
+        for out in captured:
+            if out is not None:
+                out.fill_(float("nan"))
+        graph.replay()
+        found.append((errors(joined, program, captured, exact), most))
+    return "ok" if all(e <= m for e, m in found) else "FAIL", " ".join(f"{e:.1e}/{m:.1e}" for e, m in found)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all cases and returns the exit code."""
-    failed = 0
-    with session("cuda") as joined:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--seconds", type=float, default=float("inf"), help="start no case after so many")
+    options.add_argument("--device", choices=CASES, default="cuda")
+    given = options.parse_args(arguments)
+    begun, counts = time.monotonic(), Counter[str]()
+    with session(given.device) as joined:
         assert joined
-        for pattern in patterns.PATTERNS:
-            for strategy in ("sequential", "pipeline"):
-                for dtype, kernels, large in (
-                    ("bf16", "aten", True),
-                    ("bf16", "triton", True),
-                    ("f32", "aten", False),
-                    ("f32", "triton", True),
-                ):
-                    good, text = one(joined, pattern, strategy, dtype, kernels, large)
-                    failed += not good
-                    if joined.rank == 0:
-                        case = f"{pattern.__name__:24} {strategy:10} {dtype:4} {kernels:6}"
-                        print(f"{'ok  ' if good else 'FAIL'} {case} {text}", flush=True)
+        for case, strategy, pattern in itertools.product(
+            CASES[given.device], STRATEGIES, (*patterns.PATTERNS, *patterns.SCALED)
+        ):
+            if any(joined.exchange("over", "over" if time.monotonic() - begun > given.seconds else "")):
+                counts["not run"] += 1
+                continue
+            verdict, text = one(joined, pattern, strategy, *case)
+            counts[verdict] += 1
+            if joined.rank == 0:
+                dtype, kernels, _ = case
+                print(f"{verdict:4} {pattern.__name__:24} {strategy:10} {dtype:4} {kernels:6} {text}", flush=True)
         if joined.rank == 0:
-            print(f"{failed} failed on {joined.size} GPUs", flush=True)
-    return 1 if failed else 0
+            print(f"{', '.join(f'{n} {what}' for what, n in counts.items())} on {joined.size} ranks", flush=True)
+    return 1 if counts["FAIL"] else 0
 
 
 if __name__ == "__main__":

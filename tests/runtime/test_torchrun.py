@@ -32,6 +32,7 @@ TWO = [
     "rows_scattered_by_every_strategy",
     "shapes_and_executors_alternate",
     "new_sizes_below_one_that_was_seen_need_no_rendezvous",
+    "sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
     "many_executors_share_memory",
@@ -45,6 +46,7 @@ TWO = [
     "ranks_that_share_something_else_are_refused",
     "different_programs_are_refused",
     "different_sizes_are_refused",
+    "new_sizes_are_compared_where_calls_are_not",
     "wrong_inputs_are_refused_everywhere",
     "another_number_of_ranks_is_refused",
 ]
@@ -63,6 +65,7 @@ FOUR = [
     "blocks_within_teams_and_on_some_ranks",
     "blocks_of_no_rows_before_and_after_some",
     "rows_scattered_by_every_strategy",
+    "sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
