@@ -160,8 +160,9 @@ class RankTasks:
         self.bytes = {NONE: 0} | {
             register: prod(x.shape) * unrolled.dtypes[x.buffer].bytes for register, x in unrolled.layouts.items()
         }
-        self.pushes = {id(op): run for run in Pushes.of(unrolled) for op in run.ops}
-        self.in_products = {id(op) for each in PushedProduct.of(unrolled) for op in each.pushes.ops}
+        runs = Pushes.of(unrolled)
+        self.pushes = {id(op): run for run in runs for op in run.ops}
+        self.in_products = {id(op) for each in PushedProduct.of(unrolled, runs) for op in each.pushes.ops}
         self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the latest kernel that copies
         for op in unrolled.ops:
             TASKS[type(op)](self, op)

@@ -482,6 +482,7 @@ Body = Annotated[tuple[Statement, ...], Codec.BLOCK]
 
 
 _codecs: dict[type[Statement], dict[str, Codec]] = {}  # typing works each out once: it is slow
+_defaults: dict[type[Statement], dict[str, Any]] = {}
 
 
 def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
@@ -497,9 +498,12 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     return _codecs[cls]
 
 
+@cache
 def defaults_of(cls: type[Statement]) -> dict[str, Any]:
     """Return the default of each field that has one."""
-    return {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
+    if cls not in _defaults:
+        _defaults[cls] = {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
+    return _defaults[cls]
 
 
 def _own_fields(cls: type[Statement]) -> list[Field[Any]]:

@@ -82,7 +82,10 @@ class TensorOp(Statement):
     @cached_property
     def _operands_or_none(self) -> list[Value | None]:
         read = (n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ)
-        return [getattr(self, n) for n in read if n not in self.stand_ins]
+        found = [getattr(self, n) for n in read if n not in self.stand_ins]
+        while found and found[-1] is None:  # kernels know the rest by its defaults
+            found.pop()
+        return found
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         """Return the result's dtype and logical shape; raise where the operands do not fit."""
@@ -377,20 +380,46 @@ class Matmul(Contraction):
     rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
     the block has been written. With `ready` too, `from` is about the blocks of `ready`.
 
+    In a host program `plus %c` adds the product to what `%c` holds, which is its result as well, and rounds once. It
+    goes with no `ready`.
+
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """
 
-    syntax = "matmul {a}, {b} -> {out}" + BY_BLOCKS
+    syntax = "matmul {a}, {b}<? plus {addend}?> -> {out}" + BY_BLOCKS
     b: Read
+    addend: ReadIf = field(default=None, kw_only=True)
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        form = super().form(phase)
+        return form if phase is Phase.HOST else form.replace("<? plus {addend}?>", "")
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype = same_dtype(self, [self.a, self.b])
         check_contracted(self, self.a, self.b, 0)
         return dtype, (*self.a.tensor.shape[:-1], self.b.tensor.shape[1])
 
+    def verify(self) -> None:
+        super().verify()
+        if self.addend is not None and self.addend != self.out:
+            raise self.fail(f"it adds to {self.addend}, and its result is {self.out}", expected=f"'plus {self.out}'")
+        if self.addend is not None and self.ready is not None:
+            raise self.fail("it adds to its result, and waits for flags", expected="either 'plus' or 'ready'")
+
+    def infer(self) -> TensorType:
+        return super().infer() if self.addend is None else replace(self, addend=None).infer()
+
     def maps(self) -> tuple[Map, ...]:
         rows = len(self.a.tensor.axes) - 1
-        return (*range(rows), CONTRACTED), (CONTRACTED, rows)
+        return ((*range(rows), CONTRACTED), (CONTRACTED, rows), tuple(range(rows + 1)))[: len(self.operands)]
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        return () if self.addend is None else (2,)
+
+    def in_place(self, operand: int) -> bool:
+        return self.addend is not None and operand == 2
 
 
 @statement
@@ -568,10 +597,11 @@ class Cast(Unary):
     @property
     def exact(self) -> bool:
         """Whether nothing is rounded, so that to add up after it is at least as good as before it."""
-        return DTYPES[self.dtype].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
+        return self.result()[0].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
 
     def infer(self) -> TensorType:
         partial = self.x.tensor.partial
+        self.result()  # which refuses a dtype that is not known
         if not partial or not self.exact:
             return super().infer()
         x = replace(self.x, type=replace(self.x.tensor, partial=()))

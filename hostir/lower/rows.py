@@ -205,7 +205,7 @@ class RowCollectives:
             if rows is None or not isinstance(s, Contraction) or s.out in program.outputs:
                 body.append(s)
                 continue
-            a = _seen_from(s.a, made)
+            a = seen_from(s.a, made)
             if isinstance(made.get(a.name), AllGather):
                 body.append(s)
                 continue
@@ -218,7 +218,7 @@ class RowCollectives:
 
             moved = replace(s, a=seen(a), out=rows)
             if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
-                moved = replace(moved, scale_a=seen(_seen_from(moved.scale_a, made)))
+                moved = replace(moved, scale_a=seen(seen_from(moved.scale_a, made)))
             body.append(moved)
             made[rows.name] = moved
         return replace(self, program=program.with_body(_without_idle_views(program, body)))
@@ -233,14 +233,14 @@ def _with_reshapes_last(program: Program) -> Program:
     made = {result_of(s).name: s for s in program.body}
     body: list[Statement] = []
     for s in program.body:
-        a = _seen_from(s.a, made) if isinstance(s, Contraction) else None
+        a = seen_from(s.a, made) if isinstance(s, Contraction) else None
         if a is None or not isinstance(s, Contraction) or not isinstance(made.get(a.name), AllGather) or a == s.a:
             body.append(s)
             continue
         out = _like(s.out, (*a.tensor.host().axes[:-1], s.out.tensor.host().axes[-1]), names)
         moved = replace(s, a=a, out=out)
         if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
-            scale = _seen_from(moved.scale_a, made)
+            scale = seen_from(moved.scale_a, made)
             if scale.tensor.shape[:-1] != a.tensor.shape[:-1]:
                 axes = (*a.tensor.host().axes[:-1], moved.scale_a.tensor.host().axes[-1])
                 scale = _like(moved.scale_a, axes, names)
@@ -259,7 +259,7 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
             yield s
 
 
-def _seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
+def seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
     """Return the tensor that these rows are a reshape of, with other axes in front of the last one; or themselves."""
     maker = made.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:

@@ -295,12 +295,14 @@ class PushedProduct:
     reader: ComputeOp | None
 
     @classmethod
-    def of(cls, unrolled: UnrolledProgram) -> list[PushedProduct]:
-        """Return all of a program, in issue order."""
+    def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
+        """Return all of a program, of whose copies by SMs these are the runs."""
+        if not runs:
+            return []
         ops = [op for op in unrolled.ops if not op.defines and not op.frees]
         at = {id(op): n for n, op in enumerate(ops)}
         found = []
-        for pushes in Pushes.of(unrolled):
+        for pushes in runs:
             begin, end = at[id(pushes.ops[0])], at[id(pushes.ops[-1])] + 1
             product = _product_before(unrolled, ops[:begin], pushes)
             if product is not None:

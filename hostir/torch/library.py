@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 from hostir.ir.source import error
 from hostir.torch import operators
 from hostir.torch.operators import operator
-from hostir.torch.recording import Gradients, Record, register_gradients, seen_by_autograd_alone, wants_gradients
+from hostir.torch.recording import Gradients, Record, needs_no_dispatcher, register_gradients, wants_gradients
 
 KEYS = ("CPU", "CUDA")
 
@@ -62,7 +62,6 @@ def check_out(name: str, *tensors: Tensor) -> None:
 LIBRARY = torch.library.Library("hostir", "DEF")
 KERNELS: dict[str, Callable[..., Any]] = {}
 RECORDS: dict[str, Record] = {}  # of those with gradients
-_functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 Products = tuple[Tensor | None, list[Tensor]]
 
 
@@ -85,7 +84,7 @@ def call(name: str, tensors: Sequence[Tensor], *args: Any, **options: Any) -> An
     Where torch's dispatcher has nothing to add, which takes it 10 us, its kernel is called at once: no tracer, no mode,
     no profiler, no tensors that are not plain.
     """
-    if torch.compiler.is_compiling() or _functions() or _profiled() or not seen_by_autograd_alone(tensors):
+    if not needs_no_dispatcher(tensors):
         return getattr(torch.ops.hostir, name)(*args, **options)
 
     def run() -> Any:
@@ -295,8 +294,11 @@ def refuse_twice(name: str) -> None:
 
 
 def grad_dtype(b: Tensor) -> str:
-    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none."""
-    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else b.dtype
+    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none.
+
+    Of others torch says none; `hostir.torch.modules.local_weight` does.
+    """
+    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
     return str(dtype).removeprefix("torch.") if b.requires_grad else ""
 
 
@@ -305,7 +307,7 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
 
     `axis` is the outermost one in memory. A product of half-precision operands in f32 has not been rounded before.
     """
-    x, dy = ((t.movedim(axis, 0) if axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
+    x, dy = ((t.movedim(axis, 0) if 0 < axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
     left, right = (dy.t(), x) if linear else (x.t(), dy)
     dtype = getattr(torch, dtype_name)
     if dtype == x.dtype:

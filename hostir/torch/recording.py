@@ -17,12 +17,20 @@ Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # backward, and what 
 Record = Callable[[Callable[[], Any], Sequence[Any]], Any]
 PLAIN = {Tensor, torch.nn.Parameter}
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _after_autograd = torch._C._after_autograd_keyset
 
 
 def seen_by_autograd_alone(tensors: Iterable[Tensor]) -> bool:
     """Return whether of all that torch's dispatcher may call before a kernel, only autograd has to see these."""
     return not _modes() and PLAIN.issuperset(map(type, tensors)) and _transforms() is None
+
+
+def needs_no_dispatcher(tensors: Iterable[Tensor]) -> bool:
+    """Return whether torch's dispatcher would do nothing for these but call autograd and a kernel; it takes 10 us."""
+    if torch.compiler.is_compiling() or _functions() or _profiled():
+        return False
+    return seen_by_autograd_alone(tensors)
 
 
 def wants_gradients(args: Iterable[Any]) -> bool:

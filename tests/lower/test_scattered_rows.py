@@ -11,13 +11,14 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.check import verify
 from hostir.check.tracer import Tracer, View
 from hostir.ir import HostIRError, Program, parse
 from hostir.ir.comm_ops import Communication, ReduceScatter
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.machine import Done, Ready
 from hostir.ir.onesided_ops import Barrier, Put, Signal, WaitSignal
-from hostir.ir.tensor_ops import Add, Contraction, Sum, TensorOp
+from hostir.ir.tensor_ops import Add, Contraction, Matmul, Sum, TensorOp
 from hostir.lower import run_passes
 from hostir.lower.fused import Fused, Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
@@ -554,9 +555,14 @@ fusion @alone(%p: f32[6, 4] partial(tp)) -> (%y) {
 
 
 @pytest.mark.parametrize("strategy", ["fused", "push"])
-def test_rows_that_several_products_make_say_why_these_are_not_overlapped(strategy: str) -> None:
-    program = hi.lower(products(2), strategy)
-    assert not raising(program)
-    (total,) = waiting(program)
-    assert ("not overlapped: the add that makes the rows" in total.note) == (strategy == "fused")
-    assert sum(isinstance(s, Add) for s in program.walk()) == 1
+def test_of_several_products_that_make_rows_the_last_adds_to_the_others_and_is_overlapped(strategy: str) -> None:
+    program = hi.lower(products(2, 3), strategy)
+    first, *adding = [s for s in program.walk() if isinstance(s, Matmul)]
+    assert first.addend is None
+    assert all(s.addend == s.out == first.out for s in adding)
+    assert raising(program) == (adding[-1:] if strategy == "fused" else [])
+    assert "not overlapped" not in str(program)
+    assert not any(isinstance(s, Add) for s in program.walk())
+    assert convicted(program, 2) == ""
+    with pytest.raises(HostIRError, match="it adds to %b0, and its result is"):
+        verify(parse(str(program).replace(f"plus {first.out}", "plus %b0", 1)))

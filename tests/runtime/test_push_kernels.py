@@ -212,7 +212,8 @@ program @p(%a: f32[{rows}, 8@x], %b: f32[8@x, 6], %d: f32[{rows}, 6]) -> (%c) st
   sum %sent axis 0 -> %c ready %there >= 1 from %r own %part
 }}
 """)
-    return PushedProduct.of(unroll(program, 1, {}))
+    unrolled = unroll(program, 1, {})
+    return PushedProduct.of(unrolled, Pushes.of(unrolled))
 
 
 @pytest.mark.parametrize("between", ["", BARRIER, "free %e", "%f: f32[2] = allocate", f"free %e\n  {BARRIER}"])

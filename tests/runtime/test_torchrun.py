@@ -47,6 +47,7 @@ TWO = [
     "ranks_that_share_something_else_are_refused",
     "different_programs_are_refused",
     "different_sizes_are_refused",
+    "new_sizes_are_compared_where_calls_are_not",
     "wrong_inputs_are_refused_everywhere",
     "another_number_of_ranks_is_refused",
 ]

@@ -279,6 +279,35 @@ def different_sizes_are_refused() -> None:
 
 
 @case
+def new_sizes_are_compared_where_calls_are_not() -> None:
+    """As on CUDA: by the rank that is later, and nobody waits. The calls do not run: they ask for places."""
+    executor, calls = Executor(programs.ag_matmul()), joined().calls
+    executor(*parts_of("bf16"))
+    executor._compare = executor._agreement.compare = False
+
+    def said(**sizes: int) -> list[str]:
+        """What the ranks are refused."""
+        try:
+            executor.places(*parts_of("bf16", **sizes))
+            mine = ""
+        except HostIRError as problem:
+            mine = str(problem)
+        calls.broken = ""  # or this rank would make no call any more
+        return joined().exchange("said", mine)
+
+    assert said(m=9) == [""] * SIZE
+    late = [text for text in said(m=4 + RANK) if text]
+    assert len(late) == SIZE - 1
+    contains(late[0], "the calls of the ranks do not line up: ", "with M=4", "with M=5", "HOSTIR_COMPARE_CALLS")
+    calls.went(1)
+    assert said(m=12) == [""] * SIZE
+    calls.went(RANK)  # a call with sizes that were known
+    late = [text for text in said(m=13) if text]
+    assert len(late) == SIZE - 1
+    contains(late[0], "have made other calls before their call 2")
+
+
+@case
 def wrong_inputs_are_refused_everywhere() -> None:
     executor = Executor(programs.ag_matmul())
     a, b = parts_of("bf16")

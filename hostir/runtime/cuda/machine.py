@@ -180,6 +180,7 @@ class CudaMachine:
         self.timeouts = Timeouts(groups.rank)
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
+        self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
         if shares_memory(program):  # a stream of a call follows the same stream of the call before
             self.streams = groups.streams.setdefault(program.digest, self.streams)
@@ -204,8 +205,7 @@ class CudaMachine:
         limit: int | None = None,
     ) -> CudaPlan:
         """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
-        teams = message_teams_of(unrolled.program)
-        self.connect([team for team in teams if self.messages.rank in team and team not in self.messages.made])
+        self.connect([team for team in self.teams if team not in self.messages.made])
         return CudaPlan(self, unrolled, timeline, kind, limit)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
@@ -256,8 +256,10 @@ class CudaPlan:
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
+        kept = self.kept_to_the_end() if self.one_sided else set()
         for op in unrolled.ops:
-            self.add(op)
+            if op.frees not in kept:
+                self.add(op)
         for buffer in sorted(self.late):
             self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
@@ -265,6 +267,14 @@ class CudaPlan:
         for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
+
+    def kept_to_the_end(self) -> set[int]:
+        """Return the buffers that are dropped with the run, when the caller's stream has joined all others."""
+        allocated = self.unrolled.allocated
+        kept = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
+        for buffer in kept:
+            del self.late[buffer]
+        return kept
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(

@@ -171,8 +171,9 @@ class CudaOneSided:
         self.start = torch.cuda.Event()  # recorded at the beginning of the call
         self.unforked = {id(op) for op in unforked(unrolled)}
         self.sent: set[tuple[int, BufferPlace, int, int]] = set()
-        self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
-        products = [each for each in PushedProduct.of(unrolled) if self.pushing_kernel(each.product) is not None]
+        runs = Pushes.of(unrolled)
+        self.pushes = {id(op): pushes for pushes in runs for op in pushes.ops}
+        products = [each for each in PushedProduct.of(unrolled, runs) if self.pushing_kernel(each.product) is not None]
         self.products = {id(op): each for each in products for op in (each.product, *each.pushes.ops)}
         self.behind_products = {id(each.reader) for each in products}
         self.barriers: list[BarrierOp] = []  # all but those that credits replace

@@ -35,9 +35,9 @@ _setting = threading.Lock()  # held while a setting differs from the user's
 IN_ORDER = 16
 
 
-def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`out[..., N] = a[..., K] @ b[K, N]`."""
-    _contract(out, a, b, None)
+def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> None:
+    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once; the addend may be `out` itself."""
+    _contract(out, a, b, addend)
 
 
 def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -188,7 +188,7 @@ KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`out = a @ b (+ bias)`, with sums in f32.
+    """`out = a @ b (+ bias)`, with sums in f32; a bias is a row, or has the shape of `out`.
 
     If rows are not multiples of 16 bytes, cuBLAS takes other kernels, and different ones for slices and for the whole
     tensor: with 16-bit sums some of them have 1.4 times the error of the others.
@@ -223,7 +223,7 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
         if bias is None:
             torch.mm(a_rows, b, out=out_rows)
         else:
-            torch.addmm(bias, a_rows, b, out=out_rows)
+            torch.addmm(bias if bias.ndim == 1 else bias.reshape(out_rows.shape), a_rows, b, out=out_rows)
     elif a.ndim == 3:
         batched = b.expand(len(a), *b.shape)
         if bias is None:
@@ -231,8 +231,8 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
         else:
             torch.baddbmm(bias, a, batched, out=out)
     else:
-        for out_part, a_part in zip(out, a, strict=True):
-            _multiply(out_part, a_part, b, bias)
+        for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
+            _multiply(out_part, a_part, b, bias if bias is None or bias.ndim == 1 else bias[i])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -516,13 +516,15 @@ def multiply(
     tile: Tile | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     fast: bool = False,
+    adds: bool = False,
     pushed: PushKernel | None = None,
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
     None if more than one launch was needed, if a setting may change what is launched, or if the kernel was compiled.
 
-    `scales` and `fast` are for 8-bit operands: see `hostir.runtime.kernels.scaled`. The scales are of a, `[rows, 1]` or
+    With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` and `fast` are for 8-bit
+    operands: see `hostir.runtime.kernels.scaled`. The scales are of a, `[rows, 1]` or
     `[rows, K / 128]` with all rows of `a`, and of b, `[1, N]` or `[K / 128, N / 128]`; strides may be 0.
 
     `pushed`: copies of pieces of `out`, of whole rows each, which the kernel makes itself, from registers; at its end
@@ -536,15 +538,16 @@ def multiply(
         *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
         *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
         None if done is None else (_layout(done.flags), _narrow(done.epoch)),
-        *(use_descriptors, tile, tf32, fast, None if scales is None else tuple(map(_layout, scales))),
+        *(use_descriptors, tile, tf32, fast, None if scales is None else tuple(map(_layout, scales)), adds),
         None if pushed is None else pushed.kind,
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare(
-            *((a, b, out, own), (bias, scales), transpose_b, ready, done, use_descriptors, tile, tf32, fast, pushed)
-        )
+        matrices, vectors, how = (a, b, out, own), (bias, scales), (use_descriptors, tile, tf32, fast)
+        call = _prepare(matrices, vectors, transpose_b, ready, done, *how, adds, pushed)
         if call is None:
+            if adds:
+                return None
             if bias is None:
                 out.zero_()
             else:
@@ -598,6 +601,7 @@ def _prepare(
     tile: Tile | None,
     tf32: bool,
     fast: bool,
+    adds: bool,
     pushed: PushKernel | None,
 ) -> MatmulLaunch | None:
     """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
@@ -654,12 +658,14 @@ def _prepare(
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
         described = _described((a, weight, out, own), rows, use_descriptors)
-    if bias is not None and grid.batches > 1:
+    biased_batch = bias is not None and grid.batches > 1
+    if biased_batch or adds:
         tile = tile.fitting(
             *(a.element_size(), bounds.shared_memory),
             descriptors=described is not None,
-            biased_batch=True,
+            biased_batch=biased_batch,
             result=result,
+            adds=adds,
         )
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
@@ -717,6 +723,7 @@ def _prepare(
             STEPWISE=stepwise,
             PUSHED=0 if pushed is None else triton.next_power_of_2(pushed.count),
             ALIGNED=pushed is not None and pushed.kind[2],
+            ADDS=adds,
         ),
         options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )

@@ -110,6 +110,7 @@ class Constants(NamedTuple):
             without scales.
         STEPWISE: the sum of each step along K is added to the others in float32, as with `blocks`; else tensor cores
             add up all steps. Of 8-bit operands they keep fewer bits of a sum than float32 has.
+        ADDS: the product is added to what the output holds.
     """
 
     BM: int
@@ -135,6 +136,7 @@ class Constants(NamedTuple):
     STEPWISE: bool = False
     PUSHED: int = 0
     ALIGNED: bool = False
+    ADDS: bool = False
 
 
 class Strides(NamedTuple):
@@ -265,6 +267,18 @@ def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _stored(product, place, BC: tl.constexpr, C: tl.constexpr):
+    """Load the tile, of `BC` columns, that `store` is about to overwrite."""
+    batch, row, column = place
+    if C.DESCRIPTORS:
+        return load_descriptor(product.out, batch, row, column, C.BATCHED, C.BM, BC)
+    else:
+        batch_stride, row_stride, column_stride = product.strides.out
+        rows = product.out + batch.to(tl.int64) * batch_stride
+        return load_pointers(rows, row, column, product.M, product.N, row_stride, column_stride, C.BM, BC)
+
+
+@triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
     """Return the left and the right half of a tile."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
@@ -281,13 +295,15 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 @triton.jit
 def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Scale the sums of a tile, or of `BC` of its columns, add the bias, and store them."""
+    """Scale the sums of a tile, or of `BC` of its columns, add the bias or what is there, and store them."""
     _, _, column = place
     if C.SCALES == "rows":
         of_columns = load_pointers(product.scales.b, 0, column, 1, product.N, 0, product.scales.b_column, 1, BC)
         x = x * scales_of_rows(product, place, 0, C) * of_columns
     if C.HAS_BIAS:
         x += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, BC))
+    if C.ADDS:
+        x += to_float32(_stored(product, place, BC, C))
     store(product, place, x, BC, C)
 
 

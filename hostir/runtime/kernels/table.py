@@ -91,6 +91,7 @@ def matmul_by_blocks(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
+    addend: torch.Tensor | None = None,
     *,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
@@ -98,10 +99,10 @@ def matmul_by_blocks(
 ) -> Again | None:
     """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, each block of the flattened rows once its flag is up.
 
-    Raises the flags of `done` behind blocks of `out`. Raises HostIRError if the blocks do not fit the slices of a
-    tensor whose leading axes do not merge: see `_contract_ready`.
+    An addend is `out` itself, to which the product is added. Raises the flags of `done` behind blocks of `out`. Raises
+    HostIRError if the blocks do not fit the slices of a tensor whose leading axes do not merge: see `_contract_ready`.
     """
-    return _contract_by_blocks(out, a, _product(b, None, False), ready, done, own)
+    return _contract_by_blocks(out, a, _product(b, None, False, _adds(out, addend)), ready, done, own)
 
 
 def linear_by_blocks(
@@ -165,12 +166,14 @@ BY_BLOCKS: Mapping[str, Kernel] = {
 }
 
 
-def matmul_pushed(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, pushed: PushKernel) -> Again | None:
+def matmul_pushed(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None, *, pushed: PushKernel
+) -> Again | None:
     """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, and what `pushed` does with `out`, dense, in one kernel.
 
     If the leading axes of `a` do not merge, that is another kernel behind it.
     """
-    return _contract_pushed(out, a, _product(b, None, False), pushed)
+    return _contract_pushed(out, a, _product(b, None, False, _adds(out, addend)), pushed)
 
 
 def linear_pushed(
@@ -207,13 +210,19 @@ PUSHED: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_pushed, linear_pu
 Multiply = Callable[..., Again | None]
 
 
-def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> Multiply:
+def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool, adds: bool = False) -> Multiply:
     from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
 
     def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, **flags)
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, adds=adds, **flags)
 
     return product
+
+
+def _adds(out: torch.Tensor, addend: torch.Tensor | None) -> bool:
+    """Whether a product is added to its result: an addend is this and nothing else."""
+    assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
+    return addend is not None
 
 
 def _scaled_product(
@@ -339,8 +348,8 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
     return None
 
 
-def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
-    return _contract(out, a, _product(b, None, False))
+def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Again | None:
+    return _contract(out, a, _product(b, None, False, _adds(out, addend)))
 
 
 def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Again | None:

@@ -72,6 +72,7 @@ def compiled(
     result: str | None = None,
     scales: str = "",
     stepwise: bool = False,
+    adds: bool = False,
     dtype_b: str | None = None,
     pushed: int = 0,
 ):
@@ -92,7 +93,7 @@ def compiled(
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
         *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
-        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0, adds),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
@@ -380,6 +381,14 @@ def test_raising_flags_leaves_the_pipeline_as_it_is_and_needs_no_more_memory_tha
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
         assert kernel.asm["ptx"].count(instruction) == plain.asm["ptx"].count(instruction)
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True) <= SHARED_MEMORY
+    assert kernel.metadata.spilled == 0
+
+
+def test_what_a_product_is_added_to_fits_beside_the_pipeline():
+    tile = candidates("bf16")[0].fitting(2, SHARED_MEMORY, descriptors=True, adds=True)
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=True, done=1, adds=True)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True, adds=True) <= SHARED_MEMORY
     assert kernel.metadata.spilled == 0
 
 
