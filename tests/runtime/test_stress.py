@@ -159,7 +159,7 @@ def test_sums_of_which_ranks_hold_different_bits_are_named() -> None:
     )
     assert Stress.judge_bits(fake, [7.0, 9.0, 8.0, -7.0, -8.0, -8.0]) == {3}  # type: ignore[arg-type]
     assert said == ["3 call 1: ranks hold different bits of a sum"]
-    assert tally.sums == 3
+    assert fake.tally.sums == 3
 
 
 SAID = "error: rank 0 is ended at 'barrier of %a over tp', which waits for rank 1: rank 1 died"
