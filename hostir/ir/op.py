@@ -495,10 +495,14 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     return _codecs[cls]
 
 
-@cache
+_defaults: dict[type[Statement], dict[str, Any]] = {}  # asked for with every statement that is printed
+
+
 def defaults_of(cls: type[Statement]) -> dict[str, Any]:
     """Return the default of each field that has one."""
-    return {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
+    if cls not in _defaults:
+        _defaults[cls] = {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
+    return _defaults[cls]
 
 
 def _own_fields(cls: type[Statement]) -> list[Field[Any]]:
