@@ -51,9 +51,24 @@ WAYS = (
 )
 
 
-def text(row: Row, ranks: int, way: Way) -> str:
-    """The program of one of two ranks that stand for `ranks`: the peer, at place 1 - %r, begins behind its own rows."""
+@dataclass(frozen=True)
+class Scaling:
+    """Of products of e4m3: the scales of a row of A, 0 for one of all rows; the axes of B's; and `fast`."""
+
+    groups: int
+    of_b: tuple[int, int]
+    fast: bool
+
+
+def text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
+    """The program of one of two ranks that stand for `ranks`: the peer, at place 1 - %r, begins behind its own rows.
+
+    Scales of rows go ahead of all rows, as `hi.lower` has it.
+    """
     m, peer, shape = row.M // ranks, "(%r + 1) % 2", f"{row.M // ranks}, {row.K}"
+    dtype, product, ahead = "bf16", "matmul %full, %b", ["barrier of %full over didx"]
+    operands = f"%a: bf16[1, 2@didx, {shape}], %b: bf16[{row.K}, {row.N}]"
+    scales: list[str] = []
     slot = f"((%r + 1) % 2 + %i + 1) % {ranks}"
     by = f" by {way.sms} sms" if way.sms else ""
     signal = f"signal %there[{slot}] = 1 at {peer} over didx"
@@ -66,15 +81,34 @@ def text(row: Row, ranks: int, way: Way) -> str:
     apart = " own %a"
     if way.sms:
         fork, join, apart = [], [], ""
+    if scaling is not None:
+        each, columns = f"{m}, {scaling.groups}", ", ".join(map(str, scaling.of_b))
+        dtype, of_a = "f8e4m3", f"f32[1, 2@didx, {each}]" if scaling.groups else "f32[1, 1, 1, 1]"
+        operands = f"%a: f8e4m3[1, 2@didx, {shape}], %b: f8e4m3[{row.K}, {row.N}], %scale_a: {of_a}"
+        operands += f", %scale_b: f32[{columns}]"
+        of_rows = "%scales" if scaling.groups else "%scale_a"
+        fast = " accumulate fast" if scaling.fast else ""
+        product = f"scaled_matmul %full, %b scaled {of_rows}, %scale_b to bf16{fast}"
+    if scaling is not None and scaling.groups:
+        rounds = f"for %i in 0..{ranks - 1} {{"
+        ahead, scales = (
+            [],
+            [
+                *(f"%scales: f32[1, {ranks}, {each}] = allocate_symmetric", "barrier of %scales over didx", rounds),
+                f"%scale_slot = chunk %scales[{slot} of {ranks}] axis 1",
+                *(f"put %scale_a -> %scale_slot at {peer} over didx by {SMS} sms", "}"),
+                f"%scale_mine = chunk %scales[%r of {ranks}] axis 1",
+                "put %scale_a -> %scale_mine at %r over didx",
+            ],
+        )
     lines = [
-        *("%user = current_stream", "%r = rank of %a over didx"),
-        *(f"%full: bf16[1, {ranks}, {shape}] = allocate_symmetric", f"%there: flag[{ranks}] = allocate_symmetric"),
-        *(*fork, "barrier of %full over didx", *(own if way.sms else [])),
+        *("%user = current_stream", "%r = rank of %a over didx", *scales),
+        *(f"%full: {dtype}[1, {ranks}, {shape}] = allocate_symmetric", f"%there: flag[{ranks}] = allocate_symmetric"),
+        *(*fork, *ahead, *(own if way.sms else [])),
         *(f"for %i in 0..{ranks - 1} {{", *copy, "}", "set_stream %user"),
         f"%c: bf16[1, {ranks}, {m}, {row.N}] = allocate",
-        *(f"matmul %full, %b -> %c ready %there >= 1 from %r{apart}", *join),
+        *(f"{product} -> %c ready %there >= 1 from %r{apart}", *join),
     ]
-    operands = f"%a: bf16[1, 2@didx, {shape}], %b: bf16[{row.K}, {row.N}]"
     head = [
         "hostir 1",
         "mesh @mesh [didx] = 0 1",

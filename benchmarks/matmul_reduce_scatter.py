@@ -27,6 +27,7 @@ cuBLAS alone, or the copies alone.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ from benchmarks.comparison import (
     summed_rows,
 )
 from benchmarks.harness import synchronize
-from benchmarks.scores import BY_HAND, KINDS, LARGE, ODD, TORCH, Row
+from benchmarks.scores import BY_HAND, KINDS, LARGE, ODD, TORCH, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
 from hostir.lower.fused import SMS
@@ -194,8 +195,8 @@ WAYS = tuple(
 )
 
 
-def text(row: Row, ranks: int, way: Way, dtype: str) -> str:
-    """The program of one of two ranks that stand for `ranks`.
+def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product: str = "matmul %a, %b") -> str:
+    """The program of one of two ranks that stand for `ranks`: of `operands` a `product`, a plain one by default.
 
     This rank is at place %r, and makes the blocks for the places behind it first, its own last. All but its own go to
     the peer, at place 1 - %r: the i-th into the slot of the rank from which place 1 - %r would get its i-th.
@@ -211,22 +212,31 @@ def text(row: Row, ranks: int, way: Way, dtype: str) -> str:
     views = [f"%block = chunk %part[{block} of {ranks}] axis 0", f"%slot = select %sent[{slot}]"]
     rounds, each = f"for %i in 0..{ranks - 1} {{", f"for %p in 0..{pieces} {{"
     barrier = "barrier of %sent over didx"
+    by_rows = [name for name in ("%a", "%scale_a") if f"{name}," in product]
+
+    def cut(place: str, suffix: str) -> list[str]:
+        """The product of a block of rows, without where it goes."""
+        views = [f"{name}_{suffix} = chunk {name}[{place} of {ranks}] axis 0" for name in by_rows]
+        return [*views, re.sub(r"%(a|scale_a),", rf"%\1_{suffix},", product)]
+
     fork, own, streams = ["set_stream 0", "synchronize %user", barrier], [], 1
     if way.strategy == "ring":
         streams = 2
-        multiply = [f"%a_block = chunk %a[{block} of {ranks}] axis 0", "matmul %a_block, %b -> %block"]
+        *of_block, multiply = cut(block, "block")
         send = ["set_stream %i % 2", "synchronize %user", each, *put, "}"]
-        body = [*fork, "set_stream 1", "synchronize 0", rounds, "set_stream %user", *views, *multiply, *send, "}"]
-        own = [f"%a_mine = chunk %a[%r of {ranks}] axis 0", "matmul %a_mine, %b -> %mine"]
+        body = [*fork, "set_stream 1", "synchronize 0", rounds, "set_stream %user", *views]
+        body += [*of_block, f"{multiply} -> %block", *send, "}"]
+        *of_own, multiply = cut("%r", "mine")
+        own = [*of_own, f"{multiply} -> %mine"]
     elif way.strategy == "fused":
         flags = f"%part_done: flag[{ranks * pieces}] = allocate_symmetric"
-        multiply = [f"matmul %a, %b -> %part done %part_done = 1 from (%r + 1) % {ranks} * {pieces}"]
+        multiply = f"{product} -> %part done %part_done = 1 from (%r + 1) % {ranks} * {pieces}"
         wait = f"wait_signal %part_done[({block}) * {pieces} + %p] >= 1"
-        body = [flags, *fork, "set_stream %user", *multiply, "set_stream 0", rounds, *views, each, wait, *put, "}", "}"]
+        body = [flags, *fork, "set_stream %user", multiply, "set_stream 0", rounds, *views, each, wait, *put, "}", "}"]
     else:
         streams = 0
-        body = ["matmul %a, %b -> %part", barrier, rounds, *views, each, *put, "}", "}"]
-    operands = f"%a: {dtype}[{row.M}, {2 * row.K}@didx], %b: {dtype}[{2 * row.K}@didx, {n}]"
+        body = [f"{product} -> %part", barrier, rounds, *views, each, *put, "}", "}"]
+    operands = operands or f"%a: {dtype}[{row.M}, {2 * row.K}@didx], %b: {dtype}[{2 * row.K}@didx, {n}]"
     return "\n".join(
         [
             *("hostir 1", "mesh @mesh [didx] = 0 1"),
@@ -245,41 +255,51 @@ def text(row: Row, ranks: int, way: Way, dtype: str) -> str:
     )
 
 
-class AsRankOf(Operands):
-    """A row's tensors on one of two ranks that stand for more.
+class StandsForMore(Subject):
+    """What is compared on one of two ranks that stand for more.
 
     Fields:
         c: `[M / ranks, N]`, the own block of rows, with all blocks added that the peer sends.
     """
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session, *, ranks: int) -> None:
-        self.stands_for = ranks
-        super().__init__(row, dtype, joined)
+    part: torch.Tensor
+    multiply: Callable[[], object]
+
+    def stand_for(self, ranks: int) -> None:
         self.ranks = ranks
-        self.c = torch.empty(row.M // ranks, row.N, dtype=dtype, device=self.device)
-        self.slots = self.shared(ranks, row.M // ranks, row.N)
+        self.c = torch.empty(self.row.M // ranks, self.row.N, dtype=self.dtype, device=self.device)
+        self.slots = self.shared(ranks, *self.c.shape)
         self.theirs = self.of_peer(self.slots, 1 - self.rank) if self.on_gpu else torch.empty_like(self.slots)
 
-    def about(self) -> dict[str, int]:
-        return {"emulated_on": 2}
+    def product(self) -> torch.Tensor:
+        """What this rank multiplies, `[M, N]`."""
+        raise NotImplementedError
+
+    def exact_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of it in float64."""
+        raise NotImplementedError
+
+    def program(self, way: Way) -> str:
+        """The text that adds up the blocks."""
+        raise NotImplementedError
+
+    def about(self) -> Result:
+        return {**super().about(), "emulated_on": 2}
 
     def judge(self) -> Judge:
         """Against this rank's own block and the blocks of the peer but for that of its own place."""
-        both = [[torch.empty_like(x) for _ in range(2)] for x in (self.a, self.b.t())]
-        for parts, x in zip(both, (self.a, self.b.t()), strict=True):
-            dist.all_gather(parts, x.contiguous())
-        blocks = [a @ b.t() for a, b in zip(*both, strict=True)]
-        mine, theirs = (x.chunk(self.ranks) for x in (blocks[self.rank], blocks[1 - self.rank]))
-        added = [part for place, part in enumerate(theirs) if place != 1 - self.rank]
-        unfused = torch.stack([mine[self.rank], *added]).float().sum(0).to(self.dtype)
-        m = len(unfused)
-        sample = torch.cat([torch.tensor([0, m - 1]), torch.randint(m, (32,))]).unique().to(self.device)
-        exact = torch.zeros(len(sample), self.row.N, dtype=torch.float64, device=self.device)
-        places = {self.rank: {self.rank}, 1 - self.rank: set(range(self.ranks)) - {1 - self.rank}}
-        for rank, (a, b) in enumerate(zip(*both, strict=True)):
-            rows = torch.stack([a[place * m + sample] for place in places[rank]])
-            exact += rows.double().sum(0) @ b.t().double()
-        return Judge(sample, exact, unfused)
+        m = self.row.M // self.ranks
+        drawn = torch.randint(m, (32,), generator=torch.Generator().manual_seed(m))  # the same on both ranks
+        sample = torch.cat([torch.tensor([0, m - 1]), drawn]).unique().to(self.device)
+        rows = torch.cat([place * m + sample for place in range(self.ranks)])
+        sums = []
+        for made in (self.product().float(), self.exact_rows(rows)):
+            both = [torch.empty_like(made) for _ in range(2)]
+            dist.all_gather(both, made.contiguous())
+            blocks = [each.chunk(self.ranks) for each in both]
+            added = [block for place, block in enumerate(blocks[1 - self.rank]) if place != 1 - self.rank]
+            sums.append(torch.stack([blocks[self.rank][self.rank], *added]).sum(0))
+        return Judge(sample, sums[1], sums[0].to(self.dtype))
 
     def parts(self) -> Mapping[str, Work]:
         return {"gemm": self.multiply, "copies": self.push}
@@ -297,8 +317,24 @@ class AsRankOf(Operands):
                 yield Entrant(str(way), mode, partial(self.ours, way, mode))
 
     def ours(self, way: Way, mode: str) -> Candidate:
-        program = hi.parse(text(self.row, self.ranks, way, self.dtype_name))
-        return lowered(self, program, Variant(way.strategy, way.kernels), mode, name=str(way))
+        return lowered(self, hi.parse(self.program(way)), Variant(way.strategy, way.kernels), mode, name=str(way))
+
+
+class AsRankOf(StandsForMore, Operands):
+    """A row's tensors on one of two ranks that stand for more."""
+
+    def __init__(self, row: Row, dtype: torch.dtype, joined: Session, *, ranks: int) -> None:
+        super().__init__(row, dtype, joined)
+        self.stand_for(ranks)
+
+    def product(self) -> torch.Tensor:
+        return self.a @ self.b
+
+    def exact_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.a[rows].double() @ self.b.double()
+
+    def program(self, way: Way) -> str:
+        return text(self.row, self.ranks, way, self.dtype_name)
 
 
 # The command line -------------------------------------------------------------------------------------------------

@@ -169,9 +169,9 @@ PARTS = (
     comparison("all_gather", 150, "allgather_matmul", "allgather", rows=MODELS),
     comparison("all_reduce", 150, "matmul_all_reduce", "all_reduce", rows=MODELS),
     comparison("mlp", 60, "mlp", "mlp", rows=MODELS),
-    comparison("scaled", 90, "scaled_matmul", "allgather", options=["--side", "gather"], rows="70B"),
+    comparison("scaled", 90, "scaled_matmul", "scaled_gather", options=["--side", "gather"], rows="70B"),
     comparison(
-        *("scaled_scatter", 90, "scaled_matmul", "reduce_scatter"),
+        *("scaled_scatter", 90, "scaled_matmul", "scaled_scatter"),
         options=["--side", "scatter"],
         file="scaled_matmul_scatter",
         rows="70B",

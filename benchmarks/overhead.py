@@ -1,5 +1,6 @@
 """What hostir costs on the host: a plan's time a statement against the same torch calls by hand; an all-gather + matmul
-of few rows against NCCL and cuBLAS by hand; a call that is replayed from a CUDA graph; parse, lower, verify.
+of few rows against NCCL and cuBLAS by hand; a call that is replayed from a CUDA graph; layers and torch's operators of
+few rows, with gradients and for new numbers of tokens; parse, lower, verify.
 
     python -m benchmarks.overhead                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 -m benchmarks.overhead --out benchmarks/results/overhead
@@ -26,11 +27,13 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
-from benchmarks.harness import graphed, table, write
+from benchmarks.harness import graphed, synchronize, table, write
+from benchmarks.torch_operators import ByHand, Gathering, Scattering
 from examples import patterns
 from hostir.check import verify
 from hostir.ir import parse
 from hostir.runtime.session import Session, session
+from hostir.torch import column_parallel_linear, install, row_parallel_linear
 
 SLICES, STREAMS = 8, 4
 ALONE = f"""hostir 1
@@ -182,6 +185,59 @@ def alone(joined: Session, repeats: int) -> list[dict[str, Any]]:
     return found
 
 
+def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
+    """Host time of few rows through layers and torch's operators: without and with gradients, and by hand."""
+    ranks, device, (M, N, K), way = joined.size, joined.device, (64, 256, 256), ByHand()
+    world, settle = dist.group.WORLD, partial(synchronize, device)
+    assert world is not None
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).bfloat16().requires_grad_()
+
+    def gathered(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, world.group_name)[1][0]
+
+    def scattered(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, world.group_name)
+
+    def trained(layer: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> None:
+        torch.autograd.grad(layer(x, weight), (x, weight), dy)
+
+    weight, found = leaf(N, K), list[dict[str, Any]]()
+    gathers = (leaf(M // ranks, K), leaf(M, N).detach(), lambda x, w: Gathering.apply(x, w, way))
+    scatters = (leaf(M, K), leaf(M // ranks, N).detach(), lambda x, w: Scattering.apply(x, w, way))
+    for name, layer, (x, dy, hand) in (
+        ("column_parallel_linear", lambda x, w: column_parallel_linear(x, w, world), gathers),
+        ("fused_all_gather_matmul", gathered, gathers),
+        ("row_parallel_linear", lambda x, w: row_parallel_linear(x, w, world), scatters),
+        ("fused_matmul_reduce_scatter", scattered, scatters),
+    ):
+        for how, grad in (("no gradients", False), ("recorded", True), ("with backward", True)):
+            wrapped = partial(trained, dy=dy) if how == "with backward" else lambda layer, x, w: layer(x, w)
+            with torch.set_grad_enabled(grad):
+                ours, by_hand = (timed(partial(wrapped, each, x, weight), repeats, settle) for each in (layer, hand))
+            what = f"{name}, {how}"
+            found.append({"what": what, "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand})
+    return found
+
+
+def new_tokens(joined: Session, repeats: int) -> list[dict[str, Any]]:
+    """Host time of calls with so many numbers of tokens that are new, below one that is known."""
+    ranks, device, world = joined.size, joined.device, dist.group.WORLD
+    assert world is not None
+    up, down = (torch.randn(256, 256, device=device).bfloat16() for _ in range(2))
+    found = []
+    for strategy in ("auto", "ring", "fused", "push"):
+        with install(strategy=strategy), torch.no_grad():
+            for layer, weight in ((column_parallel_linear, up), (row_parallel_linear, down)):
+                rows = 1 if layer is column_parallel_linear else ranks
+                xs = [torch.randn(rows * n, 256, device=device).bfloat16() for n in range(repeats + 10, 2, -1)]
+                calls = (partial(layer, x, weight, world) for x in xs)
+                new = timed(lambda: next(calls)(), repeats, partial(synchronize, device))  # noqa: B023  # called here
+                found.append({"what": f"{layer.__name__}, {strategy}, of a new number of tokens", "ours us": new})
+    return found
+
+
 def compiling(repeats: int) -> list[dict[str, Any]]:
     """Time to build, lower, print, parse and verify."""
     fusion = patterns.allgather_matmul()
@@ -215,6 +271,9 @@ def main() -> None:
             with torch.no_grad():
                 found += gathering(joined, given.repeats)
                 found += alone(joined, given.repeats)
+            with install(strict=True):
+                found += layers(joined, given.repeats)
+            found += new_tokens(joined, given.repeats)
         text = table(
             ["what", "hostir us", "by hand us", "ratio"],
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import table
@@ -62,6 +63,12 @@ DEPARTURES_MUST = {
 }
 # Scores to reach on 2 H200 in bf16 by a matmul + all-reduce of many rows; fewer are held against the best peer.
 REDUCED_MUST, REDUCED_GOAL = {2048: 0.75, 8192: 0.80}, {2048: 0.90, 8192: 0.92}
+# The same in fp8, with tensor cores that accumulate.
+SCALED_MUST = {
+    "gather": dict(zip(LARGE, (0.82, 0.88, 0.90, 0.92), strict=True)),
+    "scatter": dict(zip(LARGE, (0.75, 0.80, 0.82, 0.83), strict=True)),
+}
+OF_AXIS_0 = 1.05  # how many times as long rows may take that are gathered or scattered on another axis
 FEW = (1, 16, 64, 128, 512)  # rows
 DECODED = (1, 16, 64)
 # Shapes that nothing was tuned for: K and N of a rank.
@@ -177,6 +184,19 @@ def _of_departures(row: Result) -> Asked:
     return (DEPARTURES_MUST[row["model"]][row["M"]] if row["ranks"] == 8 else None), None
 
 
+def _of_scaled(row: Result, side: str) -> Asked:
+    """What axis 0 takes; of blocks and few rows the best peer's score; else a score, and no less than a peer's."""
+    if row["ranks"] != 2:
+        return None, None
+    if row.get("axis_0_us"):
+        score = row["floor_us"] / row["axis_0_us"]
+        return round(score / OF_AXIS_0, 4), round(score, 4)
+    if row["scales"] == "blocks" or row["M"] in SMALL:
+        modes = modes_of(row) if row["M"] in SMALL else MODES
+        return _of_peers(row, (fastest(row["times"], ours=False, modes=modes), OF_BEST_PEER, 1.0))
+    return (max(SCALED_MUST[side][row["M"]], row["score_peer"] or 0.0) if row["fast"] else None), None
+
+
 def _of_mlp(row: Result) -> Asked:
     peers = {name: {name: t} for name, t in row["times"].items()}
     by_hand = fastest(peers.get(BY_HAND, {}), ours=False, modes=modes_of(row))
@@ -221,6 +241,21 @@ TRAINED = {  # a layer's N and K of a rank, forward alone and with its gradients
     if model in ("8B", "70B")
     for kind in ("gather", "scatter")
     for trained in ("", "-trained")
+}
+SCALED = {
+    f"scaled_{side}{emulated}": Kind(
+        f"{title}{' as a rank of more meets it' if emulated else ''}",
+        "copies" if emulated else collective,
+        shape,
+        {"70B": widths["70B"]},
+        {"70B": LARGE if emulated else SIZES["70B"]},
+        (lambda _: (None, None)) if emulated else partial(_of_scaled, side=side),
+    )
+    for side, title, collective, shape, widths in (
+        ("gather", "All-gather + fp8 matmul", "all-gather", "M,N/rank,K", MODELS),
+        ("scatter", "fp8 matmul + reduce-scatter", "reduce-scatter", "M,N,K/rank", SHARDED),
+    )
+    for emulated in ("", "_emulated")
 }
 BESIDE = {f"K={k} N={n}": (n, k) for k, n in ((3696, 8192), (2304, 7168), (4608, 4608), (768, 6144))}
 KINDS = {
@@ -281,6 +316,7 @@ KINDS = {
         dict.fromkeys(TRAINED, (16, 64, 256, 1024, 4096, 16384)),
         _of_functions,
     ),
+    **SCALED,
 }
 GATHERED = KINDS["allgather"]
 rows = GATHERED.rows

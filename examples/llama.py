@@ -5,15 +5,20 @@
     torchrun --nproc-per-node 4 examples/llama.py --tp 2 --fsdp          2 of them share a layer, 2 share parameters
     torchrun --nproc-per-node 4 examples/llama.py --compare --dtype bf16 --steps 3
 
+    torchrun --nproc-per-node 2 examples/llama.py --fp8 --compare        linear layers multiply in fp8
+
 `--compare` holds losses and gradients of each step against those of one rank with the same parameters; `--varying`
-draws the length of sequences anew each step; `--save DIR` and `--load DIR` are checkpoints of any number of ranks.
+draws the length of sequences anew each step, and the last step must leave as many bytes held as step 20 did; `--save
+DIR` and `--load DIR` are checkpoints of any number of ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
-from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
 
-from hostir.torch import ColwiseParallel, RowwiseParallel, report
+from hostir.torch import ColwiseParallel, RowwiseParallel, install, report
 
 # The model ------------------------------------------------------------------------------------------------------------
 
@@ -108,24 +113,71 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+# What one rank computes in fp8, as ranks do: products of numbers that were rounded to e4m3. ---------------------------
+
+
+def rounded(x: Tensor, axis: int) -> Tensor:
+    """What is left of numbers in e4m3, with scales that are powers of two, along an axis."""
+    wide = x.double()
+    scale = (wide.abs().amax(axis, keepdim=True).clamp(min=1e-30) / 448).log2().ceil().exp2()
+    return (wide / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+class Float8Product(torch.autograd.Function):
+    """`x @ weight^T`. For the gradient of the weight, dy is rounded too if ranks would gather it (`gathers_dy`)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gathers_dy: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gathers_dy = gathers_dy
+        return (rounded(x, -1) @ rounded(weight, 1).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        left = rounded(dy, -1) if ctx.gathers_dy else dy.double()
+        d_weight = left.flatten(0, -2).t() @ rounded(x, -1).flatten(0, -2)
+        return (rounded(dy, -1) @ rounded(weight, 0)).to(x.dtype), d_weight.to(weight.dtype), None
+
+
+class Float8Linear(nn.Linear):
+    gathers_dy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Float8Product.apply(x, self.weight, self.gathers_dy)
+        return y if self.bias is None else y + self.bias
+
+
+def in_float8(model: nn.Module) -> nn.Module:
+    """A whole model, whose linear layers but the last multiply in fp8."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "output":
+            module.__class__ = Float8Linear
+            module.gathers_dy = name.endswith(("wo", "w2"))
+    return model
+
+
 # The plan: between layers each rank has a part of every sequence, inside them its heads and its columns. --------------
 
 SEQUENCE = Shard(1)
-PLAN = {
-    "embedding": TorchRowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
-    "layers.*.attention_norm": SequenceParallel(use_local_output=True),
-    "layers.*.attention": ColwiseParallel("wq", "wk", "wv", input_layouts=SEQUENCE),
-    "layers.*.attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
-    "layers.*.ffn_norm": SequenceParallel(use_local_output=True),
-    "layers.*.feed_forward": ColwiseParallel("w1", "w3", input_layouts=SEQUENCE),
-    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
-    "norm": SequenceParallel(use_local_output=True),
-    "output": ColwiseParallel(input_layouts=SEQUENCE, use_local_output=False),
-}
 
 
-def parallelized(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
-    parallelize_module(model, mesh["tp"], PLAN)
+def plan(fp8: bool = False) -> dict[str, ParallelStyle]:
+    return {
+        "embedding": TorchRowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "layers.*.attention_norm": SequenceParallel(use_local_output=True),
+        "layers.*.attention": ColwiseParallel("wq", "wk", "wv", input_layouts=SEQUENCE, fp8=fp8),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=SEQUENCE, fp8=fp8),
+        "layers.*.ffn_norm": SequenceParallel(use_local_output=True),
+        "layers.*.feed_forward": ColwiseParallel("w1", "w3", input_layouts=SEQUENCE, fp8=fp8),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE, fp8=fp8),
+        "norm": SequenceParallel(use_local_output=True),
+        "output": ColwiseParallel(input_layouts=SEQUENCE, use_local_output=False),
+    }
+
+
+def parallelized(model: Llama, mesh: DeviceMesh, fsdp: bool, fp8: bool = False) -> Llama:
+    parallelize_module(model, mesh["tp"], plan(fp8))
     if fsdp:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
@@ -137,6 +189,7 @@ def parallelized(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
 
 # Of a loss, and of the gradient of each parameter by its norm, relative: sums of another order are rounded otherwise.
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 1e-1)}
+BOUNDS_OF_FP8 = {torch.float32: (1e-4, 1e-2), torch.bfloat16: (1e-2, 1e-1)}  # some numbers go to their other neighbour
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -171,7 +224,8 @@ def compare(model: nn.Module, alone: nn.Module, loss: Tensor, tokens: Tensor, st
     alone.load_state_dict(states)
     alone.zero_grad()
     true = loss_of(alone, tokens)
-    bounds = BOUNDS[next(alone.parameters()).dtype]
+    fp8 = any(isinstance(module, Float8Linear) for module in alone.modules())
+    bounds = (BOUNDS_OF_FP8 if fp8 else BOUNDS)[next(alone.parameters()).dtype]
     off = abs(loss - true).item() / true.item()
     errors = {}
     for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
@@ -192,9 +246,10 @@ class Trainer:
         dtype = torch.float32 if options.dtype == "f32" else torch.bfloat16
         sizes = (options.vocabulary, options.layers, options.features, 8, 4, 3 * options.features)
         torch.manual_seed(0)
+        one = in_float8 if options.fp8 else lambda model: model
         model = Llama(*sizes).to(device, dtype)
-        self.model = parallelized(model, mesh, options.fsdp) if mesh else model
-        self.alone = Llama(*sizes).to(device, dtype) if options.compare else None
+        self.model = parallelized(model, mesh, options.fsdp, options.fp8) if mesh else one(model)
+        self.alone = one(Llama(*sizes).to(device, dtype)) if options.compare else None
         for layer in self.model.layers if options.compile else ():
             layer.compile(backend=options.compile, dynamic=options.varying or None)
         if options.compile:  # torch 2.13 loses the gradient of a compiled layer's input that is still on its way
@@ -203,11 +258,11 @@ class Trainer:
         self.fresh = torch.Generator().manual_seed(1)
         self.graph, self.given, self.loss = None, None, None
 
-    def tokens(self) -> Tensor:
-        """Sequences, the same on all ranks; of another length each time with --varying."""
+    def tokens(self, longest: bool) -> Tensor:
+        """Sequences, the same on all ranks; with --varying of another length each time, up to that of --tokens."""
         tp = self.mesh["tp"].size() if self.mesh else 1
         drawn = tp * int(torch.randint(2, self.options.tokens // tp + 1, (), generator=self.fresh))
-        length = drawn if self.options.varying else self.options.tokens
+        length = drawn if self.options.varying and not longest else self.options.tokens
         return sequences(self.options.batch, length, self.options.vocabulary, self.fresh).to(self.device)
 
     def gradients(self, tokens: Tensor) -> Tensor:
@@ -241,9 +296,9 @@ class Trainer:
         with torch.cuda.graph(self.graph):
             self.loss = self.computed(self.given)
 
-    def step(self) -> str:
-        """One step of training; what is to be said of it."""
-        tokens = self.tokens()
+    def step(self, number: int) -> str:
+        """One step of training, counted from 1; what is to be said of it. The first one has the longest sequences."""
+        tokens = self.tokens(longest=number == 1)
         states = {name: full(value).clone() for name, value in self.model.state_dict().items()} if self.alone else {}
         loss = self.gradients(tokens)
         said = f"{tokens.shape[1] - 1} tokens, loss {loss:.4f}"
@@ -251,11 +306,15 @@ class Trainer:
         self.optimizer.step()
         return said
 
-    def memory(self) -> str:
-        if self.device.type == "cpu":
-            return ""
+    def held(self) -> tuple[int, int]:
+        """The bytes that are held between two steps, on a CPU by Python's tensors, and those of symmetric memory."""
         symmetric = sum(report().symmetric_bytes.values())
-        return f", {torch.cuda.memory_allocated()} bytes, of symmetric memory {symmetric}"
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(), symmetric
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+        return sum(storages.values()), symmetric
 
     def checkpoint(self, action: str, folder: str) -> None:
         """Save parameters, or load what any number of ranks has saved."""
@@ -278,15 +337,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, help="ranks that share a layer; all, unless given")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile: inductor, aot_eager")
+    parser.add_argument("--strategy", default="auto", help="of hostir: auto, ring, ...")
     parser.add_argument("--graph", action="store_true", help="replay forward and backward from a CUDA graph")
-    for name in ("fsdp", "compare", "varying", "report"):
+    for name in ("fsdp", "fp8", "compare", "varying", "report"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load"):
         parser.add_argument(f"--{name}", metavar="DIR")
     options = parser.parse_args(argv)
-    ranks, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if options.graph and options.varying:
+        parser.error("--graph replays steps of one length, and --varying draws another for each")
+    local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.device_count() > local else torch.device("cpu")
-    mesh = None
+    if options.graph and device.type == "cpu":
+        parser.error("--graph is for GPUs")
+    with install(strategy=options.strategy):
+        train(options, device)
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    ranks, mesh = int(os.environ.get("WORLD_SIZE", 1)), None
     if "RANK" in os.environ:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -297,10 +366,17 @@ def main(argv: list[str] | None = None) -> None:
     if options.load:
         trainer.checkpoint("load", options.load)
     terminal = Console(stderr=True)
-    for number in track(range(options.steps), "steps", console=terminal, disable=not (first and terminal.is_terminal)):
-        said = trainer.step()
-        if first and number + 1 in {1, 2, 3, 20, options.steps}:
-            print(f"step {number + 1}: {said}{trainer.memory()}", flush=True)
+    steps, held = range(1, options.steps + 1), (0, 0)
+    for number in track(steps, "steps", console=terminal, disable=not (first and terminal.is_terminal)):
+        said = trainer.step(number)
+        if number not in {1, 2, 3, 20, options.steps}:
+            continue
+        before, held = held, trainer.held() if number >= 20 else held
+        memory = f", {held[0]} bytes, of symmetric memory {held[1]}" if number >= 20 else ""
+        if first:
+            print(f"step {number}: {said}{memory}", flush=True)
+        if options.varying and number > 20 and before != held:
+            raise SystemExit(f"bytes and symmetric bytes were {before} after step 20, and are {held} now")
     if options.save:
         trainer.checkpoint("save", options.save)
     if options.report and first:

@@ -265,6 +265,30 @@ def mlp_replicated(
     return fusion
 
 
+def attention_output(
+    ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
+) -> hi.Fusion:
+    """What follows attention in inference: heads times their weights, summed up, added to the residual, and normed.
+
+    Heads are sharded; all ranks have all of the residual stream, before and after, and of its norm.
+    """
+    with hi.Fusion("attention_output") as fusion:
+        heads, w = hi.tensor("heads", [M, K], dtype), hi.tensor("w", [K, N], dtype)
+        x, scale = hi.tensor("x", [M, N], dtype), hi.tensor("scale", [N], dtype)
+        y = heads @ w + x
+        z = hi.rms_norm(y, scale, 1e-5)
+        fusion.output(y)
+        fusion.output(z)
+    mesh = hi.DeviceMesh(range(ranks))
+    heads.shard(1, mesh)
+    w.shard(0, mesh)
+    for t in (x, y, z):
+        t.set_device_mesh(mesh)
+    z.split(0, S)
+    z.axis(0).parallelize(Stream)
+    return fusion
+
+
 def mlp_2d(
     ranks: int = 4, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32", dp: int = 2
 ) -> hi.Fusion:
@@ -394,6 +418,9 @@ PATTERNS = (
 )
 
 
+NORMED = (attention_output,)  # which nvFuser's form has no statement for
+
+
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:
     """The shapes of the scales of both sides: of the `tensor`, of `rows` and columns, or of `blocks`."""
     return {
@@ -472,16 +499,24 @@ def scaled_row_parallel(
 
 
 def scaled_batch_gathered(
-    ranks: int = 4, M: int = 24, K: int = 256, N: int = 128, dtype: str = "bf16", scales: str = "rows", axis: int = 1
+    ranks: int = 4,
+    M: int = 24,
+    K: int = 256,
+    N: int = 128,
+    dtype: str = "bf16",
+    scales: str = "rows",
+    axis: int = 1,
+    batch: int = 2,
+    fast: bool = False,
 ) -> hi.Fusion:
-    """`[2, T, K]`, gathered along an axis, flattened for the matmul, and shaped back. The weight is sharded on N."""
-    batch, T = (2, M) if axis else (M, 2)
-    of_a, of_b = _scale_shapes(scales, [batch, T], K, N * ranks)
+    """`[batch, M, K]`, or `[M, batch, K]`; M is gathered; rows are flat in the matmul. The weight is sharded on N."""
+    sizes = [batch, M] if axis else [M, batch]
+    of_a, of_b = _scale_shapes(scales, sizes, K, N * ranks)
     with hi.Fusion("scaled_batch_gathered") as fusion:
-        a, b = hi.tensor("a", [batch, T, K], "f8e4m3"), hi.tensor("b", [K, N * ranks], "f8e4m3")
+        a, b = hi.tensor("a", [*sizes, K], "f8e4m3"), hi.tensor("b", [K, N * ranks], "f8e4m3")
         scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
         rows, rows_scale = hi.reshape(a, [-1, K]), hi.reshape(scale_a, [-1, of_a[-1]])
-        y = hi.reshape(hi.scaled_matmul(rows, b, rows_scale, scale_b, dtype), [batch, T, N * ranks])
+        y = hi.reshape(hi.scaled_matmul(rows, b, rows_scale, scale_b, dtype, fast=fast), [*sizes, N * ranks])
         fusion.output(y)
     mesh = hi.DeviceMesh(range(ranks))
     a.shard(axis, mesh)
@@ -493,16 +528,24 @@ def scaled_batch_gathered(
 
 
 def scaled_batch_scattered(
-    ranks: int = 4, M: int = 24, K: int = 128, N: int = 128, dtype: str = "bf16", scales: str = "rows", axis: int = 1
+    ranks: int = 4,
+    M: int = 24,
+    K: int = 128,
+    N: int = 128,
+    dtype: str = "bf16",
+    scales: str = "rows",
+    axis: int = 1,
+    batch: int = 2,
+    fast: bool = False,
 ) -> hi.Fusion:
-    """`[2, T, K]` with K sharded, flattened for the matmul, shaped back, and scattered along an axis."""
-    batch, T = (2, M) if axis else (M, 2)
-    of_a, of_b = _scale_shapes(scales, [batch, T], K * ranks, N)
+    """`[batch, M, K]`, or `[M, batch, K]`, with K sharded; rows are flat in the matmul; the sum is scattered on M."""
+    sizes = [batch, M] if axis else [M, batch]
+    of_a, of_b = _scale_shapes(scales, sizes, K * ranks, N)
     with hi.Fusion("scaled_batch_scattered") as fusion:
-        a, b = hi.tensor("a", [batch, T, K * ranks], "f8e4m3"), hi.tensor("b", [K * ranks, N], "f8e4m3")
+        a, b = hi.tensor("a", [*sizes, K * ranks], "f8e4m3"), hi.tensor("b", [K * ranks, N], "f8e4m3")
         scale_a, scale_b = hi.tensor("scale_a", of_a, "f32"), hi.tensor("scale_b", of_b, "f32")
         rows, rows_scale = hi.reshape(a, [-1, K * ranks]), hi.reshape(scale_a, [-1, of_a[-1]])
-        y = hi.reshape(hi.scaled_matmul(rows, b, rows_scale, scale_b, dtype), [batch, T, N])
+        y = hi.reshape(hi.scaled_matmul(rows, b, rows_scale, scale_b, dtype, fast=fast), [*sizes, N])
         fusion.output(y)
     mesh = hi.DeviceMesh(range(ranks))
     a.shard(2, mesh)
@@ -522,7 +565,7 @@ SCALED = (  # fp8: dtypes and sizes are not those of the others
 
 def main() -> None:
     """Prints what each pattern lowers to, in one line."""
-    for pattern in (*PATTERNS, *SCALED):
+    for pattern in (*PATTERNS, *NORMED, *SCALED):
         program = hi.lower(pattern())
         words = [s.keyword() for s in program.walk()]
         moves = [

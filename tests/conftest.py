@@ -11,6 +11,8 @@ from tests.golden import Golden
 
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
+# `make test` runs those marked `alone` at the end, and looks for them in these files only.
+ALONE = {TESTS / "runtime" / f"test_{name}.py" for name in ("processes", "torchrun")}
 
 # The same draws every time, so that a change is blamed for what it breaks and for nothing else. Fresh ones, to look for
 # what nobody has found yet: pytest --hypothesis-profile=fresh
@@ -31,6 +33,8 @@ def golden(pytestconfig: pytest.Config) -> Golden:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, so that no worker begins it when the others have nothing left to do."""
+    if lost := [item.nodeid for item in items if item.get_closest_marker("alone") and item.path not in ALONE]:
+        raise pytest.UsageError(f"'make test' runs tests marked 'alone' of {len(ALONE)} files only: {', '.join(lost)}")
     items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("torchrun")))
 
 

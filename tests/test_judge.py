@@ -1,21 +1,22 @@
 """Programs on real CPU processes with one slow rank: what the checker accepts is right there, what it must not is not.
 
-`benchmarks/judge.py` runs thousands of random ones; these are a few, the same every time. Ranks are forked, so a
-fresh process does it, without the threads of this one.
+`benchmarks/judge.py` runs thousands of random ones; these are a few, the same every time. Ranks are forked, so another
+process does it, without the threads of this one.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hostir as hi
 from tests import real_ranks
+from tests.launch import launch
+from tests.pages import environment
 from tests.promises import PROMISES, of
 from tests.random_programs import accepted, counts, loosened
 from tests.real_ranks import Case, judged
@@ -34,12 +35,13 @@ Wrong = dict[str, str]
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
-def fresh(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives in a process that has no other threads."""
-    begin = multiprocessing.get_context("forkserver")  # forks from a process without threads that has imported torch
-    begin.set_forkserver_preload(["tests.real_ranks"])
-    with begin.Pool(1, torch.set_num_threads, (1,)) as pool:
-        return pool.apply(function, args)
+def fresh(function: Callable[..., Any], *args: int) -> Any:
+    """What a function here gives in a process that has no other threads; it prints as Python reads it."""
+    call = f"test_judge.{function.__name__}{args}"
+    code = f"import torch\nfrom tests import test_judge\ntorch.set_num_threads(1)\nprint(repr({call}))"
+    done = launch(0, "-c", code, env=environment(), timeout=170)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout.splitlines()[-1])
 
 
 def wrong(cases: list[Case], patience: float = real_ranks.PATIENCE) -> Wrong:
@@ -70,7 +72,7 @@ def promised() -> Wrong:
 def one_that_hangs() -> Wrong:
     real_ranks.expected = lambda case: [[]]  # simulated ranks would say so at once
     right = of("one_call")
-    return wrong([Case(right, 1, 0), Case(hi.parse(HANGS), 1, 1), Case(right, 2, 0)], patience=3.0)
+    return wrong([Case(right, 1, 0), Case(hi.parse(HANGS), 1, 1), Case(right, 2, 0)], patience=2.0)
 
 
 # Tests ------------------------------------------------------------------------------------------------------------

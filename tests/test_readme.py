@@ -45,9 +45,9 @@ def test_the_patterns_of_the_page_are_those_of_the_examples() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/patterns.md").read_text(), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     source = (ROOT / "examples/patterns.py").read_text()
-    listed = re.search(r"^PATTERNS = \((.*?)\)", source, re.MULTILINE | re.DOTALL)
-    assert listed
-    assert sorted(named) == sorted(re.findall(r"\w+", listed[1]))
+    listed = re.findall(r"^(?:PATTERNS|NORMED) = \((.*?)\)", source, re.MULTILINE | re.DOTALL)
+    assert len(listed) == 2
+    assert sorted(named) == sorted(re.findall(r"\w+", " ".join(listed)))
 
 
 def test_the_picture_is_what_its_command_draws(tmp_path: Path) -> None:

@@ -208,8 +208,9 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 # What a program costs -------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
     """Return the longest chain of work, in events; the number of waits over all ranks; the number of statements."""
-    waits = sum(event.statement.waits for event in order.events if event.statement)
-    return longest_chain(order), waits, sum(1 for _ in program.walk())
+    statements = list(program.walk())
+    waits = {id(s): s.waits for s in statements}
+    return longest_chain(order), sum(waits.get(id(event.statement), 0) for event in order.events), len(statements)
 
 
 def longest_chain(order: Order) -> int:

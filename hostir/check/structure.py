@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import lru_cache
-from math import prod
+from math import isfinite, prod
 
 from hostir.ir.op import (
     VALUE_CODECS,
@@ -77,6 +77,8 @@ def _holds(codec: Codec, held: object) -> bool:
         return _is_int(held)
     if codec is Codec.INTS:
         return _all(held, _is_int)
+    if codec is Codec.NUMBER:
+        return isinstance(held, float) and isfinite(held) and held >= 0
     return isinstance(held, tuple if codec is Codec.BLOCK else str)
 
 

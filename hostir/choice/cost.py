@@ -14,7 +14,7 @@ from hostir.choice.platforms import Hardware
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
-from hostir.runtime.binding import Pushes
+from hostir.runtime.binding import PushedProduct, Pushes
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, Grid, Tile, block_ends, choose, duration
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.unroll import (
@@ -83,7 +83,7 @@ class CostTransfer:
 class CostCopy:
     """A copy to `peer` if `out`, else from it: by a copy engine if `sms` is 0, else by a kernel on `sms` SMs.
 
-    `first` is whether it is the first copy of its kernel.
+    `first` is whether it is the first copy of its kernel; `in_product`, whether a product of Triton stores it itself.
     """
 
     bytes: int
@@ -91,6 +91,7 @@ class CostCopy:
     out: bool
     sms: int = 0
     first: bool = False
+    in_product: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ class RankTasks:
         self.bytes = {NONE: 0} | {
             register: prod(x.shape) * unrolled.dtypes[x.buffer].bytes for register, x in unrolled.layouts.items()
         }
-        self.pushes = {id(op): run for run in Pushes.of(unrolled) for op in run.ops}
+        runs = Pushes.of(unrolled)
+        self.pushes = {id(op): run for run in runs for op in run.ops}
+        self.in_products = {id(op) for each in PushedProduct.of(unrolled, runs) for op in each.pushes.ops}
         self.pushed: dict[int, CostTask] = {}  # by stream: the first task of the latest kernel that copies
         for op in unrolled.ops:
             TASKS[type(op)](self, op)
@@ -298,7 +301,7 @@ class RankTasks:
             self.issue(op.stream, CostCopy(self.bytes[op.x], target if out else source, out), launch="copy")
         else:
             first = op is self.pushes[id(op)].ops[0]
-            copy = CostCopy(self.bytes[op.x], target, out, op.sms, first)
+            copy = CostCopy(self.bytes[op.x], target, out, op.sms, first, id(op) in self.in_products)
             task = self.issue(op.stream, copy, launch="push" if first else "")
             if first:
                 self.pushed[op.stream] = task
@@ -423,7 +426,8 @@ class Costs:
         """Return the host's microseconds to issue a call, on the rank that issues most."""
         took: dict[int, float] = {}
         for task in tasks:
-            each = sum(n * self.launch(kind) for kind, n in task.launches.items())
+            pushed = "push" if self.in_product(task.what) else ""
+            each = sum(n * self.launch(kind) for kind, n in task.launches.items() if kind != pushed)
             if self.in_triton:
                 each += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
             elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
@@ -458,8 +462,14 @@ class Costs:
         h = self.hardware
         if not what.sms:
             return h.copy + what.bytes / h.link / 1e3
+        if self.in_product(what):
+            return SMALL * what.first + what.bytes / h.link / 1e3
         rate = h.memory / 2 if what.peer == rank else min(h.stores * what.sms, h.link)
         return h.push * what.first + what.bytes / rate / 1e3
+
+    def in_product(self, what: What) -> bool:
+        """Whether a product stores a copy to a peer itself. The next kernel then starts behind it, in SMALL."""
+        return self.in_triton and isinstance(what, CostCopy) and what.in_product
 
     def transfer(self, what: CostTransfer) -> float:
         """Return the microseconds of a collective: the faster of a low-latency and a high-rate protocol."""

@@ -372,6 +372,19 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
     return apply(tensor_ops.Cast, x=operand(x, user_span()), dtype=dtype_name(dtype))
 
 
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x`: what `torch.nn.RMSNorm` of the last axis computes.
+
+    In f32 (f64: in f64), rounded once. `x[..., N]` and `weight[N]` have the same dtype, as has the result. Rows of
+    which ranks hold parts are gathered first. Raises HostIRError if sizes or dtypes do not fit.
+    """
+    span = user_span()
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+        raise error(f"eps is {described(eps)}", span, expected="a finite number of at least 0, such as 1e-6")
+    scaled = None if weight is None else operand(weight, span)
+    return apply(tensor_ops.RmsNorm, x=operand(x, span), eps=float(eps), weight=scaled)
+
+
 def sum(x: Tensor, axis: int) -> Tensor:
     """The sum over one axis, computed in f32 (f64: in f64). The axis is removed; a negative one counts from the end.
 

@@ -137,6 +137,7 @@ class Codec(Enum):
     SIZE = "size"
     INT = "integer"
     INTS = "integers in parentheses"
+    NUMBER = "number"
     NAME = "name"
     BLOCK = "statements in braces"
 
@@ -157,6 +158,7 @@ Index = Annotated[Expr, Codec.INDEX]
 Extent = Annotated[Size, Codec.SIZE]
 Int = Annotated[int, Codec.INT]
 Ints = Annotated[tuple[int, ...], Codec.INTS]
+Number = Annotated[float, Codec.NUMBER]
 Name = Annotated[str, Codec.NAME]
 
 VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}
@@ -480,6 +482,7 @@ Body = Annotated[tuple[Statement, ...], Codec.BLOCK]
 
 
 _codecs: dict[type[Statement], dict[str, Codec]] = {}  # typing works each out once: it is slow
+_defaults: dict[type[Statement], dict[str, Any]] = {}
 
 
 def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
@@ -493,9 +496,6 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
             )
         _codecs[cls] = {name: codecs[0] for name, codecs in found.items()}
     return _codecs[cls]
-
-
-_defaults: dict[type[Statement], dict[str, Any]] = {}  # asked for with every statement that is printed
 
 
 def defaults_of(cls: type[Statement]) -> dict[str, Any]:

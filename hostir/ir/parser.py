@@ -60,6 +60,7 @@ VALUE: /%[A-Za-z_]\w*/
 AT: /@[A-Za-z_]\w*/
 NAME: /[A-Za-z_]\w*/
 INT: /\d+/
+NUMBER: /\d+(\.\d+)?(e[+-]?\d+)?/
 PHASE.3: /(fusion|program)(?![\w.])/
 AUTO.3: /auto(?![\w.])/
 STAR: "*"
@@ -78,6 +79,7 @@ FRAGMENT = {
     Codec.SIZE: "size",
     Codec.INT: "INT",
     Codec.INTS: "ints",
+    Codec.NUMBER: "NUMBER",
     Codec.NAME: "NAME",
     Codec.BLOCK: "block",
 } | dict.fromkeys(VALUE_CODECS, "VALUE")
@@ -443,6 +445,8 @@ class TreeReader:
             return tuple(self.integer(t) for t in _parts(child) if t is not None)
         if codec is Codec.BLOCK:
             return self.block(child)
+        if codec is Codec.NUMBER:
+            return float(child)
         return str(child)
 
     def index(self, tree: Tree[Token] | Token) -> Expr:

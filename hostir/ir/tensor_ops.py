@@ -23,6 +23,7 @@ from hostir.ir.op import (
     Int,
     Ints,
     Name,
+    Number,
     Phase,
     Read,
     ReadIf,
@@ -81,7 +82,10 @@ class TensorOp(Statement):
     @cached_property
     def _operands_or_none(self) -> list[Value | None]:
         read = (n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ)
-        return [getattr(self, n) for n in read if n not in self.stand_ins]
+        found = [getattr(self, n) for n in read if n not in self.stand_ins]
+        while found and found[-1] is None:  # kernels know the rest by its defaults
+            found.pop()
+        return found
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         """Return the result's dtype and logical shape; raise where the operands do not fit."""
@@ -376,20 +380,46 @@ class Matmul(Contraction):
     rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
     the block has been written. With `ready` too, `from` is about the blocks of `ready`.
 
+    In a host program `plus %c` adds the product to what `%c` holds, which is its result as well, and rounds once. It
+    goes with no `ready`.
+
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """
 
-    syntax = "matmul {a}, {b} -> {out}" + BY_BLOCKS
+    syntax = "matmul {a}, {b}<? plus {addend}?> -> {out}" + BY_BLOCKS
     b: Read
+    addend: ReadIf = field(default=None, kw_only=True)
+
+    @classmethod
+    def form(cls, phase: Phase) -> str:
+        form = super().form(phase)
+        return form if phase is Phase.HOST else form.replace("<? plus {addend}?>", "")
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype = same_dtype(self, [self.a, self.b])
         check_contracted(self, self.a, self.b, 0)
         return dtype, (*self.a.tensor.shape[:-1], self.b.tensor.shape[1])
 
+    def verify(self) -> None:
+        super().verify()
+        if self.addend is not None and self.addend != self.out:
+            raise self.fail(f"it adds to {self.addend}, and its result is {self.out}", expected=f"'plus {self.out}'")
+        if self.addend is not None and self.ready is not None:
+            raise self.fail("it adds to its result, and waits for flags", expected="either 'plus' or 'ready'")
+
+    def infer(self) -> TensorType:
+        return super().infer() if self.addend is None else replace(self, addend=None).infer()
+
     def maps(self) -> tuple[Map, ...]:
         rows = len(self.a.tensor.axes) - 1
-        return (*range(rows), CONTRACTED), (CONTRACTED, rows)
+        return ((*range(rows), CONTRACTED), (CONTRACTED, rows), tuple(range(rows + 1)))[: len(self.operands)]
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        return () if self.addend is None else (2,)
+
+    def in_place(self, operand: int) -> bool:
+        return self.addend is not None and operand == 2
 
 
 @statement
@@ -549,7 +579,7 @@ class DenseCopy(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Cast(Unary):
-    """The same values in another dtype, rounded to nearest even.
+    """The same values in another dtype, rounded to nearest even. A partial sum in a wider dtype may stay one.
 
     Example: %y: bf16[16, 32] = cast %x: f32[16, 32] to bf16
     """
@@ -563,6 +593,19 @@ class Cast(Unary):
             expected, hint = f"one of: {', '.join(DTYPES)}", did_you_mean(self.dtype, DTYPES)
             raise self.fail(f"unknown dtype '{self.dtype}'", expected=expected, hint=hint)
         return DTYPES[self.dtype], self.x.tensor.shape
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is rounded, so that to add up after it is at least as good as before it."""
+        return self.result()[0].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
+
+    def infer(self) -> TensorType:
+        partial = self.x.tensor.partial
+        self.result()  # which refuses a dtype that is not known
+        if not partial or not self.exact:
+            return super().infer()
+        x = replace(self.x, type=replace(self.x.tensor, partial=()))
+        return replace(replace(self, x=x).infer(), partial=partial)
 
 
 @statement
@@ -659,6 +702,43 @@ class Sum(ByBlocks, Unary):
 
 
 ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # that a sum may apply
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class RmsNorm(TensorOp):
+    """`x / sqrt(mean(x^2) + eps) * weight` of each row, computed in f32 (f64: in f64), and rounded once.
+
+    A row is all of the last axis, which no ranks may share. Without `times %weight` the weights are 1.
+
+    Example: %y: bf16[16, 32] = rms_norm %x: bf16[16, 32] eps 1e-06 times %w: bf16[32]
+    """
+
+    syntax = "rms_norm {x} eps {eps}<? times {weight}?> -> {out}"
+    x: Read
+    eps: Number
+    weight: ReadIf = field(default=None, kw_only=True)
+
+    def result(self) -> tuple[DType, tuple[Size, ...]]:
+        dtype, shape = same_dtype(self, self.operands), self.x.tensor.shape
+        if not shape:
+            raise self.fail(f"{self.x} has no axes", expected="rows")
+        if self.weight is not None and self.weight.tensor.shape != shape[-1:]:
+            raise self.fail(f"the weight {self.weight} is {self.weight.type}", expected=f"one axis of {shape[-1]}")
+        return dtype, shape
+
+    def maps(self) -> tuple[Map, ...]:
+        rows: Map = (*range(len(self.x.tensor.axes) - 1), ALONE)
+        return (rows, (ALONE,))[: len(self.operands)]
+
+    def verify_layout(self) -> None:
+        super().verify_layout()
+        if marks := self.out.tensor.host().axes[-1].marks:
+            raise self.fail(
+                f"a rank has parts of the rows of {self.out}, which lie over {', '.join(marks)}",
+                expected="whole rows on each rank",
+                hint="gather the last axis first, or shard the rows",
+            )
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import product
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, Shard, Unary
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, RmsNorm, Shard, Unary
 from hostir.ir.types import Axis, Factor, TensorType
 from hostir.lower.propagate import result_of, users_of
 
@@ -105,7 +105,8 @@ def fits_chunks(s: AllReduce) -> bool:
 def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:
     """Replace allreduces by a reduce_scatter of rows and an allgather; return also the names of what these gather.
 
-    The addition of a tensor and an activation that come next are computed before the allgather, on a rank's own rows.
+    The addition of a tensor, an activation and a norm of rows that come next are computed before the allgather, on a
+    rank's own rows.
     """
     steps = _TwoSteps(program)
     for s in program.body:
@@ -143,6 +144,7 @@ class _TwoSteps:
         result, mine = s.out, rows(s.out)
         scatter = ReduceScatter(s.x, mine, over=s.over, span=s.span)
         after: list[Statement] = []
+        replaced = [result]
         user = self._only_user(result)
         if isinstance(user, Add) and user.out.tensor.host() == type and user.x != user.y:
             other = user.y if user.x == result else user.x
@@ -152,18 +154,29 @@ class _TwoSteps:
             if way:
                 result, total = user.out, rows(user.out)
                 after.append(Add(out=total, x=mine, y=other, span=user.span))
+                replaced.append(result)
                 mine, user = total, self._only_user(result)
         if isinstance(user, Unary) and user.keyword() in ACTIVATIONS:
             result, applied = user.out, rows(user.out)
             after.append(replace(user, x=mine, out=applied))
-            mine = applied
-        self.moved |= {result.name} | ({result_of(s).name for s in self.users.get(s.out.name, [])} if after else set())
+            replaced.append(result)
+            mine, user = applied, self._only_user(result)
+        if isinstance(user, RmsNorm) and user.x == result and (user.weight is None or self._known(user.weight)):
+            result, normed = user.out, rows(user.out)
+            after.append(replace(user, x=mine, out=normed))
+            mine = normed
+            replaced.append(result)
+        self.moved |= {v.name for v in replaced}
         self.gathered.add(result.name)
         self.body += [scatter, *after, AllGather(mine, result, over=s.over, span=s.span)]
 
+    def _known(self, value: Value) -> bool:
+        """Whether a tensor is there before what the allreduce sums up."""
+        return value.name in self.defined
+
     def _added(self, other: Value, type: TensorType, k: int) -> str:
         """Return how a tensor can be added to a rank's rows: `whole`, or its `rows`; empty if it cannot."""
-        if other.name not in self.defined:
+        if not self._known(other):
             return ""
         at = k - (len(type.axes) - len(other.tensor.axes))
         if at < 0 or other.tensor.axes[at].extent.is_one:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hostir.ir.comm_ops import AllReduce
 from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
-from hostir.ir.onesided_ops import Signal, WaitSignal
+from hostir.ir.onesided_ops import If, Signal, WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum, ViewStatement
@@ -51,19 +51,20 @@ class Chunks:
     def build(self) -> int:
         """Add all statements; return the number of worker streams that they use."""
         host, index = self.host, self.host.index("c")
-        if self.product is None or not (self.team.past_last_call and host.forked):
+        begin = self.sent.reuse_barrier()
+        if begin or self.product is None:  # else the flags of the product say when copies may begin
             self.sent.fork()
-            host.body += [*self.sent.reuse_barrier(), SetStream(host.user)]
+            host.body += [*begin, SetStream(host.user)]
         if self.product is None:
-            loop = self.each(index, self.count, [*self.send(index), *self.add_up(index)])
-            host.body += [loop, SetStream(host.user)]
+            host.body += [self.each(index, self.count, [*self.send(index), *self.add_up(index)]), SetStream(host.user)]
         else:
-            following = _plus(index, 1)
-            host.body += self.send(Lit(0))
-            if self.count > 1:
-                host.body.append(self.each(index, self.count - 1, [*self.send(following), *self.add_up(index)]))
-            host.body += self.add_up(Lit(self.count - 1))
-        host.body += [Synchronize(COPY_STREAM), *([Synchronize(self.gathering)] if self.workers > 1 else [])]
+            last, previous = Lit(self.count), Bin("-", index, Lit(1))
+            send = If(Bin("/", index, last), Lit(0), tuple(self.send(index)), span=self.reduce.span)
+            later = Bin("/", Bin("+", index, Lit(self.count - 1)), last)
+            add_up = If(later, Lit(1), tuple(self.add_up(previous)), span=self.reduce.span)
+            host.body.append(self.each(index, self.count + 1, [send, add_up]))
+        # Who gets a chunk's sums has been sent what it was to sum up: copies have ended before the last gathers do.
+        host.body.append(Synchronize(self.gathering))
         return self.workers
 
     def send(self, chunk: Expr) -> list[Statement]:
@@ -157,12 +158,4 @@ def rows_in(count: int, axis: int) -> SlicePlace:
 
 def _epoch(chunk: Expr) -> Expr:
     """Return the epoch in which the flags of a chunk are raised."""
-    return _plus(chunk, 1)
-
-
-def _plus(index: Expr, more: int) -> Expr:
-    if isinstance(index, Lit):
-        return Lit(index.value + more)
-    if isinstance(index, Bin) and index.op == "+" and isinstance(index.right, Lit):
-        return Bin("+", index.left, Lit(index.right.value + more))
-    return Bin("+", index, Lit(more))
+    return chunk.left if isinstance(chunk, Bin) else Bin("+", chunk, Lit(1))

@@ -6,11 +6,13 @@ of the sum is transposed back by a copy, as a tensor lies in memory by rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hostir.ir.comm_ops import AllGather, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import product
-from hostir.ir.tensor_ops import Contraction, DenseCopy, Matmul, Permute, Reshape
+from hostir.ir.tensor_ops import Cast, Contraction, DenseCopy, Matmul, Permute, Reshape
 from hostir.ir.types import Axis
 from hostir.lower.propagate import operands_of, result_of, users_of
 
@@ -18,17 +20,21 @@ SWAPPED = (1, 0)
 
 
 def columns_as_rows(program: Program) -> Program:
-    """Transpose each product of which only a reduce_scatter of columns reads the result."""
+    """Transpose each product of which only a reduce_scatter of columns reads the result, perhaps in a wider dtype."""
     made = {result_of(s).name: s for s in program.body}
     users, names = users_of(program), Names.of(program)
     turned: dict[str, list[Statement]] = {}  # by the results of the product and of the reduce_scatter
     for s in program.body:
-        maker = made.get(s.x.name) if isinstance(s, ReduceScatter) else None
-        if not isinstance(s, ReduceScatter) or not isinstance(maker, Contraction) or not _by_columns(s):
+        if not isinstance(s, ReduceScatter) or not _by_columns(s):
             continue
-        alone = users[s.x.name] == [s] and s.x not in program.outputs
+        cast = made.get(s.x.name)
+        maker = made.get(cast.x.name) if isinstance(cast, Cast) else cast
+        if not isinstance(maker, Contraction):
+            continue
+        steps = [each.name for each in dict.fromkeys((maker.out, s.x))]
+        alone = all(len(users[name]) == 1 for name in steps) and not {v.name for v in program.outputs} & {*steps}
         if alone and _can_be_transposed(maker) and not isinstance(made.get(maker.a.name), AllGather):
-            turned |= {s.x.name: [], s.out.name: _transposed(maker, s, names)}
+            turned |= {name: [] for name in steps} | {s.out.name: _transposed(maker, s, names)}
     body = [each for s in program.body for each in turned.get(result_of(s).name, [s])]
     return program.with_body(body) if turned else program
 
@@ -65,10 +71,12 @@ def _transposed(s: Contraction, scatter: ReduceScatter, names: Names) -> list[St
     whole, part = s.out.tensor.host(), scatter.out.tensor.host()
     full = Value(names.fresh(f"{s.out.name}_t"), whole.with_axes((whole.axes[-1], rows_axis)), s.span)
     mine = Value(names.fresh(f"{scatter.out.name}_t"), part.with_axes((columns, rows_axis)), scatter.span)
-    body += [
-        Matmul(out=full, a=left, b=right, span=s.span, note=f"{s.out} transposed: its columns are scattered"),
-        ReduceScatter(full, mine, over=scatter.over, span=scatter.span),
-    ]
+    body.append(Matmul(out=full, a=left, b=right, span=s.span, note=f"{s.out} transposed: its columns are scattered"))
+    if whole.dtype != part.dtype:
+        narrow, type = full, replace(full.tensor, dtype=part.dtype)
+        full = Value(names.fresh(f"{scatter.x.name}_t"), type, scatter.x.span)
+        body.append(Cast(out=full, x=narrow, dtype=part.dtype.name, span=scatter.x.span))
+    body.append(ReduceScatter(full, mine, over=scatter.over, span=scatter.span))
     back = swapped(mine)
     if len(part.axes) > 2:
         back = view(Reshape, back, part.axes, "rows")

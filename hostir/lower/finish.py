@@ -128,10 +128,13 @@ class FreeBuffers(Pass):
                 pending[s.handle.name] = s
             for name in _touched(pending[s.handle.name] if isinstance(s, Wait) else s):
                 last[roots.get(name, name)] = n
-        joined = _joined_after(program.body)
+        streams = _streams(program.body)
+        apart = (s for s, (on_worker, *_) in zip(program.body, streams, strict=True) if on_worker)
+        by_workers = {roots.get(name, name) for s in apart for name in _touched(s)}
         after: dict[int, list[Value]] = {}
         for name, value in buffers.items():
-            ends = (n for n in range(last.get(name, 0), len(joined)) if joined[n])
+            known = 2 if name in by_workers else 1
+            ends = (n for n in range(last.get(name, 0), len(streams)) if streams[n][known])
             after.setdefault(next(ends, -1), []).append(value)  # the check names what is never freed
         body: list[Statement] = []
         for n, s in enumerate(program.body):
@@ -156,14 +159,20 @@ def _touched(s: Statement) -> Iterable[str]:
             yield from _touched(inner)
 
 
-def _joined_after(body: tuple[Statement, ...]) -> list[bool]:
-    """Return, for each statement, whether after it the caller's stream is current and has joined all workers."""
-    joined: list[bool] = []
+def _streams(body: tuple[Statement, ...]) -> list[tuple[bool, bool, bool]]:
+    """Return, for each statement, whether it may run on a worker; whether the caller's stream is current after it, and
+    whether that has joined all workers."""
+    found = list[tuple[bool, bool, bool]]()
     on_worker = pending = False
     for s in body:
+        apart = on_worker or _switches(s)
         on_worker, pending = _streams_after(s, on_worker, pending)
-        joined.append(not on_worker and not pending)
-    return joined
+        found.append((apart, not on_worker, not on_worker and not pending))
+    return found
+
+
+def _switches(s: Statement) -> bool:
+    return s.sets_stream is not None or any(_switches(inner) for body in s.bodies for inner in body)
 
 
 def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, bool]:
@@ -223,7 +232,7 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 
 @dataclass(frozen=True)
 class MakeDense(Pass):
-    """Inserts a `dense` at the start for each input that must be contiguous: for communication and merging reshapes.
+    """Inserts a `dense` at the start for each input that must be contiguous: for transfers, merging reshapes, scales.
 
     A `dense` copies an input whose strides are not contiguous, and is no operation otherwise.
     """
@@ -247,10 +256,15 @@ def _needed(program: Program) -> dict[str, Statement]:
     own = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}
     for s in program.walk():
+        read: tuple[Value, ...]
         merges = isinstance(s, Reshape) and not splits_only(s)
         if isinstance(s, Communication) or merges or (isinstance(s, Put) and not _within_rank(s, own)):
             assert isinstance(s, (Communication, Reshape, Put))
-            root = roots.get(s.x.name, s.x.name)
+            read = (s.x,)
+        else:  # scales: a kernel that waits for their rows copies nothing before it starts
+            read = tuple(v for f in s.flag_operands if not f.raises for v in f.rows[1:])
+        for v in read:
+            root = roots.get(v.name, v.name)
             needed |= {root: s} if root in inputs else {}
     return needed
 

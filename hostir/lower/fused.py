@@ -14,29 +14,42 @@ separate reduction. The two passes differ in who moves the bytes:
 - `fused` leaves it to copy engines, which cost the matmul no SMs;
 - in `push` a few SMs of the rank that has the rows do it, in one kernel before the one that waits. That is for few
   rows: a kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The
-  kernel that waits starts while it copies. Kernels that store to peers are how low-latency collectives work in NCCL
-  (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+  kernel that waits starts while it copies. On CUDA with Triton's kernels, a product of few rows stores them to the
+  peers itself (`hostir.runtime.binding.PushedProduct`). Kernels that store to peers are how low-latency collectives
+  work in NCCL (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
 from hostir.ir.host_ops import Chunk, For, SetStream
 from hostir.ir.onesided_ops import Signal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
-from hostir.ir.program import Program
+from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size, product
-from hostir.ir.tensor_ops import Contraction, DenseCopy, Shard, ViewStatement
+from hostir.ir.tensor_ops import (
+    Add,
+    Contraction,
+    DenseCopy,
+    Linear,
+    Matmul,
+    Permute,
+    RmsNorm,
+    Shard,
+    TensorOp,
+    Unary,
+    ViewStatement,
+)
 from hostir.lower import Pass
 from hostir.lower.allreduces import AllReduceSteps, fits_chunks, rows_axis
 from hostir.lower.chunks import Chunks, rows_in
 from hostir.lower.columns import columns_as_rows
 from hostir.lower.host import Host
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.lower.propagate import operands_of, result_of
+from hostir.lower.propagate import operands_of, result_of, users_of
 from hostir.lower.reshard import Reduction
 from hostir.lower.rows import (
     RowCollective,
@@ -50,6 +63,7 @@ from hostir.lower.rows import (
     product_of_rows,
     reads_rows,
     row_slices,
+    seen_from,
     shard_in_pieces,
     shard_of,
     users,
@@ -122,7 +136,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         return two(s) and (mover.sms > 0 or not _in_chunks(s, program))
 
     reason = "the rows of a rank lie over several axes of the mesh, and a shard in no equal blocks of them"
-    program = columns_as_rows(program)
+    program, onto = added_onto(columns_as_rows(program))
     rows = (
         RowCollectives.of(program, strategy, as_collectives)
         .only(_in_blocks, reason)
@@ -140,7 +154,10 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
     scattered: dict[Reduction, ScatteredRows] = {}
     workers = 0
     scales = {s.out.name for s in rows.scales}
-    for s in host.program.body:
+    sums = [s for s in (*rows.scatters, *rows.reduces) if s not in chunked]
+    for n, s in enumerate(host.program.body):
+        if result_of(s).name in onto:
+            host.values[result_of(s).name] = host.destination(onto[result_of(s).name])
         if isinstance(s, AllGather) and s.out.name in scales:
             send_scales(host, s)
             continue
@@ -152,8 +169,9 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             workers = max(workers, chunks.build())
             continue
         if isinstance(s, AllGather) and s in rows.moves:
-            arriving[s.out.name] = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
-            workers = max(workers, arriving[s.out.name].workers)
+            arriving[s.out.name] = sent_rows = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
+            sent_rows.joined_later = any(later in sums for later in host.program.body[n:])
+            workers = max(workers, sent_rows.workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
             scatter = scattered.get(s) or ScatteredRows(host, s, mover, pieces, steps)
@@ -180,6 +198,44 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
     return host.finished(workers)
 
 
+def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
+    """Let the last product of a sum of partial sums add to the others, so that a product makes the rows of the sum.
+
+    Return also, by the names of those to which products add, what they become.
+    """
+    made, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
+    body, onto = [*program.body], dict[str, Value]()
+    for s in program.body:
+        if not isinstance(s, Add) or (pair := _added(s, made, users, {v.name for v in program.outputs})) is None:
+            continue
+        product, other = pair
+        (right, contracted), views = product.right_side, list[Statement]()
+        if contracted:
+            view = Value(names.fresh(f"{right.name}_t"), right.tensor.host().with_axes(right.tensor.host().axes[::-1]))
+            views, right = [Permute(right, view, (1, 0), span=product.span)], view
+        adding = Matmul(out=s.out, a=product.a, b=right, addend=other, span=product.span, note="added to the others")
+        body = [new for old in body if old is not product for new in ((*views, adding) if old is s else (old,))]
+        made[s.out.name] = adding
+        onto = {name: s.out if value == other else value for name, value in onto.items()} | {other.name: s.out}
+    return program.with_body(body), onto
+
+
+def _added(
+    s: Add, made: Mapping[str, Statement], users: Mapping[str, list[Statement]], outputs: Collection[str]
+) -> tuple[Contraction, Value] | None:
+    """Return the product that can be the last term of a sum of partial sums, and the other term; None if none can."""
+    alone = all(len(users[v.name]) == 1 and v.name not in outputs and v.type == s.out.type for v in s.operands)
+    if not alone or not s.out.tensor.partial or not all(isinstance(made.get(v.name), TensorOp) for v in s.operands):
+        return None
+    for last, other in ((s.y, s.x), (s.x, s.y)):
+        product = made[last.name]
+        if not isinstance(product, Matmul | Linear) or len(product.operands) > 2:
+            continue
+        if not isinstance(made.get(seen_from(product.a, made).name), AllGather):
+            return product, other
+    return None
+
+
 def in_one_step(host: Host, s: AllReduce) -> int:
     """Add an allreduce in one step, by copy engines; return the number of worker streams that it uses."""
     reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), AllReduceSteps(blocks=1))
@@ -190,7 +246,7 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
     """Whether an allreduce in two steps is done in chunks: unless a matmul can wait for the gathered rows."""
-    readers = [user for user in program.body if reads_rows(user, s.out)]
+    readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
         isinstance(other, AllGather) and other.out in operands_of(maker) for other in program.body
@@ -198,10 +254,23 @@ def _in_chunks(s: AllReduce, program: Program) -> bool:
     return fits_chunks(s) and not readers and not waits
 
 
+def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
+    """Yield the sum, and what becomes of it row by row before anything else reads it."""
+    rows = s.out
+    yield rows
+    while rows not in program.outputs and len(after := users(program, rows)) == 1:
+        if not isinstance(after[0], (Add, Unary, RmsNorm)) or after[0].out.tensor.shape != rows.tensor.shape:
+            return
+        rows = after[0].out
+        yield rows
+
+
 def _whole_product(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
     """Return the product whose result an allreduce sums up, if nothing else reads it and chunks can be computed."""
     maker, axis = next((other for other in program.body if result_of(other) == s.x), None), rows_axis(s)
     if axis is None or s.x in program.outputs or len(users(program, s.x)) > 1 or not isinstance(maker, Contraction):
+        return None
+    if isinstance(maker, Matmul) and maker.addend is not None:
         return None
     place = rows_in(chunks, axis)
     return None if why_not(maker, place, operand_places(maker, place)) else maker
@@ -254,7 +323,13 @@ def _matmuls_first(rows: RowCollectives) -> Program:
 
 
 class SentRows:
-    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks."""
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
+
+    Fields:
+        joined_later: the copies of a later sum over ranks come behind these, and the caller's stream waits for those.
+    """
+
+    joined_later = False
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
         self.host, self.gather, self.mover, self.scales = host, gather, mover, scales
@@ -359,7 +434,8 @@ class SentRows:
 
     def finish(self) -> None:
         """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
-        self.transfers.join()
+        if not self.joined_later:
+            self.transfers.join()
         if self.whole:
             note = f"copy: {self.whole} is wanted whole"
             self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))

@@ -14,10 +14,12 @@ from hostir.ir.tensor_ops import (
     CONTRACTED,
     Add,
     Binary,
+    Cast,
     Contraction,
     Map,
     Permute,
     Reshape,
+    RmsNorm,
     Shard,
     Sum,
     TensorOp,
@@ -98,7 +100,9 @@ class _Computation:
 
     @property
     def added(self) -> set[str]:
-        """Return the mesh axes over which an addition adds up partial sums."""
+        """Return the mesh axes over which an addition adds up partial sums, or a cast that says so widens one."""
+        if isinstance(self.op, Cast) and self.op.exact:
+            return set(self.types[0].partial) & set(self.wanted.partial)
         if not isinstance(self.op, Add):
             return set()
         return set.intersection(*(set(t.partial) for t in self.types))
@@ -116,7 +120,8 @@ class _Computation:
         if self.contracting and all(at[i] == CONTRACTED for i in self.contracting):
             return CONTRACTED
         if self.wanted.mesh is not None:
-            return self.wanted.axis_on(mark)
+            axis = self.wanted.axis_on(mark)
+            return axis if any(axis in m for m in self.maps) else None  # else the axis is made whole on each rank
         first = (1, 0, 2) if isinstance(self.op, Contraction) else range(len(at))
         leading = [i for i in first if i < len(at) and i not in self.op.following]
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
@@ -298,7 +303,7 @@ def _wanted(program: Program) -> dict[str, TensorType]:
             axes = place_marks(s.x.tensor.shape, flat_marks(wanted[result.name]))
             if axes is not None:
                 wanted[s.x.name] = replace(wanted[result.name], axes=axes)
-        if not isinstance(s, (Unary, Binary)) or isinstance(s, Sum) or result.name not in wanted:
+        if not isinstance(s, (Unary, Binary, RmsNorm)) or isinstance(s, Sum) or result.name not in wanted:
             continue
         for v in s.operands:
             if v.tensor.mesh is None and users[v.name] == [s] and v.tensor.shape == result.tensor.shape:

@@ -12,7 +12,7 @@ here the rank puts it, and a flag says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
@@ -60,23 +60,33 @@ class Ring(Pass):
         after = _after(rows)
         reason = "every matmul of these rows also needs what a later allgather brings"
         rows = rows.only(lambda s: isinstance(s, ReduceScatter) or _in_turn(s, rows, after), reason)
-        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_scales_first()
+        rows = rows.noted(self.name).with_block_axes(shard_in_pieces).with_products_in_blocks().with_scales_first()
         host = Host(rows.program, rows.ordered(rows.program))
         host.apart |= {s.out.name for s in rows.reduces}
         scales = rows.scales
         pools = [_pool(s, self.streams) for s in rows.moves]
-        for step in schedule(host.program.body, _groups(rows)):
+        steps = [*schedule(host.program.body, _groups(rows))]
+        for n, step in enumerate(steps):
             if isinstance(step, AllGather) and step in scales:
                 send_scales(host, step)
             elif isinstance(step, SlicedGroup):
                 first = step.statements[0]
-                by_slices = isinstance(first, AllGather) and by_columns(first)
-                (GatheredColumns if by_slices else Peers)(host, step).build(self.streams)
+                if isinstance(first, AllGather) and by_columns(first):
+                    GatheredColumns(host, step).build(self.streams)
+                else:
+                    Peers(host, step).build(self.streams, joined_later=self._joined_after(steps[n + 1 :], step))
             elif isinstance(step, AllReduce) and step in rows.reduces:
                 pools.append(in_one_step(host, step))
             else:
                 host.whole(step)
         return host.finished(max(pools, default=0))
+
+    def _joined_after(self, steps: Iterable[Statement | SlicedGroup], group: SlicedGroup) -> bool:
+        """Whether a later group joins all workers of this one."""
+        later = (s.statements[0] for s in steps if isinstance(s, SlicedGroup))
+        pools = [_pool(s, self.streams) for s in later if isinstance(s, RowCollective)]
+        first = group.statements[0]
+        return isinstance(first, RowCollective) and max(pools, default=0) >= _pool(first, self.streams)
 
 
 def _pool(s: RowCollective, streams: int) -> int:
@@ -212,8 +222,11 @@ class Peers:
                 self.scattered.append((s, ScatteredBlocks(host, s, full, axis=None)))
         self.pool = 0
 
-    def build(self, streams: int) -> None:
-        """Add all statements."""
+    def build(self, streams: int, *, joined_later: bool = False) -> None:
+        """Add all statements.
+
+        `joined_later`: a later group joins at least as many workers.
+        """
         host, body, worker = self.host, self.host.body, self.host.index("s")
         self.pool = min(streams, self.team.ranks - 1)
         if self.gathered:
@@ -221,11 +234,12 @@ class Peers:
             begin: list[Statement] = [self.gathered.transfers.barrier(f"all ranks have their shards in {shared}")]
         else:
             begin = self.scattered[0][1].transfers.reuse_barrier()
-        body += [SetStream(FIRST), Synchronize(host.user), *begin]
-        if self.pool > 1:
-            fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
-            body.append(For(worker.value, Size(self.pool - 1), fork))
-        body.append(SetStream(host.user))
+        if begin or not self.computations:  # else every turn waits for the product of its rows
+            body += [SetStream(FIRST), Synchronize(host.user), *begin]
+            if self.pool > 1:
+                fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
+                body.append(For(worker.value, Size(self.pool - 1), fork))
+            body.append(SetStream(host.user))
         if self.gathered:
             body += [*self.gathered.kept_whole(), *self.computed(self.team.rank, "own", self.gathered.own)]
         turn = host.index("i")
@@ -234,7 +248,8 @@ class Peers:
         if not self.gathered:
             body += self.computed(self.team.rank, "own")
             self.add_up()
-        body.append(For(worker.value, Size(self.pool), (Synchronize(worker),)))
+        if self.gathered or self.computations or not joined_later:  # what is computed here is freed behind it
+            body.append(For(worker.value, Size(self.pool), (Synchronize(worker),)))
         if self.gathered:
             self.add_up()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllGather, AllReduce, Collective, Communication, ReduceScatter
@@ -192,6 +192,37 @@ class RowCollectives:
                 body.append(s)
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
 
+    def with_products_in_blocks(self) -> RowCollectives:
+        """Compute products with the axes in which a reduce_scatter sees their rows, where it alone reads these."""
+        program, names = self.program, Names.of(self.program)
+        made = {result_of(s).name: s for s in program.body}
+        views = {s.x.name: made.get(s.x.name) for s in self.scatters}
+        alone = [v for v in views.values() if isinstance(v, Reshape) and users(program, v.x) == [v]]
+        wanted = {v.x.name: v.out for v in alone if v.x.tensor.shape[-1] == v.out.tensor.shape[-1]}
+        body: list[Statement] = []
+        for s in program.body:
+            rows = wanted.get(result_of(s).name)
+            if rows is None or not isinstance(s, Contraction) or s.out in program.outputs:
+                body.append(s)
+                continue
+            a = seen_from(s.a, made)
+            if isinstance(made.get(a.name), AllGather):
+                body.append(s)
+                continue
+            lead = rows.tensor.host().axes[:-1]
+
+            def seen(x: Value, lead: tuple[Axis, ...] = lead) -> Value:
+                view = Reshape(x, _like(x, (*lead, x.tensor.host().axes[-1]), names), span=x.span)
+                body.append(view)
+                return view.out
+
+            moved = replace(s, a=seen(a), out=rows)
+            if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
+                moved = replace(moved, scale_a=seen(seen_from(moved.scale_a, made)))
+            body.append(moved)
+            made[rows.name] = moved
+        return replace(self, program=program.with_body(_without_idle_views(program, body)))
+
 
 def _with_reshapes_last(program: Program) -> Program:
     """Let matmuls read gathered rows as they are gathered, where the program reshapes them first: then the results are.
@@ -202,25 +233,33 @@ def _with_reshapes_last(program: Program) -> Program:
     made = {result_of(s).name: s for s in program.body}
     body: list[Statement] = []
     for s in program.body:
-        a = _seen_from(s.a, made) if isinstance(s, Contraction) else None
+        a = seen_from(s.a, made) if isinstance(s, Contraction) else None
         if a is None or not isinstance(s, Contraction) or not isinstance(made.get(a.name), AllGather) or a == s.a:
             body.append(s)
             continue
         out = _like(s.out, (*a.tensor.host().axes[:-1], s.out.tensor.host().axes[-1]), names)
         moved = replace(s, a=a, out=out)
         if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
-            scale = _seen_from(moved.scale_a, made)
+            scale = seen_from(moved.scale_a, made)
             if scale.tensor.shape[:-1] != a.tensor.shape[:-1]:
                 axes = (*a.tensor.host().axes[:-1], moved.scale_a.tensor.host().axes[-1])
                 scale = _like(moved.scale_a, axes, names)
                 body.append(Reshape(moved.scale_a, scale, span=s.span))
             moved = replace(moved, scale_a=scale)
         body += [moved, Reshape(out, s.out, span=s.span)]
+    return program.with_body(_without_idle_views(program, body))
+
+
+def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Statement]:
+    """Yield the statements of a body, without reshapes that nothing reads and those of what is made otherwise."""
     read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
-    return program.with_body(s for s in body if not isinstance(s, Reshape) or s.out.name in read)
+    computed = {result_of(s).name for s in body if not isinstance(s, Reshape)}
+    for s in body:
+        if not isinstance(s, Reshape) or (s.out.name in read and s.out.name not in computed):
+            yield s
 
 
-def _seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
+def seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
     """Return the tensor that these rows are a reshape of, with other axes in front of the last one; or themselves."""
     maker = made.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:

@@ -141,6 +141,8 @@ def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> s
                 f"{at.outer} outside"
             )
     if isinstance(s, TensorOp):
+        if s.operands and not places:
+            return f"{s.keyword()} computes axis {place.axis} of {result_of(s)} whole"
         axes = [
             (v.name, map.index(place.axis) if place.axis in map else None)
             for v, map in zip(s.operands, s.maps(), strict=True)

@@ -204,6 +204,8 @@ class DumpPrinter:
         out = self.tensor(s.out)
         first, *rest = (self.tensor(v) for v in s.operands)
         if isinstance(s, ops.Matmul):
+            if s.addend is not None:
+                raise s.fail("nvFuser's form has no spelling for a matmul that adds to its result")
             return [str(out), f"   = matmul({first},", f"            {rest[0]})"]
         if isinstance(s, ops.Linear):
             lines = [str(out), f"   = linear({first},"]

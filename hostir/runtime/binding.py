@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -266,3 +267,66 @@ def _paired(run: Sequence[Op]) -> Pushes:
         if isinstance(op, CopyOp)
     ]
     return Pushes(tuple(pairs), tuple(run))
+
+
+# Products of few rows and copies of them ------------------------------------------------------------------------------
+# A product and the copies by SMs of its result that come next may be one kernel, which stores to peers itself.
+#
+# That saves a kernel between them and a read of the result; with many rows, stores to peers slow the product down.
+
+MAX_PUSHED_ROWS = 64  # one row of tiles
+
+
+@dataclass(frozen=True)
+class PushedProduct:
+    """A product of few rows, and the copies of whole rows of it that come next on its stream.
+
+    One kernel may do both, in the place of the copies. Whatever precedes them precedes the product as well, but for the
+    product itself and perhaps a barrier; then no peer can access what the product reads and writes. Memory that is
+    freed between them is to be freed after the kernel.
+
+    Fields:
+        reader: the computation that comes next. It must not overlap the kernel as it may overlap copies alone: it may
+            read the product itself.
+    """
+
+    product: ComputeOp
+    pushes: Pushes
+    reader: ComputeOp | None
+
+    @classmethod
+    def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
+        """Return all of a program, of whose copies by SMs these are the runs."""
+        if not runs:
+            return []
+        ops = [op for op in unrolled.ops if not op.defines and not op.frees]
+        at = {id(op): n for n, op in enumerate(ops)}
+        found = []
+        for pushes in runs:
+            begin, end = at[id(pushes.ops[0])], at[id(pushes.ops[-1])] + 1
+            product = _product_before(unrolled, ops[:begin], pushes)
+            if product is not None:
+                reader = ops[end] if end < len(ops) else None
+                found.append(cls(product, pushes, reader if isinstance(reader, ComputeOp) else None))
+        return found
+
+
+def _product_before(unrolled: UnrolledProgram, before: Sequence[Op], pushes: Pushes) -> ComputeOp | None:
+    """Return the product whose rows are copied next, if one kernel may do both; else None."""
+    layouts, buffers, symmetric = unrolled.layouts, unrolled.buffers, unrolled.symmetric
+    meets = bool(before) and bool(before[-1].of_team)
+    op = before[-2] if meets and len(before) > 1 else before[-1] if before else None
+    stream = pushes.ops[0].stream
+    if not isinstance(op, ComputeOp) or not op.place.statement.contracts or op.ready is not None or op.done is not None:
+        return None
+    tensors = {buffers[register] for register in (op.out, *op.operands)}
+    if op.stream != stream or (meets and (before[-1].stream != stream or tensors & symmetric.keys())):
+        return None
+    out, columns = layouts[op.out], layouts[op.out].shape[-1]
+    rows, sources = prod(out.shape[:-1]), [layouts[copy.x] for copy, _ in pushes.copies]
+    whole = out == (sources[0].buffer, out.shape, dense_strides(out.shape), 0)
+    if not whole or not 0 < rows <= MAX_PUSHED_ROWS or not columns:
+        return None
+    if any(x.offset % columns or prod(x.shape) % columns for x in sources):
+        return None
+    return None if tensors & {buffers[copy.out] for copy, _ in pushes.copies} else op

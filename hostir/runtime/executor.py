@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -92,20 +93,23 @@ class BoundCall:
         plan: the plan that it runs.
         tensors: its inputs, and the tensors of `out=`.
         where: their addresses; None if it fits any addresses.
+        digest: of the program, where other ranks run it.
 
     Fields:
         graph: its CUDA graph, if it has one.
         eager: the number of times it was issued statement by statement since it was last captured.
         captures: the number of times it was captured.
+        kind: a number of its program and sizes, the same on all ranks.
         without_gradients: whether it is allowed only under `torch.no_grad()`, as a tensor requires gradients.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None) -> None:
+    def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None, digest: str) -> None:
         self.plan = plan
         self.count = len(tensors)
         self.where = where
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = self.captures = 0
+        self.kind = crc32(f"{digest} {sorted(plan.unrolled.sizes.items())}".encode())
         self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         # torch.compile's guards compare types, layouts, dtypes, devices and modes with those of a call, in C++.
         here = all(isinstance(x, torch.Tensor) for x in tensors)
@@ -386,6 +390,8 @@ class Executor:
             if gradients:
                 torch._C._set_grad_enabled(True)
         self._agreement.made += 1
+        if not self._compare:
+            self._calls.went(call.kind)
         return outputs
 
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
@@ -531,7 +537,8 @@ class Executor:
         name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
         call = None if name is None or unwritable(given) else self.bound.pop(name, None)
         if call is None or kind is None:
-            call = BoundCall(self._choose(kind, inputs, out, begun=begun), tensors, where)
+            plan = self._choose(kind, inputs, out, begun=begun)
+            call = BoundCall(plan, tensors, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
             if not begun:
@@ -653,7 +660,10 @@ class Executor:
         kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
         if not begun:
             self._begin(sizes, planned=kind in self._agreement.agreed, places=places)
-        self._agreement.reach(sizes, kind)
+        try:
+            self._agreement.reach(sizes, kind)
+        except CallRunsError as refused:
+            raise self._blamed(refused) from refused.__cause__
         warn_of_copies(unrolled)
         shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -124,6 +124,7 @@ class Calls:
     Fields:
         lock: held by the thread whose call runs.
         number: of the next call.
+        made, trail: how many calls that are not compared were made, and a number that follows from which these were.
     """
 
     def __init__(
@@ -145,6 +146,9 @@ class Calls:
         self.callers: dict[int, bool] = {}
         self.broken = ""  # why this rank's calls are not those of the others any more
         self.slots = [""] * SLOTS
+        self.made = self.trail = 0
+        self.asked = 0  # since the latest of these: a call that fails may be followed by one of other sizes
+        self.posted = deque[str]()  # by this rank, for `compare_new`
         self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
 
     def unlock(self) -> None:
@@ -152,7 +156,7 @@ class Calls:
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
 
-    def made(self, digest: str) -> None:
+    def use(self, digest: str) -> None:
         """Record that this thread has made an executor of a program, and may call it."""
         with self.lock:
             self.users[digest].add(threading.current_thread())
@@ -211,6 +215,38 @@ class Calls:
                 if running:
                     self.broken = describe({self.rank: call})
                 return running
+
+    def went(self, kind: int) -> None:
+        """Count a call that was not compared; `kind` is a number of its program and sizes."""
+        self.made, self.asked = self.made + 1, 0
+        self.trail = hash((self.trail, kind))
+
+    def compare_new(self, call: Call) -> None:
+        """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
+
+        Raises CallRunsError if another rank got here first with another one that is new there, or after other calls.
+        """
+        if not self.others:
+            return
+        self.check_order()
+        key, mine = f"new/{self.made}/{self.asked}", f"{self.rank} {self.trail} {call}"
+        self.asked += 1
+        try:
+            first, trail, text = self.store.compare_set(key, "", mine).decode().split(" ", 2)
+            if int(first) == self.rank:
+                self.posted.append(key)
+            if len(self.posted) > SLOTS:
+                self.store.delete_key(self.posted.popleft())
+        except dist.DistError as problem:
+            raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
+        if (trail, text) == (str(self.trail), str(call)):
+            return
+        self.broken = describe({int(first): Call.of(text), self.rank: call})
+        if text == str(call):
+            self.broken = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
+        hint = f"{PAGE}; HOSTIR_COMPARE_CALLS=1 compares each before it runs"
+        refused = error(f"the calls of the ranks do not line up: {self.broken}", expected=ALIKE, hint=hint)
+        raise CallRunsError(*refused.diagnostics)
 
     def check_order(self) -> None:
         """Raise once another rank may run a call that this one did not make: all later calls would be off by one."""
@@ -760,7 +796,7 @@ class Agreement:
         self.calls = session.calls if session is not None else Calls()
         self.compare = compare and session is not None
         self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
-        self.calls.made(self.call.digest)
+        self.calls.use(self.call.digest)
         self.program = program
         self.agreed: set[Hashable] = set()  # kinds of sizes
         self.made = 0
@@ -789,9 +825,14 @@ class Agreement:
         return running
 
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
-        """Raise on every rank if one refuses, or if programs, sizes or kernels differ; once for each kind of sizes."""
-        if self.session is None or kind in self.agreed:
+        """Raise on every rank if one refuses, or if programs, sizes or kernels differ; once for each kind of sizes.
+
+        Other sizes that are new are compared with what the ranks have told that were earlier.
+        """
+        if self.session is None:
             return
+        if kind in self.agreed:
+            return self.calls.compare_new(self.of(sizes)) if not self.compare else None
         bound = tuple(sorted(sizes.items()))
         if broken := self.session.groups.broken:
             raise error(f"@{self.program.name} cannot run: {broken}", hint=ANEW)

@@ -6,8 +6,8 @@ are 0 and numbers NaN at first.
 
 Sizes are of one kind if one proof holds for all, and says that calls may differ in the sizes of their buffers
 (`hostir.check.Proof`). Each call then uses the beginnings of the buffers, and ranks meet again only for sizes that have
-no room in them. They find room for more the next time, so that sizes that grow step by step need few rendezvous. Every
-rank decides so by the program and the sizes alone, as all others do.
+no room in them. They find room for more the next time, if there is memory for it, so that sizes that grow step by step
+need few rendezvous. Every rank decides so by the program and the sizes alone, as all others do.
 
 The memory belongs to the process group. Executors of equal programs share it at sizes of one kind: their calls run one
 after another, so that they are like calls of one executor. Plans go on in the memory that they were made for. Memory is
@@ -314,27 +314,34 @@ class SymmetricMemory:
     def meet(self, unrolled: UnrolledProgram, *, larger: bool) -> SharedMemory:
         """Allocate this rank's memory, and map that of the ranks that it exchanges data with.
 
-        `larger`: whether with room for larger sizes than these.
+        `larger`: whether with room for larger sizes than these, if there is memory for it on all ranks.
         """
-        self.meetings += 1
         rooms = Rooms.of(unrolled.program, unrolled.sizes)
-        if larger:
-            rooms = rooms.grown()
+        made = self.made(unrolled, rooms.grown() if larger else rooms)
+        if larger and isinstance(made, HostIRError):
+            made = self.made(unrolled, rooms)
+        if isinstance(made, HostIRError):
+            raise made
+        return made
+
+    def made(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
+        """Return the memory of all ranks with so much room; or why there is none, the same on every rank."""
+        self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
             offer = self.offer(unrolled, rooms, until_all_have_mapped)
             where = f"the symmetric memory of @{unrolled.program.name}"
             offers = [Offer.read(text) for text in self.exchange(where, json.dumps(asdict(offer)))]
             if refused := judge(offers, unrolled.program):
-                raise refused
+                return refused
             drops = set(offers[0].drops).difference(*(offer.pinned for offer in offers))
             if drops:
                 self.sharing.synchronize()
             why = self.excess(unrolled.program, offer, drops) or self.reserve(offers)
             if refused := _refusal(self.exchange(f"{where}, made", why)):
-                raise refused
+                return refused
             memory, why = self.map(unrolled, offers, rooms)
             if refused := _refusal(self.exchange(f"{where}, mapped", why)):
-                raise refused
+                return refused
         for key in [key for key, memory in self.met.items() if memory.number in drops]:
             self.met.pop(key).gone = True  # since they said that theirs is made, no rank has used it
             self.released += 1

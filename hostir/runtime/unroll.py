@@ -445,8 +445,13 @@ class UnrolledProgram:
         return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
 
     def touches_peer(self, op: Op) -> bool:
-        """Whether an operation reads or writes a peer's memory directly, flags included."""
-        return bool(op.of_team) or any(self.owner(register) != self.rank for register in (*op.reads, *op.writes))
+        """Whether an operation of this reads or writes a peer's memory directly, flags included."""
+        return id(op) in self._touching
+
+    @cached_property
+    def _touching(self) -> frozenset[int]:
+        theirs = {x for x in range(len(self.buffers)) if self.owner(x) != self.rank}
+        return frozenset(id(op) for op in self.ops if op.of_team or not theirs.isdisjoint((*op.reads, *op.writes)))
 
     def text(self, op: Op) -> str:
         """Return the statement of an operation, in one line."""

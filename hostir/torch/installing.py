@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +18,7 @@ from hostir.lower import AUTO
 from hostir.torch import library, operators, scaled
 from hostir.torch.operators import SETTINGS, operator
 from hostir.torch.programs import LEDGER, Report, check_taken
+from hostir.torch.recording import needs_no_dispatcher, register_gradients
 
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
@@ -83,7 +83,8 @@ def _fused_all_gather_scaled_matmul(torchs: Callable[..., Any]) -> Callable[...,
         scaled.check_lists(Bs, dict(zip(names, (B_scales, *rest), strict=True)))
         fallback = lambda: torchs(A, Bs, A_scale, B_scales, gather_dim, group_name, *rest)  # noqa: E731
         op = operator(f"symm_mem::{SCALED_GATHER}", group_name, fallback)
-        return op.run(lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest))
+        compute = lambda: scaled.all_gather_scaled_matmul(op, A, Bs, A_scale, B_scales, gather_dim, *rest)[::2]  # noqa: E731
+        return op.run(compute)
 
     return kernel
 
@@ -255,24 +256,36 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     _library = torch.library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for (key, torchs), (name, kernel) in itertools.product(TORCHS.items(), KERNELS.items()):
-            _library.impl(name, kernel(torchs[name]), key, allow_override=True)
-    ops = torch.ops.symm_mem
+        made = {name: {key.lower(): kernel(TORCHS[key][name]) for key in TORCHS} for name, kernel in KERNELS.items()}
+        for name, kernels in made.items():
+            for device, kernel in kernels.items():
+                _library.impl(name, kernel, device.upper(), allow_override=True)
+    scatter, gather = (_in_backward(name, made[name]) for name in (FUSED_SCATTER, FUSED_GATHER))
     formulas = {
-        FUSED_GATHER: library.gathering(f"symm_mem::{FUSED_GATHER}", ops.fused_matmul_reduce_scatter),
-        FUSED_SCATTER: library.scattering(f"symm_mem::{FUSED_SCATTER}", _gather_for_backward),
+        FUSED_GATHER: library.gathering(f"symm_mem::{FUSED_GATHER}", scatter),
+        FUSED_SCATTER: library.scattering(
+            f"symm_mem::{FUSED_SCATTER}", lambda *args, return_a: gather(*args, return_A=return_a)
+        ),
         GATHER: library.collective(f"symm_mem::{GATHER}", "reduce_scatter"),
         SCATTER: library.collective(f"symm_mem::{SCATTER}", "all_gather"),
     }
     for name, formula in formulas.items():
-        library.differentiable(f"symm_mem::{name}", formula, _library)
+        register_gradients(f"symm_mem::{name}", formula, _library, made[name])
     return Installation()
 
 
-def _gather_for_backward(
-    dy: Tensor, bs: list[Tensor], axis: int, group_name: str, return_a: bool
-) -> tuple[Tensor | None, list[Tensor]]:
-    return torch.ops.symm_mem.fused_all_gather_matmul(dy, bs, axis, group_name, return_A=return_a)
+def _in_backward(name: str, kernels: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return what calls an operator where autograd records nothing: where that is all, its kernel at once."""
+    operator_of_torch = getattr(torch.ops.symm_mem, name)
+
+    def call(x: Tensor, others: Tensor | list[Tensor], *args: Any, **options: Any) -> Any:
+        kernel = kernels.get(x.device.type)
+        if kernel is None or not needs_no_dispatcher([x, *others] if isinstance(others, list) else (x, others)):
+            return operator_of_torch(x, others, *args, **options)
+        with torch._C._AutoDispatchBelowAutograd():
+            return kernel(x, others, *args, **options)
+
+    return call
 
 
 def uninstall() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 from hostir.ir.source import error
 from hostir.torch import operators
 from hostir.torch.operators import operator
+from hostir.torch.recording import Gradients, Record, needs_no_dispatcher, register_gradients, wants_gradients
 
 KEYS = ("CPU", "CUDA")
 
@@ -60,8 +61,7 @@ def check_out(name: str, *tensors: Tensor) -> None:
 
 LIBRARY = torch.library.Library("hostir", "DEF")
 KERNELS: dict[str, Callable[..., Any]] = {}
-PLAIN = {Tensor, torch.nn.Parameter}
-_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+RECORDS: dict[str, Record] = {}  # of those with gradients
 Products = tuple[Tensor | None, list[Tensor]]
 
 
@@ -82,19 +82,16 @@ def call(name: str, tensors: Sequence[Tensor], *args: Any, **options: Any) -> An
     """Call an operator of `torch.ops.hostir`; `tensors` are all those among its arguments.
 
     Where torch's dispatcher has nothing to add, which takes it 10 us, its kernel is called at once: no tracer, no mode,
-    no profiler, no tensors that require gradients or are not plain.
+    no profiler, no tensors that are not plain.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _modes()
-        or _functions()
-        or torch._C._autograd._profiler_enabled()
-        or not all(type(x) in PLAIN for x in tensors)
-        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    ):
+    if not needs_no_dispatcher(tensors):
         return getattr(torch.ops.hostir, name)(*args, **options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return KERNELS[name](*args, **options)
+
+    def run() -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return KERNELS[name](*args, **options)
+
+    return RECORDS[name](run, args) if wants_gradients(tensors) and name in RECORDS else run()
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -197,7 +194,9 @@ def _all_gather_gated(
 ) -> tuple[Tensor, Tensor | None]:
     check_gather(a, [gate, up], gather_dim)
     op = operator("hostir::all_gather_gated", group_name)
-    return op.run(lambda: operators.all_gather_gated(op, a, gate.t(), up.t(), gather_dim, return_a))
+    right = [gate.t(), up.t()]
+    full, (y,) = op.run(lambda: operators.all_gather_matmul(op, a, right, gather_dim, return_a, gated=True))
+    return y, full
 
 
 @fake("all_gather_gated")
@@ -222,9 +221,14 @@ def _matmul_reduce_scatter(
 @fake("matmul_reduce_scatter")
 def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False) -> Tensor:
     check_scatter(a, b, reduce_op, scatter_dim)
-    shape = [*a.shape[:-1], b.shape[0 if linear else 1]]
-    shape[scatter_dim] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
-    return a.new_empty(shape)
+    return scattered_like(a, b.shape[0 if linear else 1], scatter_dim, group_name, a.dtype)
+
+
+def scattered_like(a: Tensor, columns: int, axis: int, group_name: str, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor like this rank's part of a product."""
+    shape = [*a.shape[:-1], columns]
+    shape[axis] //= _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return a.new_empty(shape, dtype=dtype)
 
 
 @define(MM_RS_OUT)
@@ -290,8 +294,11 @@ def refuse_twice(name: str) -> None:
 
 
 def grad_dtype(b: Tensor) -> str:
-    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none."""
-    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else b.dtype
+    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none.
+
+    Of others torch says none; `hostir.torch.modules.local_weight` does.
+    """
+    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
     return str(dtype).removeprefix("torch.") if b.requires_grad else ""
 
 
@@ -300,7 +307,7 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
 
     `axis` is the outermost one in memory. A product of half-precision operands in f32 has not been rounded before.
     """
-    x, dy = ((t.movedim(axis, 0) if axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
+    x, dy = ((t.movedim(axis, 0) if 0 < axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
     left, right = (dy.t(), x) if linear else (x.t(), dy)
     dtype = getattr(torch, dtype_name)
     if dtype == x.dtype:
@@ -358,10 +365,10 @@ def _(
     return a.new_empty(moved.shape).movedim(0, gather_dim), d_bs
 
 
-def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def gathering(name: str, scatter: Any) -> Gradients:
     """Return backward and set-up of an all-gather + matmul, whose input gradient `scatter` computes."""
 
-    def setup(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)  # zeros for a gathered tensor that nobody uses would be scattered
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
@@ -397,7 +404,7 @@ def gathering(name: str, scatter: Any) -> tuple[Callable[..., Any], Callable[...
     return backward, setup
 
 
-def scattering(name: str, gather: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def scattering(name: str, gather: Any) -> Gradients:
     """Return backward and set-up of a matmul + reduce-scatter, whose input gradient `gather` computes."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -449,7 +456,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
     return d_a, *d_ws, None, None, None
 
 
-def collective(name: str, other: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def collective(name: str, other: str) -> Gradients:
     """Return backward and set-up of an all-gather or a reduce-scatter, of which the other is the gradient."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -468,10 +475,10 @@ def collective(name: str, other: str) -> tuple[Callable[..., Any], Callable[...,
     return backward, setup
 
 
-def differentiable(name: str, formula: tuple[Callable[..., Any], Callable[..., Any]], library: Any) -> None:
-    """Register backward and set-up of an operator."""
-    backward, setup = formula
-    torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+def differentiable(name: str, formula: Gradients) -> None:
+    """Give an operator of `torch.ops.hostir` gradients: backward and set-up as of `register_autograd`."""
+    kernels = {key.lower(): KERNELS[name] for key in KEYS}
+    RECORDS[name] = register_gradients(f"hostir::{name}", formula, LIBRARY, kernels)
 
 
 def _gather(dy: Tensor, bs: list[Tensor], *args: Any, return_a: bool) -> Any:
@@ -482,11 +489,11 @@ def _scatter(dy: Tensor, b: Tensor, *args: Any) -> Any:
     return call("matmul_reduce_scatter", (dy, b), dy, b, *args)
 
 
-differentiable("hostir::all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter), LIBRARY)
-differentiable("hostir::matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather), LIBRARY)
-differentiable("hostir::all_gather_gated", (_gated_backward, _gated_setup), LIBRARY)
-differentiable("hostir::all_gather", collective("hostir::all_gather", "reduce_scatter"), LIBRARY)
-differentiable("hostir::reduce_scatter", collective("hostir::reduce_scatter", "all_gather"), LIBRARY)
+differentiable("all_gather_matmul", gathering("hostir::all_gather_matmul", _scatter))
+differentiable("matmul_reduce_scatter", scattering("hostir::matmul_reduce_scatter", _gather))
+differentiable("all_gather_gated", (_gated_backward, _gated_setup))
+differentiable("all_gather", collective("hostir::all_gather", "reduce_scatter"))
+differentiable("reduce_scatter", collective("hostir::reduce_scatter", "all_gather"))
 
 
 # All-reduces ----------------------------------------------------------------------------------------------------------
@@ -593,5 +600,74 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dy.clone(), None
 
 
-differentiable("hostir::matmul_all_reduce", (_summed_backward, _summed_setup), LIBRARY)
-differentiable("hostir::all_reduce", (_all_reduce_backward, _all_reduce_setup), LIBRARY)
+differentiable("matmul_all_reduce", (_summed_backward, _summed_setup))
+differentiable("all_reduce", (_all_reduce_backward, _all_reduce_setup))
+
+
+# Linear layers of an input that is whole on every rank ----------------------------------------------------------------
+# The product is each rank's own; the gradient of the input is summed over the ranks, beside those of the weights.
+
+LINEARS = "replicated_linear(Tensor x, Tensor[] weights, str group_name) -> Tensor[]"
+LINEARS_BACKWARD = (
+    "replicated_linear_backward(Tensor x, Tensor[] dys, Tensor[] weights, str group_name, str[] dtypes) "
+    "-> (Tensor, Tensor[])"
+)
+
+
+@define(LINEARS)
+def _replicated_linear(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, w) for w in weights]
+
+
+@fake("replicated_linear")
+def _(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    return [x.new_empty([*x.shape[:-1], w.shape[0]]) for w in weights]
+
+
+@define(LINEARS_BACKWARD)
+def _replicated_linear_backward(
+    x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
+) -> tuple[Tensor, list[Tensor]]:
+    op = operator("hostir::all_reduce", group_name)
+    dy, weight = side_by_side(dys, weights, linear=True)
+    summed = op.run(lambda: operators.start_all_reduce(op, dy @ weight))
+    d_ws = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    return summed(), d_ws
+
+
+@fake("replicated_linear_backward")
+def _(
+    x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
+) -> tuple[Tensor, list[Tensor]]:
+    pairs = zip(weights, dtypes, strict=True)
+    return x.new_empty(x.shape), [w.new_empty(w.shape, dtype=getattr(torch, dtype)) for w, dtype in pairs if dtype]
+
+
+def _linears_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    x, weights, ctx.group = inputs
+    ctx.dtypes = [grad_dtype(w) for w in weights]
+    ctx.save_for_backward(x if any(ctx.dtypes) else None, *[w if x.requires_grad else None for w in weights])
+
+
+def _linears_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any, ...]:
+    refuse_twice("hostir::replicated_linear")
+    x, *weights = ctx.saved_tensors
+    used = [i for i, dy in enumerate(d_products) if dy is not None]
+    dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
+    d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
+    found: list[Tensor] = []
+    if not ctx.needs_input_grad[0]:
+        found = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    elif any(dtypes):
+        mine = [weights[i] for i in used]
+        d_x, found = call("replicated_linear_backward", [x, *dys, *mine], x, dys, mine, ctx.group, dtypes)
+    elif used:
+        both = side_by_side(dys, [weights[i] for i in used], linear=True)
+        d_x = call("matmul_all_reduce", both, *both, ctx.group)
+    for i in used:
+        d_ws[i] = found.pop(0) if ctx.dtypes[i] else None
+    return d_x, d_ws, None
+
+
+differentiable("replicated_linear", (_linears_backward, _linears_setup))

@@ -39,6 +39,7 @@ class Layouts:
         input: the placement of inputs that are no DTensors.
         output: the placement of the output.
         local_output: whether the output is this rank's part as a plain tensor; else it is a DTensor.
+        fp8: whether products are of operands in fp8.
     """
 
     mesh: DeviceMesh
@@ -46,6 +47,7 @@ class Layouts:
     input: Placement
     output: Placement
     local_output: bool = True
+    fp8: bool = False
 
     def dtensor(self, x: Tensor) -> DTensor:
         """Return an input as a DTensor."""
@@ -153,6 +155,8 @@ class ShardedLinear(nn.Linear):
             return f"its input has {x.ndim} axes"
         if not torch.is_autocast_enabled(x.device.type) and (x.dtype != self.weight.dtype or x.dtype not in DTYPES):
             return f"its input is {x.dtype}, its weight {self.weight.dtype}"
+        if layouts.fp8 and x.dtype == torch.float64:
+            return "its input is torch.float64, which is not quantized to fp8"
         return None
 
     def sharded_axis(self, x: Tensor) -> int | None:
@@ -175,11 +179,39 @@ class ShardedLinear(nn.Linear):
         if bias is not None:
             own_tokens = isinstance(bias.placements[0], Replicate) and self.output_axis is not None
             bias = bias.to_local(grad_placements=[Partial()] if own_tokens else None)
-        return weight.to_local(), bias
+        return local_weight(weight), bias
 
     def extra_repr(self) -> str:
         layouts = self.layouts
-        return f"{super().extra_repr()}, {layouts.mesh.size()} ranks, {layouts.input} -> {layouts.output}"
+        fp8 = ", fp8" * layouts.fp8
+        return f"{super().extra_repr()}, {layouts.mesh.size()} ranks, {layouts.input} -> {layouts.output}{fp8}"
+
+
+class _WideGradient(torch.autograd.Function):
+    """This rank's part of a weight, of which the gradient arrives in the dtype that the weight says."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.lies = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+        part = weight.to_local().detach()
+        part.grad_dtype = weight.grad_dtype  # or autograd rounds a gradient to the dtype of what it is of
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        mesh, placements, shape, stride = ctx.lies
+        return DTensor.from_local(dy, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_weight(weight: DTensor) -> Tensor:
+    """Return this rank's part of a weight; with a `grad_dtype` of its own, operators give its gradient in that."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
+        return weight.to_local()
+    if not weight.is_leaf or weight.grad_dtype in (None, weight.dtype):
+        return weight.to_local()
+    part: Any = _WideGradient.apply(weight)
+    part.dtype_of_gradient = weight.grad_dtype
+    return part
 
 
 def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:
@@ -204,8 +236,9 @@ class ColumnParallelLinear(ShardedLinear):
         in_features, out_features: of the whole layer.
         mesh: a DeviceMesh of one dimension; its ranks divide `out_features`.
         bias: whether there is one.
-        gather_dim: the axis of the tokens, not the last one.
+        gather_dim: the axis of the tokens, not the last one; with None every rank has all tokens.
         local_output: whether the output is a plain tensor, this rank's part.
+        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
         device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
     """
 
@@ -218,26 +251,35 @@ class ColumnParallelLinear(ShardedLinear):
         mesh: DeviceMesh,
         *,
         bias: bool = True,
-        gather_dim: int = 0,
+        gather_dim: int | None = 0,
         local_output: bool = True,
+        fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layouts = Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output)
+        layouts = Layouts(*mesh_of(mesh), _tokens(gather_dim), LAST, local_output, fp8)
         super().__init__(in_features, out_features, layouts, bias, device, dtype)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0, local_output: bool = True
+        cls,
+        linear: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        gather_dim: int | None = 0,
+        local_output: bool = True,
+        fp8: bool = False,
     ) -> ColumnParallelLinear:
         """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Layouts(*mesh_of(mesh), Shard(gather_dim), LAST, local_output))
+        return cls.converted(linear, Layouts(*mesh_of(mesh), _tokens(gather_dim), LAST, local_output, fp8))
 
     @classmethod
     def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        if not isinstance(layouts.input, Shard):
-            return f"inputs are {layouts.input}, and only sharded tokens are gathered"
-        if layouts.input.dim == -1:
+        if not isinstance(layouts.input, (Shard, Replicate)):
+            return f"inputs are {layouts.input}, neither sharded on tokens nor whole"
+        if layouts.fp8 and not isinstance(layouts.input, Shard):
+            return "inputs are whole, and fp8 is for tokens that are gathered"
+        if layouts.input == LAST:
             return "inputs are sharded on the axis that the product sums over"
         if layouts.output != LAST:
             return f"outputs are {layouts.output}, not sharded on the last axis"
@@ -247,8 +289,10 @@ class ColumnParallelLinear(ShardedLinear):
         if why := super().unfit_call(x):
             return why
         axis = self.sharded_axis(x)
+        if axis is None and isinstance(x, DTensor) and not x.placements[0].is_replicate():
+            return f"its input is {x.placements[0]}, neither sharded on tokens nor whole"
         if axis is None:
-            return "its input is not sharded, and only sharded tokens are gathered"
+            return "its input is whole, and fp8 is for tokens that are gathered" if self.layouts.fp8 else None
         if axis == x.ndim - 1:
             return "its input is sharded on the axis that the product sums over"
         return _uneven(x, axis, self.layouts)
@@ -264,10 +308,10 @@ def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
         leave("ColumnParallelLinear", layouts.group, why)
         whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
         return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
-    axis = layers[0].sharded_axis(x) or 0
+    axis = layers[0].sharded_axis(x)
     weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
     wanted = None if all(bias is None for bias in biases) else biases
-    outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis)
+    outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis, fp8=layouts.fp8)
     return [layer.layouts.given(y) for layer, y in zip(layers, outputs, strict=True)]
 
 
@@ -284,6 +328,7 @@ class RowParallelLinear(ShardedLinear):
         bias: whether there is one.
         scatter_dim: the axis of the tokens, not the last one; with None every rank gets all tokens.
         local_output: whether the output is a plain tensor, this rank's part.
+        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
         device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
     """
 
@@ -298,18 +343,25 @@ class RowParallelLinear(ShardedLinear):
         bias: bool = True,
         scatter_dim: int | None = 0,
         local_output: bool = True,
+        fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layouts = Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output)
+        layouts = Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output, fp8)
         super().__init__(in_features, out_features, layouts, bias, device, dtype)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, local_output: bool = True
+        cls,
+        linear: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        scatter_dim: int | None = 0,
+        local_output: bool = True,
+        fp8: bool = False,
     ) -> RowParallelLinear:
         """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output))
+        return cls.converted(linear, Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output, fp8))
 
     @classmethod
     def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
@@ -319,6 +371,8 @@ class RowParallelLinear(ShardedLinear):
             return f"outputs are {layouts.output}, neither sharded on tokens nor whole"
         if layouts.output == LAST:
             return "outputs are sharded on the last axis, not on that of the tokens"
+        if layouts.fp8 and not isinstance(layouts.output, Shard):
+            return "outputs are whole, and products in fp8 are not summed on all ranks"
         return _indivisible("its in_features", linear.in_features, layouts)
 
     def unfit_call(self, x: Tensor) -> str | None:
@@ -341,7 +395,8 @@ class RowParallelLinear(ShardedLinear):
             return layouts.redistributed(F.linear(mine, self.weight, self.bias))
         weight, bias = self.parts()
         how: Any = {"reduce": "all"} if self.output_axis is None else {"scatter_dim": self.output_axis}
-        return layouts.given(row_parallel_linear(layouts.local(input), weight, layouts.group, bias, **how))
+        y = row_parallel_linear(layouts.local(input), weight, layouts.group, bias, fp8=layouts.fp8, **how)
+        return layouts.given(y)
 
 
 def _tokens(axis: int | None) -> Placement:
@@ -396,7 +451,7 @@ class QKVParallelLinear(nn.Module):
     Args:
         features: of the input.
         q_features, kv_features: of the outputs, over all ranks: the number of heads times the size of one.
-        mesh, bias, gather_dim, device, dtype: as of ColumnParallelLinear.
+        mesh, bias, gather_dim, fp8, device, dtype: as of ColumnParallelLinear.
     """
 
     def __init__(
@@ -407,7 +462,8 @@ class QKVParallelLinear(nn.Module):
         mesh: DeviceMesh,
         *,
         bias: bool = False,
-        gather_dim: int = 0,
+        gather_dim: int | None = 0,
+        fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -415,19 +471,25 @@ class QKVParallelLinear(nn.Module):
 
         def layer(width: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                features, width, mesh, bias=bias, gather_dim=gather_dim, device=device, dtype=dtype
+                features, width, mesh, bias=bias, gather_dim=gather_dim, fp8=fp8, device=device, dtype=dtype
             )
 
         self.q, self.k, self.v = layer(q_features), layer(kv_features), layer(kv_features)
 
     @classmethod
     def from_linear(
-        cls, q: nn.Linear, k: nn.Linear, v: nn.Linear, mesh: DeviceMesh, *, gather_dim: int = 0
+        cls,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        gather_dim: int | None = 0,
+        fp8: bool = False,
     ) -> QKVParallelLinear:
         """Return sharded projections that compute what three whole ones do, with the parameters that rank 0 has."""
-        return _assembled(
-            cls, lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=gather_dim), q=q, k=k, v=v
-        )
+        convert = lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=gather_dim, fp8=fp8)  # noqa: E731
+        return _assembled(cls, convert, q=q, k=k, v=v)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = columns(x, [self.q, self.k, self.v])
@@ -438,13 +500,13 @@ class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`: one gather before, a reduce-scatter after; this rank's tokens in and out.
 
     Its layers `gate`, `up` and `down` have no biases. The two products are computed again in the backward call, which
-    saves `tokens x 3 x hidden/ranks` numbers of memory.
+    saves `tokens x 3 x hidden/ranks` numbers of memory; not so in fp8.
 
     Args:
         features: of input and output.
         hidden: the width between, over all ranks.
-        mesh, device, dtype: as of ColumnParallelLinear.
-        sequence_dim: the axis of the tokens.
+        mesh, fp8, device, dtype: as of ColumnParallelLinear.
+        sequence_dim: the axis of the tokens; with None every rank has all tokens, before and after.
     """
 
     def __init__(
@@ -453,35 +515,41 @@ class GatedMLP(nn.Module):
         hidden: int,
         mesh: DeviceMesh,
         *,
-        sequence_dim: int = 0,
+        sequence_dim: int | None = 0,
+        fp8: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        made: dict[str, Any] = {"bias": False, "fp8": fp8, "device": device, "dtype": dtype}
         self.gate = ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, **made)
         self.up = ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, **made)
         self.down = RowParallelLinear(hidden, features, mesh, scatter_dim=sequence_dim, **made)
 
     @classmethod
     def from_linear(
-        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, mesh: DeviceMesh, *, sequence_dim: int = 0
+        cls,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        sequence_dim: int | None = 0,
+        fp8: bool = False,
     ) -> GatedMLP:
         """Return a sharded MLP that computes what three whole layers do, with the parameters that rank 0 has."""
         if any(each.bias is not None for each in (gate, up)):
             raise error("gate and up have biases", user_span(), expected="layers without, as of Llama's MLP")
-        mlp = _assembled(
-            cls, lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=sequence_dim), gate=gate, up=up
-        )
-        mlp.down = RowParallelLinear.from_linear(down, mesh, scatter_dim=sequence_dim)
+        convert = lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=sequence_dim, fp8=fp8)  # noqa: E731
+        mlp = _assembled(cls, convert, gate=gate, up=up)
+        mlp.down = RowParallelLinear.from_linear(down, mesh, scatter_dim=sequence_dim, fp8=fp8)
         return mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, layouts = self.gate, self.up, self.gate.layouts
-        if gate.unfit_call(x) or up.unfit_call(x):
+        gate, up, layouts, axis = self.gate, self.up, self.gate.layouts, self.gate.sharded_axis(x)
+        if axis is None or layouts.fp8 or gate.unfit_call(x) or up.unfit_call(x):
             g, u = columns(x, [gate, up])
             return self.down(F.silu(g) * u)
-        axis = gate.sharded_axis(x) or 0
         return self.down(gated_linear(layouts.local(x), gate.parts()[0], up.parts()[0], layouts.group, gather_dim=axis))
 
 

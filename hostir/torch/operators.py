@@ -91,8 +91,9 @@ class Operator:
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the dtype of tensors in the words of a program. Raises Unfit for one that hostir lacks, or several."""
     kind = tensors[0].dtype
-    if len(kinds := {x.dtype for x in tensors}) > 1:
-        raise Unfit(f"operands of several dtypes, {', '.join(sorted(map(str, kinds)))}")
+    for x in tensors:
+        if x.dtype != kind:
+            raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
     if kind not in DTYPES:
         raise Unfit(f"its dtype is {kind}, not one of {', '.join(map(str, DTYPES))}")
     return DTYPES[kind]
@@ -150,26 +151,34 @@ def own(result: Tensor, given: Tensor, ranks: int) -> Tensor:
 
 
 def all_gather_matmul(
-    op: Operator, a: Tensor, bs: Sequence[Tensor], axis: int, gathered: bool, out: Sequence[Tensor] | None = None
+    op: Operator,
+    a: Tensor,
+    bs: Sequence[Tensor],
+    axis: int,
+    gathered: bool,
+    out: Sequence[Tensor] | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gather `a` along an axis of any rank, and multiply it with each of `bs`.
+    """Gather `a` along an axis of any rank, and multiply it with each of `bs`; `gated`: `silu(a @ b0) * (a @ b1)`.
 
-    With `out`, matrices of rows for the products and then, if wanted, for the gathered tensor.
+    With `out`, matrices of rows for the results and then, if wanted, for the gathered tensor.
     """
     contracted, ranks = axis == a.ndim - 1, op.group.size
     if not bs:
         return all_gather(op, a, axis) if gathered else None, []
     K = a.shape[-1] * (ranks if contracted else 1)
     _check_products(bs, K, f"A has {K} columns")
-    columns = tuple(b.shape[1] for b in bs)
+    columns = tuple([b.shape[1] for b in bs])
+    if gated and columns[0] != columns[1]:
+        raise Unfit(f"the two matrices have {columns[0]} and {columns[1]} columns")
     x, outside = grouped(a, 0 if contracted else axis)
     rows = [x.shape[outside], *x.shape[:outside], *x.shape[outside + 1 : -1]]
     if contracted:
-        slices = next((n for n in SLICES if rows[0] % n == 0), 1)
-        key: tuple[Any, ...] = (K, columns, x.ndim - 2, slices, gathered)
+        cut = next((n for n in SLICES if rows[0] % n == 0), 1)
     else:
+        cut = outside
         rows[0] *= ranks
-        key = (K, columns, x.ndim - 2, outside, gathered)
+    key = (K, columns, x.ndim - 2, cut, gathered, gated)
     build = programs.all_gather_columns_matmul if contracted else programs.all_gather_matmul
     given = None
     if out is not None:
@@ -184,26 +193,11 @@ def all_gather_matmul(
     return None if full is None else from_front(full, a, axis, ranks), [from_front(y, a, axis, ranks) for y in products]
 
 
-def all_gather_gated(
-    op: Operator, a: Tensor, gate: Tensor, up: Tensor, axis: int, gathered: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gather `a` along an axis but the last; return `silu(a @ gate) * (a @ up)`, and the gathered tensor if wanted."""
-    if axis == a.ndim - 1:
-        raise Unfit("the axis that is gathered is the one that the products sum over")
-    _check_products([gate, up], a.shape[-1], f"A has {a.shape[-1]} columns")
-    if gate.shape != up.shape:
-        raise Unfit(f"the two matrices have shapes {list(gate.shape)} and {list(up.shape)}")
-    ranks, (x, outside) = op.group.size, grouped(a, axis)
-    y, *full = op.execute(programs.all_gather_gated, (*gate.shape, x.ndim - 2, outside, gathered), [x, gate, up])
-    return from_front(y, a, axis, ranks), from_front(own(full[0], a, ranks), a, axis, ranks) if gathered else None
-
-
 def matmul_reduce_scatter(
     op: Operator, a: Tensor, b: Tensor, average: bool, axis: int, out: Tensor | None = None
 ) -> Tensor:
     """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and `out` if given."""
     last, ranks = axis == a.ndim - 1, op.group.size
-    _check_mean(a, average)
     _check_products([b], a.shape[-1], f"A has {a.shape[-1]} columns")
     length = b.shape[1] if last else a.shape[axis]
     if length % ranks:
@@ -211,15 +205,20 @@ def matmul_reduce_scatter(
     shape = [*a.shape[:-1], b.shape[1]]
     shape[axis] //= ranks
     x, outside = grouped(a, 0 if last else axis, joined=True)
-    key: tuple[Any, ...] = (a.shape[-1] * ranks, b.shape[1], x.ndim - 2)
+    result = dtype_of_sum(a, average)
+    key: tuple[Any, ...] = (a.shape[-1] * ranks, b.shape[1], x.ndim - 2, *(() if last else (outside,)), result)
     build = programs.matmul_reduce_scatter_columns if last else programs.matmul_reduce_scatter
     mine = [*x.shape[:-1], b.shape[1]]
     mine[-1 if last else outside] //= ranks
-    given = None if out is None else [_shaped(out, shape).view(mine)]
-    (y,) = op.execute(build, key if last else (*key, outside), [x, b], given)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(shape) if out is None else out
+    into = out is not None and result == dtype_of([a])  # sums in a wider dtype have memory of their own
+    given = None if out is None else _shaped(out, shape).view(mine)
+    (y,) = op.execute(build, key, [x, b], [given] if given is not None and into else None)
+    y = mean(y, ranks, a.dtype) if average else y
+    if given is None or out is None:
+        return y.view(shape)
+    if not into:
+        given.copy_(y)
+    return out
 
 
 def matmul_all_reduce(
@@ -248,6 +247,12 @@ def all_reduce(op: Operator, x: Tensor, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return out
     return own(y, x, op.group.size).view(x.shape)
+
+
+def start_all_reduce(op: Operator, x: Tensor) -> Callable[[], Tensor]:
+    """Sum beside what the caller issues next; what this returns waits for the result."""
+    started = op.start(programs.all_reduce, (), [x.reshape(prod(x.shape[:-1]), x.shape[-1])])
+    return lambda: own(started.wait()[0], x, op.group.size).view(x.shape)
 
 
 def all_gather(op: Operator, x: Tensor, axis: int) -> Tensor:
@@ -287,8 +292,7 @@ def reduce_scatter(op: Operator, x: Tensor, average: bool, axis: int) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, contiguous with that axis first."""
     key, seen, part = _to_scatter(op, x, average, axis)
     (y,) = op.execute(programs.reduce_scatter, key, [seen])
-    y = part(y)
-    return y.mul_(1 / op.group.size) if average else y
+    return mean(part(y), op.group.size, x.dtype) if average else part(y)
 
 
 def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Tensor]:
@@ -300,19 +304,26 @@ def start_reduce_scatter(op: Operator, x: Tensor, axis: int) -> Callable[[], Ten
 
 def _to_scatter(
     op: Operator, x: Tensor, average: bool, axis: int
-) -> tuple[tuple[int, ...], Tensor, Callable[[Tensor], Tensor]]:
+) -> tuple[tuple[Any, ...], Tensor, Callable[[Tensor], Tensor]]:
     """Return the key of the program, its operand, and what makes this rank's part of its result. Raises Unfit."""
     ranks = op.group.size
-    _check_mean(x, average)
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
-    return _moved(x, axis, x.shape[axis] // ranks, ranks)
+    key, seen, part = _moved(x, axis, x.shape[axis] // ranks, ranks)
+    return (*key, dtype_of_sum(x, average)), seen, part
 
 
-def _check_mean(x: Tensor, average: bool) -> None:
-    """Raise Unfit where a mean, which is computed from the rounded sum, might be less exact than torch's."""
-    if average and x.dtype == torch.float16:
-        raise Unfit("it is a mean of float16, and hostir computes means from sums, which may overflow")
+def dtype_of_sum(x: Tensor, average: bool) -> str:
+    """Return the dtype in which partial sums of the dtype of `x` are added up over ranks. Raises Unfit.
+
+    The sum that a mean of float16 is computed from may overflow, and so is in f32.
+    """
+    return "f32" if average and x.dtype == torch.float16 else dtype_of([x])
+
+
+def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return the mean over ranks in a dtype, computed from the sum; in its memory, where that is of the dtype."""
+    return total.mul_(1 / ranks).to(dtype)
 
 
 def _shaped(out: Tensor, shape: Sequence[int]) -> Tensor:

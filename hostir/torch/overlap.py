@@ -1,4 +1,6 @@
-"""A pass over graphs of torch.compile: all-gather + matmuls, and matmul + reduce-scatter, become one operator.
+"""A pass over graphs of torch.compile: a collective and the matmuls before or after it become one operator.
+
+These are all-gather + matmuls, matmul + reduce-scatter, both also of fp8 with scales, and matmul + all-reduce.
 
     torch._inductor.config.post_grad_custom_post_pass = hi.torch.overlap_pass
     print(hi.torch.overlap_pass.report)
@@ -22,13 +24,18 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hostir.torch.programs import DTYPES
+from hostir.torch.scaled import FP8, RESULTS
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
-WAIT = c10d.wait_tensor.default
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
 SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
-SCALED = (aten._scaled_mm.default,)
+SCALED = aten._scaled_mm.default
+AS_DTYPE = aten.view.dtype
+
+
+Fates = dict[Node, tuple[str, str]]  # of collectives: the operator, empty if left alone, and with what, or why not
 
 
 class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays as it is
@@ -48,7 +55,7 @@ class Visited:
         collective: such as `all_gather_into_tensor`.
         group: the name of the process group.
         fused: the operator that it is part of now; empty if it was left alone.
-        why: with how many products it was fused, or why it was left alone.
+        why: with how many products it was fused, or what it was part of; or why it was left alone.
     """
 
     graph: int
@@ -137,6 +144,8 @@ def keeps_rows(node: Node) -> bool:
         return equal(shape_of(node.args[0])[-1:], shape_of(node)[-1:])  # type: ignore[arg-type]
     if node.target is aten.slice.Tensor:  # DTensor cuts off what uneven parts are filled up with, if they were uneven
         return equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
+    if node.target is AS_DTYPE:  # collectives that know no fp8 move bytes
+        return value(node.args[0]).itemsize == value(node).itemsize  # type: ignore[arg-type]
     return False
 
 
@@ -189,13 +198,34 @@ def parts_of(cat: Node, ranks: int) -> tuple[Node, int] | None:
 # All-gathers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class GatheredProduct:
-    """A matmul of gathered rows: the node, the matrix on its right, and what is added."""
+    """A matmul of gathered rows.
+
+    Fields:
+        node: its result.
+        rows: what is on its left.
+        right: the matrix on its right.
+        added: what is added.
+        scales: of the rows and of `right`, if these are fp8.
+    """
 
     node: Node
+    rows: Node
     right: Node
     added: Node | None
+    scales: tuple[Node, Node] | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return what products have in common that one operator computes."""
+        if self.scales is None:
+            return ()
+        return self.scales[0], value(self.node).dtype, argument(self.node, 7, "use_fast_accum", False)
+
+    def given(self) -> list[Node]:
+        """Return its operands but for the rows."""
+        return [x for x in (self.right, self.added, *(self.scales or ())) if x is not None]
 
 
 def waited(collective: Node) -> Node:
@@ -242,38 +272,77 @@ def rows_of_views(full: Node) -> Iterator[Node]:
 
 def products_of(full: Node) -> list[GatheredProduct]:
     """Return the matmuls that have the gathered rows on their left. Raises LeftAlone if there are none."""
-    found, scaled, others, right = [], [], [], []
+    found, others, right = [], [], []
     for rows in rows_of_views(full):
         for user in rows.users:
             if user.target is aten.mm.default and user.args[0] is rows:
-                product = GatheredProduct(user, user.args[1], None)  # type: ignore[arg-type]
+                product = GatheredProduct(user, rows, user.args[1], None)  # type: ignore[arg-type]
             elif user.target is aten.addmm.default and user.args[1] is rows and not user.kwargs:
-                product = GatheredProduct(user, user.args[2], user.args[0])  # type: ignore[arg-type]
+                product = GatheredProduct(user, rows, user.args[2], user.args[0])  # type: ignore[arg-type]
+            elif user.target is SCALED and user.args[0] is rows:
+                product = GatheredProduct(user, rows, user.args[1], argument(user, 4, "bias"), scales_of(user))  # type: ignore[arg-type]
             else:
-                scaled += [user] if user.target in SCALED else []
                 others += [user] if not keeps_rows(user) else []
                 right += [user] if user.target in (aten.mm.default, aten.addmm.default) else []
                 continue
-            found += [product] if not depends(product.right, full) else []
+            found += [product] if not any(depends(each, full) for each in product.given()) else []
     if found:
-        return found
-    if scaled:
-        raise LeftAlone(f"{scaled[0].name} is a scaled matmul")
+        return [each for each in found if each.kind == found[0].kind]
     if right:
         raise LeftAlone(f"it is the right side of {right[0].name}: a gathered weight")
+    if taken := [user for user in others if user.target is SCALED]:
+        raise LeftAlone(f"it has the scales of {taken[0].name}, whose rows are not gathered with them")
     uses = ", ".join(sorted({getattr(user.target, "__name__", str(user.target)) for user in others})) or "nothing"
     raise LeftAlone(f"no matmul has its rows on the left; it is used by {uses}")
 
 
-def check_dtype(*nodes: Node) -> None:
-    """Raise LeftAlone unless all tensors have one dtype that hostir computes with."""
+def scales_of(product: Node) -> tuple[Node, Node]:
+    """Return the scales of both sides of a scaled matmul. Raises LeftAlone for those that hostir does not multiply."""
+    a, b, of_a, of_b = (each for each in product.args[:4] if isinstance(each, Node))
+    rows, columns = shape_of(a)[:-1], shape_of(b)[-1:]
+    one = [all(map(is_trivial, shape_of(each))) for each in (of_a, of_b)]
+    if not all(one) and not (equal(shape_of(of_a), [*rows, 1]) and equal(shape_of(of_b), [1, *columns])):
+        raise LeftAlone(f"the scales of {product.name} are neither of tensors nor of rows and columns")
+    if argument(product, 5, "scale_result") is not None:
+        raise LeftAlone(f"{product.name} scales its result")
+    if value(product).dtype not in RESULTS:
+        raise LeftAlone(f"the result of {product.name} is {value(product).dtype}")
+    return of_a, of_b
+
+
+def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
+    """Return the all-gather of the scales of rows, if these are gathered as the rows are, and for these products."""
+    scale, nodes = products[0].kind[0], {product.node for product in products}
+    expected = [*shape_of(gather.args[0])[:-1], 1]  # type: ignore[arg-type]
+    for other in graph.nodes:
+        if other.target is not GATHER or group_of(other, 2) != group_of(gather, 2):
+            continue
+        with contextlib.suppress(LeftAlone):
+            full, its_axis = gathered(other)
+            fits = its_axis == axis and equal(shape_of(other.args[0]), expected) and scale in {*rows_of_views(full)}
+            if fits and not _used_otherwise(full, nodes):
+                return other
+    return None
+
+
+def check_dtype(*nodes: Node, fp8: bool = False) -> None:
+    """Raise LeftAlone unless all tensors have one dtype that hostir computes with, or each is `fp8`."""
     dtypes = {value(node).dtype for node in nodes}
-    if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
+    if not (dtypes <= FP8.keys() if fp8 else len(dtypes) == 1 and dtypes <= DTYPES.keys()):
         raise LeftAlone(f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
 
 
-def fuse_gather(graph: Graph, gather: Node) -> str:
-    """Replace an all-gather and the matmuls of its rows; return what became of it. Raises LeftAlone."""
+def as_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    """Return a node with its bytes as numbers of a dtype."""
+    if value(node).dtype == dtype:
+        return node
+    if node.target is AS_DTYPE and value(node.args[0]).dtype == dtype:  # type: ignore[arg-type]
+        return node.args[0]  # type: ignore[return-value]
+    return made(graph, AS_DTYPE, node, dtype)
+
+
+def fuse_gather(graph: Graph, gather: Node) -> Fates:
+    """Replace an all-gather and the matmuls of its rows. Raises LeftAlone."""
     full, axis = gathered(gather)
     shard: Any = gather.args[0]
     shape = shape_of(shard)
@@ -282,23 +351,44 @@ def fuse_gather(graph: Graph, gather: Node) -> str:
     if axis == len(shape) - 1:
         raise LeftAlone("it gathers the axis that the products sum over")
     products = products_of(full)
-    check_dtype(shard, *(product.right for product in products))
-    nodes = {product.node for product in products}
-    kept = _used_otherwise(full, nodes)
-    name = group_of(gather, 2)
+    kept = _used_otherwise(full, {product.node for product in products})
+    moved = not all(is_trivial(size) for size in shape[:axis])
+    lead = shape[:-1] if moved or len(shape) == 2 else [-1]
+    where = axis if moved else 0, group_of(gather, 2)
+    rights, scales = [product.right for product in products], products[0].scales
+    text, fates = f"{len(products)} product{'s' * (len(products) > 1)}{' and the gathered tensor' * kept}", {}
     with graph.inserting_before(full.next):
-        moved = not all(is_trivial(size) for size in shape[:axis])
-        part = shard if moved else viewed(graph, shard, [-1, shape[-1]] if len(shape) > 2 else shape)
-        rights = [product.right for product in products]
-        fused = made(graph, torch.ops.hostir.all_gather_matmul.default, part, rights, axis if moved else 0, name, kept)
-        both = [made(graph, operator.getitem, fused, i) for i in range(1 + kept)] if kept else []
-        outputs = both[1] if kept else made(graph, operator.getitem, fused, 1)
+        part = viewed(graph, as_dtype(graph, shard, value(products[0].rows).dtype), [*lead, shape[-1]])
+        check_dtype(part, *rights, fp8=scales is not None)
+        if scales is None:
+            op = ops.all_gather_matmul.default
+            fused = made(graph, op, part, rights, *where, kept)
+        else:
+            op = ops.all_gather_scaled_matmul.default
+            others = gather_of_scales(graph, gather, axis, products)
+            if all(map(is_trivial, shape_of(scales[0]))):
+                kind, of_rows = "one", scales[0]
+            elif others is None:
+                rows = shape_of(full)[:-1] if lead != [-1] else lead
+                kind, of_rows = "replicated", viewed(graph, scales[0], [*rows, 1])
+            else:
+                kind, of_rows = "sharded", viewed(graph, others.args[0], [*lead, 1])  # type: ignore[arg-type]
+                fates[others] = _name(op), f"the scales of {gather.name}"
+            columns, biases = [p.scales[1] for p in products if p.scales], [p.added for p in products]
+            fused = made(graph, op, part, of_rows, rights, columns, *where, kind, biases, *products[0].kind[1:])
+        outputs = made(graph, operator.getitem, fused, 1 if scales is None else 2)
         for index, product in enumerate(products):
-            y = made(graph, operator.getitem, outputs, index)
-            _give_product(graph, product, y)
+            _give_product(graph, product, made(graph, operator.getitem, outputs, index))
         if kept:
-            full.replace_all_uses_with(viewed(graph, both[0], shape_of(full)), lambda user: user not in {fused, *both})
-    return f"{len(products)} product{'s' * (len(products) > 1)}{' and the gathered tensor' * kept}"
+            whole = as_dtype(graph, made(graph, operator.getitem, fused, 0), value(full).dtype)
+            full.replace_all_uses_with(viewed(graph, whole, shape_of(full)))
+    return {gather: (_name(op), text), **fates}
+
+
+def _name(op: Any) -> str:
+    """Return the name of an operator, as reports have it."""
+    name: str = op._schema.name
+    return name
 
 
 def _used_otherwise(full: Node, products: set[Node]) -> bool:
@@ -310,7 +400,7 @@ def _used_otherwise(full: Node, products: set[Node]) -> bool:
 
 def _give_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
     """Let a product of several axes, or rows, take the place of a matmul and of views of it."""
-    if product.added is not None:
+    if product.added is not None and product.scales is None:
         y = made(graph, aten.add.Tensor, y, product.added)
     for user in [*product.node.users]:
         if user.target in VIEWS and equal(shape_of(user), shape_of(y)):
@@ -344,15 +434,13 @@ def products_before(node: Node, divided: bool) -> Iterator[Node]:
     """Yield the matmuls whose sum a tensor is; it may be `divided`, with a user for each part. Raises LeftAlone."""
     if not divided:
         only_user(node)
-    if keeps_rows(node):
+    if keeps_rows(node) and node.target is not AS_DTYPE:
         yield from products_before(node.args[0], False)  # type: ignore[arg-type]
     elif node.target is aten.add.Tensor and not node.kwargs and _alike(node):
         for term in node.args:
             yield from products_before(term, False)  # type: ignore[arg-type]
-    elif node.target is aten.mm.default:
+    elif node.target in (aten.mm.default, SCALED):
         yield node
-    elif node.target in SCALED:
-        raise LeftAlone(f"{node.name} is a scaled matmul")
     else:
         raise LeftAlone(f"{node.name} before it is {getattr(node.target, '__name__', node.op)}, not a matmul")
 
@@ -362,8 +450,8 @@ def _alike(node: Node) -> bool:
     return all(isinstance(term, Node) and equal(shape_of(term), shape_of(node)) for term in node.args)
 
 
-def fuse_scatter(graph: Graph, scatter: Node) -> str:
-    """Replace a reduce-scatter and the matmul before it; return what became of it. Raises LeftAlone."""
+def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
+    """Replace a reduce-scatter and the matmul before it. Raises LeftAlone."""
     wait = waited(scatter)
     given, axis = scattered(scatter)
     shape = shape_of(given)
@@ -373,20 +461,53 @@ def fuse_scatter(graph: Graph, scatter: Node) -> str:
     if len(shape) < 2 or axis == len(shape) - 1:
         raise LeftAlone("it scatters columns" if len(shape) > 1 else f"it scatters a tensor of {len(shape)} axes")
     products = [*products_before(given, divided=given is not scatter.args[0])]
+    moved = not all(is_trivial(size) for size in shape[:axis])
+    where = reduce_op, axis if moved else 0, group_of(scatter, 3)
+    with graph.inserting_before(wait):
+        if any(product.target is SCALED for product in products):
+            op, operands = ops.scaled_matmul_reduce_scatter.default, one_scaled(products)
+            bias, fast = argument(products[0], 4, "bias"), argument(products[0], 7, "use_fast_accum", False)
+            if moved:
+                operands[0] = _as_axes(graph, operands[0], [*shape[:-1], shape_of(operands[0])[-1]])
+                by_rows = not all(map(is_trivial, shape_of(operands[1])))
+                operands[1] = viewed(graph, operands[1], [*shape[:-1], 1]) if by_rows else operands[1]
+            fused = made(graph, op, *operands, *where, value(given).dtype, bias, fast)
+        else:
+            op = ops.matmul_reduce_scatter.default
+            left, right = one_product(graph, products, shape[:-1] if moved else None)
+            fused = made(graph, op, left, right, *where)
+        _give_sum(graph, scatter, wait, fused)
+    return {scatter: (_name(op), _amount(products))}
+
+
+def one_scaled(products: list[Node]) -> list[Node]:
+    """Return the operands of the only product, of fp8: left side, its scales, right side, its scales."""
+    if len(products) > 1:
+        raise LeftAlone(f"it is a sum of {len(products)} products, of which some are scaled")
+    left, right, *_ = products[0].args
+    check_dtype(left, right, fp8=True)  # type: ignore[arg-type]
+    of_left, of_right = scales_of(products[0])
+    return [left, of_left, right, of_right]  # type: ignore[list-item]
+
+
+def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = None) -> tuple[Node, Node]:
+    """Return what is multiplied for a sum of products: their operands, side by side; the left one with `lead` axes."""
     lefts, rights = zip(*(product.args for product in products), strict=True)
     check_dtype(*lefts, *rights)
-    if reduce_op == "avg" and given.meta["val"].dtype == torch.float16:
-        raise LeftAlone("it is a mean of float16, whose sum may overflow")
-    moved = not all(is_trivial(size) for size in shape[:axis])
-    with graph.inserting_before(wait):
-        rows = [_as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]]) if moved else left for left in lefts]
-        left = made(graph, aten.cat.default, rows, -1) if len(rows) > 1 else rows[0]
-        right = made(graph, aten.cat.default, [*rights], 0) if len(rows) > 1 else rights[0]
-        operands = (left, right, reduce_op, axis if moved else 0, group_of(scatter, 3))
-        fused = made(graph, torch.ops.hostir.matmul_reduce_scatter.default, *operands)
-        result = viewed(graph, fused, shape_of(wait))
-    for node in (wait, scatter):  # the collective's own result is an output where it is saved for the backward graph
+    rows = [left if lead is None else _as_axes(graph, left, [*lead, shape_of(left)[-1]]) for left in lefts]
+    if len(rows) == 1:
+        return rows[0], rights[0]
+    return made(graph, aten.cat.default, rows, -1), made(graph, aten.cat.default, [*rights], 0)
+
+
+def _give_sum(graph: Graph, collective: Node, wait: Node, fused: Node) -> None:
+    """Let a product that is summed over the ranks take the place of a collective."""
+    result = viewed(graph, fused, shape_of(wait))
+    for node in (wait, collective):  # the collective's own result is an output where it is saved for the backward graph
         node.replace_all_uses_with(result, lambda user: user is not wait)
+
+
+def _amount(products: list[Node]) -> str:
     return "1 product" if len(products) == 1 else f"a sum of {len(products)} products, made one"
 
 
@@ -396,11 +517,30 @@ def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
     return source if isinstance(source, Node) and equal(shape_of(source), shape) else viewed(graph, left, shape)
 
 
+# All-reduces ----------------------------------------------------------------------------------------------------------
+
+
+def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
+    """Replace an all-reduce and the matmul before it. Raises LeftAlone."""
+    wait, given, reduce_op = waited(reduce), reduce.args[0], argument(reduce, 1, "reduce_op")
+    assert isinstance(given, Node)
+    if reduce_op != "sum":
+        raise LeftAlone(f"its sum is {reduce_op!r}")
+    products = [*products_before(given, divided=False)]
+    if scaled := [product for product in products if product.target is SCALED]:
+        raise LeftAlone(f"{scaled[0].name} is a scaled matmul, and those are not summed on all ranks")
+    op = ops.matmul_all_reduce.default
+    with graph.inserting_before(wait):
+        _give_sum(graph, reduce, wait, made(graph, op, *one_product(graph, products), group_of(reduce, 2)))
+    return {reduce: (_name(op), _amount(products))}
+
+
 # The pass -------------------------------------------------------------------------------------------------------------
 
-FUSIONS: dict[Any, tuple[Callable[[Graph, Node], str], str]] = {
-    GATHER: (fuse_gather, "hostir::all_gather_matmul"),
-    SCATTER: (fuse_scatter, "hostir::matmul_reduce_scatter"),
+FUSIONS: dict[Any, Callable[[Graph, Node], Fates]] = {
+    GATHER: fuse_gather,
+    SCATTER: fuse_scatter,
+    ALL_REDUCE: fuse_all_reduce,
 }
 
 
@@ -427,7 +567,12 @@ class OverlapPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         self.graphs += 1
-        found = [self._visited(graph, node) for node in [*graph.nodes] if _is_collective(node)]
+        fates: Fates = {}
+        collectives = [node for node in graph.nodes if _is_collective(node)]
+        for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
+            if node not in fates:  # scales follow the bytes that they are of
+                fates |= self._fate(graph, node)
+        found = [self._visited(node, *fates[node]) for node in collectives]
         self.report = Overlaps((*self.report, *found))
         if not any(each.fused for each in found):
             return
@@ -440,16 +585,19 @@ class OverlapPass(CustomGraphPass):
         graph.eliminate_dead_code(_is_impure)
         graph.lint()
 
-    def _visited(self, graph: Graph, node: Node) -> Visited:
+    def _fate(self, graph: Graph, node: Node) -> Fates:
+        fuse = FUSIONS.get(node.target)
+        if fuse is None:
+            return {node: ("", "only all-gathers, reduce-scatters and all-reduces are fused")}
+        try:
+            return fuse(graph, node)
+        except LeftAlone as why:
+            return {node: ("", str(why))}
+
+    def _visited(self, node: Node, fused: str, why: str) -> Visited:
         packet = node.target._overloadpacket.__name__  # type: ignore[union-attr]
         group = str(node.args[-1] if isinstance(node.args[-1], str) else getattr(node.args[-1], "group_name", "?"))
-        fuse, name = FUSIONS.get(node.target, (None, ""))
-        if fuse is None:
-            return Visited(self.graphs, node.name, packet, group, "", "only all-gathers and reduce-scatters are fused")
-        try:
-            return Visited(self.graphs, node.name, packet, group, name, fuse(graph, node))
-        except LeftAlone as why:
-            return Visited(self.graphs, node.name, packet, group, "", str(why))
+        return Visited(self.graphs, node.name, packet, group, fused, why)
 
 
 def _is_collective(node: Node) -> bool:

@@ -54,76 +54,91 @@ def _in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: s
 
 
 def all_gather_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, outside: int, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, outside: int, gathered: bool, gated: bool
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices of so many columns each."""
-    others, b = _extra_sizes(extra), [f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)]
+    others = _extra_sizes(extra)
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
-    body += [f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}"]
-    body += [f"%c{i}: {_type(dtype, 'M', *others, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
-    outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return _fusion("all_gather_matmul", ranks, [a, *b], outputs, body)
+    return _multiplied(ranks, dtype, ("M", *others, K), columns, a, [*body, f"reshard {front}"], gathered, gated)
 
 
 def all_gather_columns_matmul(
-    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, slices: int, gathered: bool
+    ranks: int, dtype: str, K: int, columns: tuple[int, ...], extra: int, slices: int, gathered: bool, gated: bool
 ) -> Program:
     """`a`, of which each rank has columns, gathered and multiplied; `slices` divides the outermost axis."""
     rows = (f"{slices}*M", *_extra_sizes(extra))
-    inputs = [
-        f"%a: {_type(dtype, *rows, f'{K}@didx')}",
-        *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns)),
-    ]
-    body = [f"%a_full: {_type(dtype, *rows, K)} = reshard %a"]
+    a = f"%a: {_type(dtype, *rows, f'{K}@didx')}"
+    return _multiplied(ranks, dtype, (*rows, K), columns, a, ["reshard %a"], gathered, gated)
+
+
+def _multiplied(
+    ranks: int,
+    dtype: str,
+    sizes: tuple[Any, ...],
+    columns: tuple[int, ...],
+    a: str,
+    gather: list[str],
+    gathered: bool,
+    gated: bool,
+) -> Program:
+    """Return the program of what is gathered, of these sizes, and multiplied; `silu(c0) * c1` of two products `gated`.
+
+    `gather`: the statements before the products, of which the last gathers.
+    """
+    *rows, K = sizes
+    *body, last = gather
+    body.append(f"%a_full: {_type(dtype, *sizes)} = {last}")
     body += [f"%c{i}: {_type(dtype, *rows, n)} = matmul %a_full, %b{i}" for i, n in enumerate(columns)]
-    outputs = [f"%c{i}" for i in range(len(columns))] + ["%a_full"] * gathered
-    return _fusion("all_gather_matmul", ranks, inputs, outputs, body)
+    outputs = [f"%c{i}" for i in range(len(columns))]
+    if gated:
+        result = _type(dtype, *rows, columns[0])
+        body += [f"%s: {result} = silu %c0", f"%y: {result} = mul %s, %c1"]
+        outputs = ["%y"]
+    inputs = [a, *(f"%b{i}: {_type(dtype, K, n)}" for i, n in enumerate(columns))]
+    name = "all_gather_gated" if gated else "all_gather_matmul"
+    return _fusion(name, ranks, inputs, outputs + ["%a_full"] * gathered, body)
 
 
-def all_gather_gated(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, gathered: bool) -> Program:
-    """`silu(a @ gate) * (a @ up)` of the gathered rows of `a`."""
-    others = _extra_sizes(extra)
-    a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
-    result = _type(dtype, "M", *others, columns)
-    body += [
-        f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}",
-        f"%g: {result} = matmul %a_full, %gate",
-        f"%u: {result} = matmul %a_full, %up",
-        f"%s: {result} = silu %g",
-        f"%y: {result} = mul %s, %u",
-    ]
-    inputs = [a, *(f"%{b}: {_type(dtype, K, columns)}" for b in ("gate", "up"))]
-    return _fusion("all_gather_gated", ranks, inputs, ["%y"] + ["%a_full"] * gathered, body)
-
-
-def matmul_reduce_scatter(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int) -> Program:
-    """The sum over all ranks of `a @ b`, of which each gets rows."""
+def matmul_reduce_scatter(
+    ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, result: str
+) -> Program:
+    """The sum over all ranks of `a @ b`, of which each gets rows; in the dtype `result`, which may be a wider one."""
     others, part = _extra_sizes(extra), "M@didx"
     a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
     inputs = [a, f"%b: {_type(dtype, f'{K}@didx', columns)}"]
-    product = f"{_type(dtype, part, *others, columns)}"
+    product = f"{_type(result, part, *others, columns)}"
     if extra > 1:  # kernels take rows of two strides, not of more
         rows = "*".join(others)
         body += [f"%a_rows: {_type(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
-        body += [
-            f"%c_rows: {_type(dtype, part, rows, columns)} = matmul %a_rows, %b",
-            f"%c0: {product} = reshape %c_rows",
-        ]
+        body += _summed("%c_rows", (part, rows, columns), "matmul %a_rows, %b", dtype, result)
+        body += [f"%c0: {product} = reshape %c_rows"]
     else:
-        body += [f"%c0: {product} = matmul {front}, %b"]
+        body += _summed("%c0", (part, *others, columns), f"matmul {front}, %b", dtype, result)
     if outside:
         order = (*range(1, outside + 1), 0, *range(outside + 1, extra + 2))
-        result = _type(dtype, *others[:outside], part, *others[outside:], columns)
-        body += [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
+        back = _type(result, *others[:outside], part, *others[outside:], columns)
+        body += [f"%c_back: {back} = permute %c0 {order}", f"%c: {back} = copy %c_back"]
     return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
 
 
-def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, extra: int) -> Program:
+def _summed(name: str, sizes: Sequence[Any], product: str, dtype: str, result: str) -> list[str]:
+    """Return the statements of a product's sum over all ranks, of which each gets a part; in a wider dtype if asked."""
+    if result == dtype:
+        return [f"{name}: {_type(dtype, *sizes)} = {product}"]
+    whole = [str(n).removesuffix("@didx") for n in sizes]
+    return [
+        f"%part: {_type(dtype, *whole)} partial(didx) = {product}",
+        f"%wide: {_type(result, *whole)} partial(didx) = cast %part to {result}",
+        f"{name}: {_type(result, *sizes)} = reshard %wide",
+    ]
+
+
+def matmul_reduce_scatter_columns(ranks: int, dtype: str, K: int, columns: int, extra: int, result: str) -> Program:
     """The sum over all ranks of `a @ b`, of which each gets columns."""
     rows = ("M", *_extra_sizes(extra))
     inputs = [f"%a: {_type(dtype, *rows, f'{K}@didx')}", f"%b: {_type(dtype, f'{K}@didx', columns)}"]
-    product = f"%c: {_type(dtype, *rows, f'{columns}@didx')} = matmul %a, %b"
-    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], [product])
+    body = _summed("%c", (*rows, f"{columns}@didx"), "matmul %a, %b", dtype, result)
+    return _fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], body)
 
 
 def all_gather(ranks: int, dtype: str, extra: int, outside: int) -> Program:
@@ -134,10 +149,16 @@ def all_gather(ranks: int, dtype: str, extra: int, outside: int) -> Program:
     )
 
 
-def reduce_scatter(ranks: int, dtype: str, extra: int, outside: int) -> Program:
-    """The sum over all ranks, of which each gets a part along an axis, which is then outermost."""
+def reduce_scatter(ranks: int, dtype: str, extra: int, outside: int, result: str) -> Program:
+    """The sum over all ranks, of which each gets a part along an axis, which is then outermost; in a wider dtype if
+
+    `result` is one.
+    """
     x, body, front = _in_front("%x", dtype, ("M", *_extra_sizes(extra)), outside, " partial(didx)")
-    y = f"%y: {_type(dtype, 'M@didx', *_extra_sizes(extra))} = reshard {front}"
+    if result != dtype:
+        body.append(f"%wide: {_type(result, 'M', *_extra_sizes(extra))} partial(didx) = cast {front} to {result}")
+        front = "%wide"
+    y = f"%y: {_type(result, 'M@didx', *_extra_sizes(extra))} = reshard {front}"
     return _fusion("reduce_scatter", ranks, [x], ["%y"], [*body, y])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hostir.ir.program import Program
-from hostir.torch.operators import Operator, from_front, grouped
+from hostir.torch.operators import Operator, from_front, grouped, mean, own
 from hostir.torch.programs import Unfit, _extra_sizes, _fusion, _in_front, _type
 
 FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
@@ -46,7 +46,8 @@ def gathered_program(
 ) -> Program:
     """`a`, of which each rank has rows, gathered and multiplied with matrices; the scales of `a` are
 
-    tensor-wise (`one`), or of rows: each rank has those of its own (`sharded`), or of all (`replicated`).
+    tensor-wise (`one`), or of rows: each rank has those of its own (`sharded`), or of all (`replicated`). Results are
+    the products, `a` and its scales.
     """
     others = _extra_sizes(free)
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
@@ -85,7 +86,13 @@ def gathered_program(
             last = f"%z{i}" if p.scaled else f"%y{i}"
             body.append(f"%c{i}: {_type(p.dtype, *result)} = quantize {last} by %one to {p.dtype}")
         outputs.append(f"%c{i}")
-    return _fusion("all_gather_scaled_matmul", ranks, inputs, [*outputs, "%a_full"], body)
+    return _fusion(
+        "all_gather_scaled_matmul",
+        ranks,
+        inputs,
+        [*outputs, "%a_full", *(["%s_full"] if scales == "sharded" else [])],
+        body,
+    )
 
 
 def scattered_program(
@@ -201,7 +208,7 @@ def _product(
 def _rows_first(scale: Tensor, x: Tensor, outside: int, ranks: int = 1) -> Tensor:
     """Return the scales of the rows of `x`, with axis `outside` outermost, which is `ranks` times as long."""
     sizes = [n * ranks if k == outside else n for k, n in enumerate(x.shape[:-1])]
-    return scale.float().reshape(sizes).movedim(outside, 0).unsqueeze(-1)
+    return scale.float().reshape(sizes).movedim(outside, 0).unsqueeze(-1).contiguous()
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -218,10 +225,14 @@ def all_gather_scaled_matmul(
     result_scales: Sequence[Tensor | None],
     out_dtypes: Sequence[torch.dtype | None],
     fast: Sequence[bool | None],
-) -> tuple[Tensor, list[Tensor]]:
-    """Gather `a` along an axis but the last, with its scales, and multiply it with each of `bs`."""
+    scales: str = "",
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Gather `a` along an axis but the last, with its scales, and multiply it with each of `bs`.
+
+    `scales` says which those of `a` are, where their shapes need not: of one row each, they may be the tensor's.
+    """
     ranks = op.group.size
-    found = gathered_scales(a, scale, bs, b_scales, axis, ranks)
+    found = scales or gathered_scales(a, scale, bs, b_scales, axis, ranks)
     if axis == a.ndim - 1:
         raise Unfit("the axis that is gathered is the one that the products sum over")
     if not bs:
@@ -239,9 +250,10 @@ def all_gather_scaled_matmul(
             one = torch.ones(ones, device=a.device)
             inputs.append(one)
     key = (a.shape[-1], made, found, x.ndim - 2, outside)
-    *products, full = op.execute(gathered_program, key, inputs, dtype=kind)
-    full = full.clone() if ranks == 1 else full
-    return from_front(full, a, axis, ranks), [from_front(y, a, axis, ranks) for y in products]
+    results = op.execute(gathered_program, key, inputs, dtype=kind)
+    products, (full, *of_full) = results[: len(bs)], results[len(bs) :]
+    every = from_front(own(of_full[0], scale, ranks), a, axis, ranks) if of_full else scale
+    return from_front(own(full, a, ranks), a, axis, ranks), every, [from_front(y, a, axis, ranks) for y in products]
 
 
 def scaled_matmul_reduce_scatter(
@@ -278,9 +290,8 @@ def scaled_matmul_reduce_scatter(
         raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {shape[axis]}")
     if out_dtype not in RESULTS:
         raise Unfit(f"partial sums in {out_dtype or b.dtype} would be added over ranks: give out_dtype")
-    if average and out_dtype == torch.float16:
-        raise Unfit("it is a mean of float16, and hostir computes means from sums, which may overflow")
-    kind, product = _name(a, "A"), _product(a, b, bias, False, out_dtype, fast)
+    summed = torch.float32 if average and out_dtype == torch.float16 else out_dtype  # which do not overflow
+    kind, product = _name(a, "A"), _product(a, b, bias, False, summed, fast)
     seen = a.reshape(*shape[:-1], a.shape[-1])
     x, outside = grouped(seen, axis, joined=True)
     of_rows = _rows_first(scale.expand(*a.shape[:-1], 1), x, outside) if by_rows else None
@@ -288,10 +299,8 @@ def scaled_matmul_reduce_scatter(
     inputs += [b, b_scale.float().reshape(1, -1)]
     if bias is not None:
         product = replace(product, bias=product.dtype)
-        inputs.append(bias.to(out_dtype))
+        inputs.append(bias.to(summed))
     shape[axis] //= ranks
     key = (a.shape[-1] * ranks, product, by_rows, x.ndim - 2, outside)
     (y,) = op.execute(scattered_program, key, inputs, dtype=kind)
-    if average:
-        y.mul_(1 / ranks)
-    return y.view(shape)
+    return (mean(y, ranks, out_dtype) if average else y).view(shape)

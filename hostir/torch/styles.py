@@ -34,9 +34,11 @@ class ColwiseParallel(style.ColwiseParallel):
 
     Args:
         names: of linear layers in the module, called with one input.
-        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(d)`, not of the last axis.
+        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(d)`, not of the last axis, and
+            `Replicate()`, the default: then the gradient of the input is summed beside those of the weights.
         output_layouts: the placement of the output; hostir runs `Shard(-1)`, the default.
         use_local_output: whether the output is a plain tensor, this rank's part.
+        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class ColwiseParallel(style.ColwiseParallel):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        fp8: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.names = names
+        self.names, self.fp8 = names, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not self.names:
@@ -82,7 +85,19 @@ class RowwiseParallel(style.RowwiseParallel):
         output_layouts: the placement of the output; hostir runs `Shard(d)`, not of the last axis, and `Replicate()`,
             the default.
         use_local_output: whether the output is a plain tensor, this rank's part.
+        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.fp8 = fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _replaced(self, super()._apply, RowParallelLinear, module, device_mesh)
@@ -96,7 +111,8 @@ def _replaced(
     device_mesh: DeviceMesh,
 ) -> nn.Module:
     """Make a layer one of hostir, in place, or leave it to torch's style."""
-    layouts = Layouts(*mesh_of(device_mesh), given.input_layouts[0], given.output_layouts[0], given.use_local_output)
+    placements = given.input_layouts[0], given.output_layouts[0]
+    layouts = Layouts(*mesh_of(device_mesh), *placements, given.use_local_output, given.fp8)
     why = unfit(module, kind, layouts)
     if why is None:
         module.__class__ = kind

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks import chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
+from benchmarks import arrivals, chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
 from benchmarks.comparison import Candidate, Judge, WrongResultError
 from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
 from benchmarks.scores import (
@@ -33,6 +33,7 @@ from benchmarks.scores import (
     scored,
 )
 from hostir.lower import STRATEGIES
+from hostir.runtime.kernels.scaled import scaled_matmul_reference
 from hostir.runtime.simulated.machine import run_local
 from tests.launch import ROOT, launch
 
@@ -59,6 +60,10 @@ RUNS = {
     "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
     "torch_operators_2": f"torch_operators --rows {','.join(f'{kind}:4096' for kind in TRAINED)}",
     "allgather_matmul_2": "allgather_matmul --rows 8B:2048",
+    "scaled_gather_2": "scaled_matmul --rows 70B:2048 --exact --only sequential,fused",
+    "scaled_axis_2": "scaled_matmul --rows 70B:2048 --side scatter --axis 1 --only fused",
+    "scaled_gather_as_rank_of": "scaled_matmul --rows 70B:2048 --as-rank-of 8 --only fused",
+    "scaled_scatter_as_rank_of": "scaled_matmul --rows 70B:2048 --side scatter --as-rank-of 8 --only ring",
 }  # by what they write
 
 
@@ -67,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job of two CPU processes has written the results of all `RUNS`."""
     folder = tmp_path_factory.mktemp("comparison")
     outs = {name: folder / re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS}  # the rest is added to it
-    commands = [f"{command} {SMALL} --out {outs[name]}" for name, command in RUNS.items()]
+    commands = [command.replace(" ", f" {SMALL} --out {outs[name]} ", 1) for name, command in RUNS.items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
     done = launch(2, str(Path(__file__).with_name("on_ranks.py")), *commands, env=env, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -183,6 +188,39 @@ def test_allgather_matmul_runs_from_one_end_to_the_other(folder: Path) -> None:
     rows, _ = measured(folder, "allgather_matmul_2")
     assert right(rows[0]) == {BY_HAND, *STRATEGIES}
     assert took_part(rows[0]) == {BY_HAND, TORCH, "torch native", *STRATEGIES}
+
+
+@on_ranks
+def test_fp8_products_run_from_one_end_to_the_other(folder: Path) -> None:
+    (row,), _ = measured(folder, "scaled_gather_2")
+    assert (row["M"], row["N"], row["K"], row["scales"], row["fast"]) == (32, 56, 128, "rows", False)
+    assert right(row) == {BY_HAND, COMPILED, "sequential", "fused"}
+    assert took_part(row) == right(row) | {TORCH}
+    (row,), _ = measured(folder, "scaled_axis_2")
+    assert right(row) == {BY_HAND, COMPILED, "fused"}
+    assert row["axis_0_us"] > 0
+    for side, way in (("gather", "fused"), ("scatter", "ring")):
+        (row,), _ = measured(folder, f"scaled_{side}_as_rank_of")
+        assert right(row) == {way}
+        assert (row["ranks"], row["emulated_on"]) == (8, 2)
+
+
+@pytest.mark.parametrize("side", ["gather", "scatter"])
+def test_fp8_products_are_held_against_a_score_and_no_less_than_the_best_peer(side: str) -> None:
+    def must(m: int, **about: Any) -> float | None:
+        row = KINDS[f"scaled_{side}"].row("70B", m)
+        asked: float | None = scored(figures(f"scaled_{side}", row, **({"scales": "rows", "fast": True} | about)))[
+            "must"
+        ]
+        return asked
+
+    assert must(2048) == {"gather": 0.82, "scatter": 0.8}[side]  # torch's graph takes 125 us, the floor 100
+    assert must(4096) == {"gather": 0.88, "scatter": 0.8}[side]
+    assert must(2048, fast=False) is None
+    assert must(2048, scales="blocks") == must(64) == 0.784
+    assert must(64, mode="eager") == 0.6125
+    assert must(8192, axis_0_us=100.0) == round(1 / 1.05, 4)
+    assert must(2048, ranks=8) is None
 
 
 # Rows -------------------------------------------------------------------------------------------------------------
@@ -346,6 +384,25 @@ def test_a_wrong_result_is_not_timed(wrong: Any, said: str) -> None:
 
 
 # Programs ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize("way", arrivals.WAYS, ids=lambda way: way.name)
+def test_fp8_rows_of_all_other_places_come_from_the_peer_with_their_scales(way: arrivals.Way, groups: int) -> None:
+    row, ranks = Row("70B", 8, 128, 256), 4
+    scaling = arrivals.Scaling(groups, (groups or 1, 1 if groups != 1 else 128), fast=True)
+    program = hi.parse(arrivals.text(row, ranks, way, scaling))
+    assert hi.check(program, calls=2) == []
+    a, b = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((2, 2, 256), (256, 128)))
+    of_a, of_b = torch.rand(2, 2, max(groups, 1)) + 0.5, torch.rand(scaling.of_b) + 0.5
+    of_a = of_a if groups else of_a[:1, :1]
+    (outputs,) = run_local(program, [a[None], b, of_a[None], of_b], seed=ranks)
+    for rank, c in enumerate(outputs):
+        for place, rows in enumerate(c.view(ranks, 2, 128)):
+            of = rank if place == rank else 1 - rank
+            scales = of_a[of] if groups else of_a[0]
+            true = scaled_matmul_reference(a[of], b, scales, of_b, None, torch.bfloat16)
+            torch.testing.assert_close(rows, true, rtol=2**-7, atol=2**-6)
+
+
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_each_rank_adds_what_the_peer_makes_for_all_other_places(way: Way, ranks: int) -> None:

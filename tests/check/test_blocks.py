@@ -66,7 +66,7 @@ def test_each_order_that_is_taken_out_is_missed(form: str, ranks: int) -> None:
 
 @EACH_FORM
 def test_each_order_that_is_taken_out_can_be_put_back(form: str) -> None:
-    for program in shorter(form, 4).values():
+    for program in shorter(form, 3).values():
         assert hi.check(repair(program)) == []
 
 
@@ -80,7 +80,7 @@ LOST = {
 @EACH_FORM
 @pytest.mark.parametrize("lost", LOST)
 def test_a_lost_use_of_flags_comes_back_as_it_was(form: str, lost: str) -> None:
-    text = reduce_scatter(form, 4)
+    text = reduce_scatter(form, 3)
     broken = hi.parse(LOST[lost](text))
     assert broken != hi.parse(text)
     assert repair(broken) == hi.parse(text)

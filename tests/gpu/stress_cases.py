@@ -13,6 +13,9 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.program import Program
+from hostir.lower.allreduces import AllReduceSteps
+from hostir.lower.fused import Fused, Push
+from hostir.lower.strategies import EXPLICIT, FINISH, lower, run_passes
 
 ROWS = (1, 3, 16, 33, 64, 100, 129, 160, 256, 512)  # of one rank in one slice: no block divides most of them
 MOST_ROWS = 2048
@@ -21,7 +24,7 @@ COLUMNS = (8, 24, 60, 64, 100, 129, 256, 384)
 SMALL = 128  # the most of K and N in f32
 GPU_FORMS = ("eager", "out", "captured")
 CPU_FORMS = ("eager", "out")
-MODES = ("random", "fused_pairs")
+MODES = ("random", "fused_pairs", "allreduces")
 
 
 # Programs ---------------------------------------------------------------------------------------------------------
@@ -43,10 +46,13 @@ class Config:
     """A program and what computes it. A is `[slices, ranks, M, depth]`, with one slice `[ranks, M, depth]`.
 
     Either its rows are gathered and multiplied, or the products of parts along K are reduced, and scattered or not.
+    With no products A itself is reduced.
 
     Fields:
         reduced: the latter.
         scattered: each rank gets rows of the sum, instead of all of it.
+        steps: of an allreduce: `blocks` in one step, as small as they like; `two`, in chunks where copy engines send;
+            else as the strategy chooses.
         mesh: the ranks that hold parts, in the order of their parts.
         rows: the two M that it is called with; where they are one, the program has the number in the place of a symbol,
             which a rank that holds nothing could not bind.
@@ -66,6 +72,7 @@ class Config:
     priorities: tuple[int, ...]
     reduced: bool = False
     scattered: bool = False
+    steps: str = ""
 
     @property
     def spins(self) -> bool:
@@ -95,9 +102,23 @@ class Config:
         outputs = [f"%c{i}" for i in range(len(self.products))] + ["%full"] * self.kept
         return self._parsed(inputs, outputs, body)
 
+    def program(self) -> Program:
+        """The host program."""
+        sizes = {"blocks": {"extra_bytes": 1 << 40}, "two": {"extra_bytes": -1}}.get(self.steps)
+        if sizes is None:
+            return lower(self.fusion(), self.strategy)
+        steps = AllReduceSteps(**sizes, min_rows=1, min_bytes=1)
+        form = Fused(2, steps=steps) if self.strategy == "fused" else Push(steps)
+        return run_passes(self.fusion(), [*EXPLICIT, form, *FINISH])
+
     def _reduced(self) -> Program:
         """Every rank holds a part of all K; its rows of the sum, or all, are what a rank gets."""
         type, k, rows = self.dtype, f"{self.depth}@tp", "@tp" * self.scattered
+        if not self.products:
+            n = str(self.depth)
+            moved = f"{'reduce_scatter' if self.scattered else 'allreduce'} %a over tp"
+            body = [f"  %c: {type}[{self.shape(n, rows)}] = {moved}"]
+            return self._parsed([f"%a: {type}[{self.shape(n)}] partial(tp)"], ["%c"], body)
         inputs, body = [f"%a: {type}[{self.shape(k)}]"], []
         for i, product in enumerate(self.products):
             n = str(product.columns)
@@ -112,11 +133,12 @@ class Config:
         return parse("\n".join(["hostir 1", mesh, head, *body, "}\n"]))
 
     def __str__(self) -> str:
-        sides = " and ".join(map(str, self.products))
+        sides = " and ".join(map(str, self.products)) or "1"
         m = f", M {self.rows[0]} or {self.rows[1]}" if len(set(self.rows)) > 1 else ""
         a = f"[{self.shape(str(self.depth))}]{m}{', kept' * self.kept}"
         mesh = " ".join(map(str, self.mesh))
-        what = f"summed up{' and scattered' * self.scattered}: " if self.reduced else ""
+        steps = f" in {self.steps}" if self.steps else ""
+        what = f"summed up{' and scattered' * self.scattered}{steps}: " if self.reduced else ""
         return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: {what}A {a}, times {sides}"
 
 
@@ -130,6 +152,8 @@ def products_of(
     a bias in bf16 it rounds twice. Where ranks' products are summed up, each of these is rounded.
     """
     a, *rest = wholes
+    if config.reduced and not config.products:
+        return (a,)
     if config.reduced:
         return tuple(_sum_of_products(config, a, product, b) for product, b in zip(config.products, rest, strict=True))
     outputs = []
@@ -157,11 +181,18 @@ def _sum_of_products(config: Config, a: torch.Tensor, product: Product, b: torch
     return torch.stack(products).sum(0).to(a.dtype)
 
 
-def pool(seed: int, ranks: int, size: int, kernels: Sequence[str] = ("aten", "triton")) -> list[Config]:
+def pool(
+    seed: int, ranks: int, size: int, kernels: Sequence[str] = ("aten", "triton"), mode: str = "random"
+) -> list[Config]:
     """Configurations of all strategies and kernels, the same on every rank."""
     random = Random(f"pool {seed}")
     kinds = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push")]
-    return [_config(random, ranks, *kinds[i % len(kinds)]) for i in range(size)]
+    found: list[Config] = []
+    while len(found) < size:
+        config = _config(random, ranks, *kinds[len(found) % len(kinds)])
+        if mode != "allreduces" or (config.reduced and not config.scattered):
+            found.append(config)
+    return found
 
 
 def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
@@ -175,6 +206,10 @@ def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
     m, reduced = random.choice(rows), random.random() < 0.5
     depth = random.choice([k for k in DEPTHS if k <= most])
     products = [_product(random, len(mesh), most) for _ in range(random.choice((1, 1, 2)))]
+    if reduced and random.random() < 0.2:
+        products = []
+    scattered = reduced and random.random() < 0.4
+    steps = random.choice(("", "blocks", "two")) if reduced and not scattered and strategy != "ring" else ""
     return Config(
         *(strategy, kernels, dtype, mesh, slices),
         rows=(m, random.choice(rows) if len(mesh) == ranks else m),
@@ -183,7 +218,8 @@ def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
         kept=random.random() < 0.3 and not reduced,
         priorities=tuple(random.choice((0, -1)) for _ in range(8)),
         reduced=reduced,
-        scattered=reduced and random.random() < 0.5,
+        scattered=scattered,
+        steps=steps,
     )
 
 
@@ -301,11 +337,25 @@ def differing(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(odd, float("inf"), 0.0).double()
 
 
+def fingerprint(found: torch.Tensor) -> torch.Tensor:
+    """A number below 2^48 that hardly two tensors of different bits share: a scalar in f64 on their device."""
+    bits = found.contiguous().view({2: torch.int16, 4: torch.int32}[found.element_size()]).view(-1).long()
+    places = torch.arange(1, len(bits) + 1, device=found.device)
+    mixed = (bits * 0x5851F42D4C957F2D) ^ (places * 0x14057B7EF767814F)
+    return ((mixed * mixed.bitwise_right_shift(17)).sum() & (1 << 48) - 1).double()
+
+
 # Options ----------------------------------------------------------------------------------------------------------
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line's; exits with a message where it makes no sense."""
     parser = argparse.ArgumentParser(description="Random one-sided programs on all ranks of a torchrun job.")
-    parser.add_argument("mode", nargs="?", choices=MODES, default="random", help="fused_pairs: two kernels that wait")
+    parser.add_argument(
+        "mode",
+        nargs="?",
+        choices=MODES,
+        default="random",
+        help="fused_pairs: two kernels that wait; allreduces: sums that all ranks hold",
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="how long, once all programs are compiled")
     parser.add_argument("--iterations", type=int, default=None, help="at most as many")
     parser.add_argument("--seed", type=int, default=0, help="of programs, calls and inputs")

@@ -9,12 +9,13 @@ graph of the caller's. Inputs are fresh and are overwritten behind each call; ou
 buffers before each batch. Nothing waits for the device within a batch of iterations.
 
 Errors may be 1.1 times those of torch's unfused gather and matmul (`stress_cases.share_of_allowed`); the same inputs
-must give the same bits, replayed or not. The ranks agree on the verdict before they go on. A failure is printed with
-the command that repeats its iteration. Exits with 1
-where there was a failure. A hang ends within HOSTIR_TIMEOUT seconds, naming what is stuck; lost ranks are for
+must give the same bits, replayed or not, and a sum that all ranks hold the same bits on each. The ranks agree on the
+verdict before they go on. A failure is printed with the command that repeats its iteration. Exits with 1 where there
+was a failure. A hang ends within HOSTIR_TIMEOUT seconds, naming what is stuck; lost ranks are for
 tests/gpu/stress_lost.py.
 
-Mode `fused_pairs` has two programs at once whose kernels both hold SMs while they wait for peers.
+Mode `fused_pairs` has two programs at once whose kernels both hold SMs while they wait for peers; `allreduces` only
+sums that all ranks hold: in one step, in blocks, in two steps, in chunks, of products and alone.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ class Tally:
     calls: int = 0
     mismatches: int = 0
     hangs: int = 0
+    sums: int = 0  # whose bits are the same on all ranks
     worst: float = 0.0
     forms: Counter[str] = field(default_factory=Counter)
 
     def line(self, seed: int) -> str:
-        return f"{self.iterations} iterations, {self.mismatches} mismatches, {self.hangs} hangs, seed {seed}"
+        counted = f"{self.iterations} iterations, {self.mismatches} mismatches, {self.hangs} hangs, seed {seed}"
+        return f"{counted}, {self.sums} sums on all ranks"
 
 
 class Stress:
@@ -86,11 +89,12 @@ class Stress:
         self.delays = Delays(job.device)
         self.streams = Streams(job.device)
         kernels = ("aten", "triton") if self.on_gpu else ("aten",)
-        self.configs = cases.pool(chosen.seed, job.size, chosen.pool, kernels)
+        self.configs = cases.pool(chosen.seed, job.size, chosen.pool, kernels, chosen.mode)
         self.units: dict[int, Unit] = {}
         self.ran: Sequence[int] = range(len(self.configs))  # what may be needed
         self.tally = Tally()
         self.verdicts: list[tuple[int, str, torch.Tensor]] = []  # of a batch: iteration, what, share of what is allowed
+        self.prints: list[tuple[int, str, torch.Tensor]] = []  # of a batch: what the bits of a sum on all ranks are
         self.number = chosen.first
 
     # Running ------------------------------------------------------------------------------------------------------
@@ -176,6 +180,8 @@ class Stress:
         for call in calls:
             share = unit.check(call.wholes, call.size, call.outputs)
             self.verdicts.append((number, f"{call.what} of program {job.config}", share))
+            if (bits := unit.prints(call.outputs)) is not None:
+                self.prints.append((number, f"{call.what} of program {job.config}", bits))
         if job.again:
             bits = unit.compare(calls[0].outputs, calls[-1].outputs)
             self.verdicts.append((number, f"bits of {job.form} and eager of program {job.config}", bits))
@@ -186,11 +192,16 @@ class Stress:
         for i in sorted(used):
             self.units[i].executor.synchronize()
         end = torch.tensor(float(late and self.job.rank == 0), dtype=torch.float64, device=self.job.device)
-        shares = torch.stack([*(share for *_, share in self.verdicts), end])
+        prints = [bits for *_, bits in self.prints]
+        lowest = [torch.where(bits.isinf(), bits, -bits) for bits in prints]  # negated; -inf on ranks without the sum
+        shares = torch.stack([*(share for *_, share in self.verdicts), *prints, *lowest, end])
         mine = shares.tolist()
         dist.all_reduce(shares, op=dist.ReduceOp.MAX)
         *everyones, over = shares.tolist()
         self.judge(mine, everyones)
+        self.judge_bits(everyones[len(everyones) - 2 * len(prints) :])
+        self.verdicts.clear()
+        self.prints.clear()
         for i in sorted(used):
             self.units[i].poison_shared()
         dist.all_reduce(torch.zeros(1, device=self.job.device))  # nobody goes on before all have poisoned theirs
@@ -205,7 +216,16 @@ class Stress:
             if share > 1:
                 self.say_failed(number, f"{what}: {share:.2f} of what is allowed")
         self.tally.mismatches += len(bad)
-        self.verdicts.clear()
+
+    def judge_bits(self, found: Sequence[float]) -> None:
+        """The largest numbers that ranks have for their bits, then the smallest, negated."""
+        count, bad = len(self.prints), set[int]()
+        for (number, what, _), largest, smallest in zip(self.prints, found[:count], found[count:], strict=True):
+            if largest != -smallest:
+                bad.add(number)
+                self.say_failed(number, f"{what}: ranks hold different bits of a sum")
+        self.tally.mismatches += len(bad)
+        self.tally.sums += count
 
     # Saying -------------------------------------------------------------------------------------------------------
     def say(self, text: str) -> None:
@@ -226,7 +246,12 @@ class Stress:
             **{"ranks": self.job.size, "device": device, "torch": torch.__version__, "seconds": round(seconds, 1)},
             **{"mode": self.chosen.mode, "seed": self.chosen.seed, "first": self.chosen.first},
             **{"iterations": self.tally.iterations, "calls": self.tally.calls, "by_form": dict(self.tally.forms)},
-            **{"mismatches": self.tally.mismatches, "hangs": self.tally.hangs, "worst_share": self.tally.worst},
+            **{
+                "sums_on_all_ranks": self.tally.sums,
+                "mismatches": self.tally.mismatches,
+                "hangs": self.tally.hangs,
+                "worst_share": self.tally.worst,
+            },
             "programs": [str(self.configs[i]) for i in self.ran],
         }
 

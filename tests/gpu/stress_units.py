@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from random import Random
@@ -11,16 +12,17 @@ from typing import Any
 
 import torch
 
-import hostir as hi
 from hostir.ir.types import bind_shape
 from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.executor import Executor
+from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.sharding import TORCH, random_inputs, shard
-from tests.gpu.stress_cases import Config, differing, products_of, share_of_allowed
+from tests.gpu.stress_cases import Config, differing, fingerprint, products_of, share_of_allowed
 
 NAN = float("nan")
 CYCLES = 2_000_000  # of a clock near 2 GHz: 1 ms
 BYTES = 16 << 20  # from the host in about 0.3 ms
+NAP = 3e-4  # seconds, at most, of a thread without a GPU
 SELDOM = 0.1  # the share of statements that are held up
 Parts = Sequence[torch.Tensor | None]
 
@@ -30,7 +32,7 @@ class Delays:
     """Holds up single streams of this rank.
 
     A kernel would not do before a statement: while another kernel waits for a peer on all SMs it could not run, and the
-    peer may wait for just that statement. So a copy engine is kept busy.
+    peer may wait for just that statement. So a copy engine is kept busy. Without a GPU a stream's thread sleeps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,6 +50,14 @@ class Delays:
                 plan.steps[:] = [
                     partial(self.held_up, plan, op.stream, step) for op, step in zip(plan.ops, plan.steps, strict=True)
                 ]
+            if isinstance(plan, GlooPlan):
+                for lane in plan.lanes.values():
+                    lane.steps[:] = [partial(self.slept, step) for step in lane.steps]
+
+    def slept(self, step: Callable[[], object]) -> None:
+        if self.random is not None and self.random.random() < SELDOM:
+            time.sleep(self.random.random() * NAP)
+        step()
 
     def held_up(self, plan: CudaPlan, stream: int, step: Callable[[], object]) -> None:
         if self.random is not None and self.random.random() < SELDOM:
@@ -110,7 +120,7 @@ class Unit:
         self.config = config
         self.rank = rank
         self.device = device
-        self.program = hi.lower(config.fusion(), config.strategy)
+        self.program = config.program()
         self.executor = Executor(self.program, kernels=config.kernels)
         self.sizes = [{"M": m} if self.program.size_names else {} for m in config.rows]
         self.slots: dict[tuple[int, int], Slot] = {}
@@ -192,6 +202,14 @@ class Unit:
         """0 where two calls gave the same bits, else infinite."""
         odd = [differing(x, y) for x, y in zip(found, other, strict=True) if x is not None and y is not None]
         return torch.stack(odd).amax() if odd else torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def prints(self, found: Parts) -> torch.Tensor | None:
+        """A number for the bits of the sums that all ranks hold; None where ranks hold different parts."""
+        if not self.config.reduced or self.config.scattered:
+            return None
+        held = [fingerprint(x) for x in found if x is not None]
+        none = torch.full((), -float("inf"), dtype=torch.float64, device=self.device)
+        return torch.stack(held).sum() if held else none
 
     def poison_shared(self) -> None:
         """Puts NaN into this rank's symmetric buffers, while no rank is in a call."""

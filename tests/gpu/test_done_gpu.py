@@ -11,7 +11,7 @@ import torch
 from hostir.runtime.cuda.streams import in_batches, wait_at_least, write
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import _by_stream as workspaces
-from hostir.runtime.kernels.matmul import matmul
+from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.reduce import reduce_sum
 from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
@@ -60,6 +60,21 @@ def test_every_tile_gives_the_bits_of_the_kernel_without_flags_and_raises_all(M,
                 plain = matmul(a, b, torch.empty_like(out), **options)
                 assert torch.allclose(out, plain, rtol=2e-2, atol=2e-1) if integers else torch.equal(out, plain)
                 assert counts_are_zero()
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+@pytest.mark.parametrize(("batch", "M", "N", "K"), [(1, 4096, 3584, 1024), (3, 2000, 904, 520), (1, 40, 1792, 4096)])
+def test_a_product_is_added_to_what_is_there_and_rounded_once(batch, M, N, K, blocks):
+    a, b = filled([batch, M + 1, K], BF16, device=CUDA)[:, :M], filled([K, N], BF16, device=CUDA)
+    before, flags = filled([batch, M, N], BF16, device=CUDA), flags_of(blocks)
+    exact = a.double() @ b.double() + before.double()
+    for use_descriptors in descriptor_modes():
+        for tile in (None, *tiles_of(BF16, descriptors=use_descriptors)):
+            for epoch in (1, 2):  # the second is launched without Triton
+                out, done = before.clone(), DoneFlags(flags.zero_(), epoch, 0)
+                multiply(a, b, out, done=done, use_descriptors=use_descriptors, tile=tile, adds=True)
+                assert flags.tolist() == [epoch] * blocks
+                assert (out.double() - exact).norm() <= 1.1 * (exact.to(BF16).double() - exact).norm()
 
 
 @pytest.mark.parametrize("split", [0, 9])

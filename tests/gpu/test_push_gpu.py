@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hostir.runtime.kernels.flags import Piece, PushKernel, ReadyFlags, no_timeouts, timeout_error
-from hostir.runtime.kernels.matmul import matmul
-from tests.runtime.kernels.pushing import Job
+from hostir.runtime.kernels.matmul import matmul, multiply
+from tests.runtime.kernels.checking import parts
+from tests.runtime.kernels.pushing import Job, Peers
 
 CUDA = torch.device("cuda", 0)
 
@@ -73,3 +74,52 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
         exact = source.double() @ b.double()
         error = (out.double() - exact).norm() / exact.norm()
         assert error <= 1.1 * (source @ b - exact).norm() / exact.norm()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "dtype", "transpose_b"),
+    [
+        (1, 8192, 3584, torch.bfloat16, False),
+        (16, 8192, 3584, torch.bfloat16, True),
+        (64, 8192, 3584, torch.float16, True),
+        (24, 1000, 7168, torch.bfloat16, False),
+        (64, 72, 520, torch.float32, True),
+    ],
+)
+def test_a_product_stores_its_rows_to_peers_and_raises_flags_behind_them(
+    M: int, N: int, K: int, dtype: torch.dtype, transpose_b: bool, captured: bool
+) -> None:
+    """Bits are those of the same kernel alone, at the peers too, with tiles split along K or not."""
+    b = torch.randn(*((N, K) if transpose_b else (K, N)), device=CUDA, dtype=dtype)
+    a, out, expected = (torch.empty(M, columns, device=CUDA, dtype=dtype) for columns in (K, N, N))
+    height = M // 8 or M
+    for peers in (Peers.of(out, [0] * 7, M), Peers.of(out, [*range(0, M, height)][1:] or [0], height)):
+
+        def both(peers: Peers = peers) -> None:
+            multiply(a, b, out, transpose_b=transpose_b, pushed=peers.push)
+
+        both()
+        split = parts()
+        matmul(a, b, expected, transpose_b=transpose_b)
+        assert parts() == split
+        again = both
+        if captured:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                both()
+            again = graph.replay
+        for _ in range(20):
+            a.normal_()
+            out.fill_(float("nan"))
+            peers.flags.zero_()
+            for target in peers.targets:
+                target.fill_(7)
+            again()
+            matmul(a, b, expected, transpose_b=transpose_b)
+            assert torch.equal(out, expected)
+            peers.check(out)
+    exact = a.double() @ (b.t() if transpose_b else b).double()
+    theirs = (a @ (b.t() if transpose_b else b) - exact).norm()
+    assert (out.double() - exact).norm() <= 1.1 * theirs + 1e-6 * exact.norm()

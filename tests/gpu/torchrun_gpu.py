@@ -31,9 +31,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
 import hostir as hi
+from examples import patterns
 from hostir.ir.program import Program
 from hostir.ir.types import DTYPES
-from hostir.runtime import symmetric
+from hostir.runtime import binding, symmetric
 from hostir.runtime.executor import Executor
 from hostir.runtime.reference import relative_error
 from hostir.runtime.session import joined, session
@@ -304,6 +305,74 @@ def layers_share_memory(strategy: str, layers: int = 80) -> bool:
     return good
 
 
+def decoder(m: int, strategy: str, kernels: str, layers: int = 8) -> bool:
+    """Layers of an MLP on few rows, a call each, in one CUDA graph: the bits of eager calls, alike on all ranks.
+
+    With `push` and Triton, products of few rows also have the bits that they have where another kernel copies them.
+    """
+    columns, hidden = 512, 256
+    fusion = patterns.mlp_replicated(SIZE, 1, m, columns, hidden * SIZE, "bf16")
+    program = hi.lower(fusion, strategy)
+    torch.manual_seed(m)  # the same x, and the same weights before each rank takes its part, on every rank
+    wholes = [
+        (torch.randn(columns, hidden * SIZE) / columns**0.5, 0.1 * torch.randn(hidden * SIZE, columns) / hidden**0.5)
+        for _ in range(layers)
+    ]
+    weights = [
+        (w1.chunk(SIZE, 1)[RANK].cuda().bfloat16().t().contiguous().t(), w2.chunk(SIZE)[RANK].cuda().bfloat16())
+        for w1, w2 in wholes
+    ]
+    x, *found = torch.empty(3, m, columns, device="cuda", dtype=torch.bfloat16)
+
+    def run(executor: Executor) -> torch.Tensor:
+        last = x
+        for layer, each in enumerate(weights):
+            (last,) = executor(last, *each, out=(found[layer % 2],))
+        return last
+
+    def theirs() -> torch.Tensor:
+        last = x
+        for w1, w2 in weights:
+            part = torch.nn.functional.gelu(last @ w1) @ w2
+            dist.all_reduce(part)
+            last = last + part
+        return last
+
+    executor, apart = Executor(program, kernels=kernels), Executor(program, kernels=kernels)
+    rows, binding.MAX_PUSHED_ROWS = binding.MAX_PUSHED_ROWS, 0
+    run(apart)  # planned as it will run
+    binding.MAX_PUSHED_ROWS = rows
+    run(executor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        last = run(executor)
+    alike, ours, allowed = True, 0.0, 0.0  # squares of errors: of all calls together, as one of few rows says little
+    for call in range(CALLS):
+        x.copy_(torch.randn(m, columns, generator=torch.Generator().manual_seed(call)))
+        results = []
+        for each in (lambda: run(executor), lambda: run(apart), lambda: graph.replay() or last):
+            for out in found:
+                out.fill_(NAN)
+            torch.cuda._sleep(random.randrange(20_000_000))
+            results.append(each().clone())
+        everyone = [torch.empty_like(x) for _ in range(SIZE)]
+        dist.all_gather(everyone, results[0])
+        alike = alike and all(torch.equal(results[0], other) for other in (*results[1:], *everyone))
+        exact = x.double()
+        for w1, w2 in wholes:
+            w1, w2 = (w.cuda().bfloat16().double() for w in (w1, w2))
+            exact = exact + torch.nn.functional.gelu(exact @ w1) @ w2
+        ours += relative_error(results[0], exact) ** 2
+        allowed += (1.1 * relative_error(theirs(), exact)) ** 2
+    worst = (ours / allowed) ** 0.5
+    good = everywhere(alike and worst <= 1)
+    if RANK == 0:
+        said = f"{strategy}, {kernels}, {m} rows: {worst:.2f} of the allowed error, bits {'' if alike else 'not '}alike"
+        print(f"{'ok    ' if good else 'FAILED'} decoder, {said}", flush=True)
+    return good
+
+
 def killed() -> None:
     executor = Executor(programs.ag_matmul())
     parts = parts_of(Case("killed", executor.program, product), fresh(Case("killed", executor.program, product), 0))
@@ -328,6 +397,9 @@ def main() -> None:
             results.append(sizes_take_turns())
         if not wanted or "layers" in wanted:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
+        if not wanted or "decoder" in wanted:
+            results += [decoder(m, "push", kernels) for m in (1, 16, 64) for kernels in ("aten", "triton")]
+            results += [decoder(16, strategy, "triton") for strategy in ("ring", "fused")]
         if not wanted or "modes" in wanted:
             results += [modes_take_turns(s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")]
     with session("cuda"):  # which connects everything anew

@@ -10,7 +10,7 @@ import pytest
 import hostir as hi
 from hostir.ir import Program, Statement
 from hostir.ir.host_ops import For, Synchronize
-from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
+from hostir.ir.onesided_ops import Barrier, Get, If, Put, Signal, WaitSignal
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.runtime.whole import run_whole
@@ -43,6 +43,6 @@ def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple
     for n, s in enumerate(body):
         if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
             yield s, (*body[:n], *body[n + 1 :])
-        if isinstance(s, For):
+        if isinstance(s, (For, If)):
             for missing, inner in without_each(s.body):
                 yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])

@@ -49,6 +49,8 @@ def scattered(ranks: int, seed: int, *, named: bool = False, to_all: bool = Fals
         outputs.append(text.add(lies, reduced))
     if text.chance(0.2):
         outputs.append(text.add([*shape_of(whole)[:-1], 6], f"matmul {out}, {text.input('[4, 6]')}"))
+    if text.chance(0.3):
+        outputs.append(text.add(lies, f"rms_norm {out} eps 1e-05 times {text.input('[4]')}"))
     meshes = f"[dp, tp] = {row(0, ranks)} {row(ranks, ranks)}" if grid else f"[tp] = {row(0, ranks)[1:-1]}"
     head = f"hostir 1\nmesh @mesh {meshes}\nfusion @scattered({', '.join(text.inputs)}) -> ({', '.join(outputs)}) {{"
     return hi.parse("\n".join([head, *text.body, "}\n"]))

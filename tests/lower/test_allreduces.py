@@ -14,8 +14,7 @@ from hostir.ir import HostIRError, Program, Statement, parse
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
-from hostir.ir.op import Lit
-from hostir.ir.tensor_ops import Contraction, Sum, TensorOp
+from hostir.ir.tensor_ops import Contraction, RmsNorm, Sum, TensorOp
 from hostir.lower import Pass, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Pieces, Push
@@ -88,7 +87,7 @@ def test_partial_sums_of_two_bytes_are_added_up_in_f32_with_the_same_bits_on_all
 ) -> None:
     """In every run, on every schedule: sums in another order of the ranks would show."""
     ranks = 4
-    fusion = matmul([4 * ranks], ranks, dtype).program()
+    fusion = matmul([2 * ranks], ranks, dtype).program()
     program = lowered(fusion, form)
     hold(fusion, program, range(1))
     inputs = random_inputs(fusion, {}, seed=1)
@@ -117,8 +116,8 @@ def test_the_forms_differ_as_they_are_to() -> None:
     }
     assert {name: found for name, found in raising.items() if found} == {
         "fused in blocks": [16],
-        "fused in chunks": [4, 4],
-        "fused in chunks, one stream": [4, 4],
+        "fused in chunks": [4],
+        "fused in chunks, one stream": [4],
     }
 
 
@@ -134,23 +133,18 @@ def test_what_is_elementwise_after_it_is_computed_with_the_sum(form: Pass, ranks
 
 
 @every_form
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_the_checker_reports_whatever_is_left_out(form: Pass, ranks: int) -> None:
-    """But for the first `synchronize`, where flags order the copies too, and signals that a later one stands in for."""
     program = lowered(matmul([2 * ranks], ranks).program(), form)
     kinds: Counter[type[Statement]] = Counter()
-    unnoticed: list[Statement] = []
     for missing, body in without_each(program.body):
         kinds[type(missing)] += 1
         found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
-        if not found:
-            unnoticed.append(missing)
-    chunked = any(isinstance(s, Signal) and s.epoch == Lit(2) for s in program.walk())
-    assert [s.keyword() for s in unnoticed if not isinstance(s, Synchronize)] == ["signal"] * chunked
-    assert sum(isinstance(s, Synchronize) for s in unnoticed) <= 2
+        assert found, f"'{missing.keyword()}' was left out unnoticed\n{program}"
     assert {Put, Signal} <= kinds.keys()
     assert kinds.keys() & {Barrier, Synchronize, WaitSignal, Get}
-    assert convicted(program, 2) == ""
+    if ranks in (2, 4):
+        assert convicted(program, 2) == ""
 
 
 @every_form
@@ -201,22 +195,44 @@ def test_auto_takes_any_number_of_rows() -> None:
             torch.testing.assert_close(each, torch.nn.functional.linear(x, w, bias), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
-def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str) -> None:
-    text = """hostir 1
-mesh @mesh [tp] = 0 1 2
-fusion @stack(%a: f32[12, 6@tp], %b: f32[6@tp, 4], %w: f32[4, 5]) -> (%y) {
-  %p: f32[12, 4] partial(tp) = matmul %a, %b
-  %c: f32[12, 4] = allreduce %p over tp
-  %y: f32[12, 5] = matmul %c, %w
+NEXT = {
+    "nothing": "",
+    "all": """  %b: f32[12, 4] = add %c, %x
+  %g: f32[12, 4] = silu %b
+  %d: f32[12, 4] = rms_norm %g eps 1e-05 times %s
+""",
 }
+
+
+@pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
+@pytest.mark.parametrize("between", NEXT)
+def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str, between: str) -> None:
+    """Also behind what is computed row by row, which each rank does of its own rows."""
+    text = f"""hostir 1
+mesh @mesh [tp] = 0 1 2
+fusion @stack(%a: f32[12, 6@tp], %b0: f32[6@tp, 4], %x: f32[12, 4], %s: f32[4], %w: f32[4, 5]) -> (%y) {{
+  %p: f32[12, 4] partial(tp) = matmul %a, %b0
+  %c: f32[12, 4] = allreduce %p over tp
+{NEXT[between]}  %y: f32[12, 5] = matmul {"%d" if between == "all" else "%c"}, %w
+}}
 """
     fusion = parse(text)
     program = lowered(fusion, FORMS[form])
     waiting = [s for s in program.walk() if isinstance(s, Contraction) and s.ready is not None]
     assert len(waiting) == (form != "ring")
+    norms = [s.out.tensor.local_shape[0].value for s in program.walk() if isinstance(s, RmsNorm)]
+    assert norms == [4] * (between == "all")
     hold(fusion, program, range(3))
     assert convicted(program, 2) == ""
+
+
+@every_form
+def test_the_residual_and_its_norm_are_both_results(form: Pass) -> None:
+    """On 3 ranks; the sum adds the residual, and the norm comes behind it."""
+    fusion = patterns.attention_output(3, S=1, M=12, K=6, N=4).program()
+    program = lowered(fusion, form)
+    assert all(s.addend is not None for s in program.walk() if isinstance(s, Sum))
+    hold(fusion, program, range(2))
 
 
 @pytest.mark.parametrize(("of_a", "of_b"), [("[1, 1]", "[1, 1]"), ("[24, 1]", "[1, 4]")], ids=["tensor", "rows"])
@@ -278,7 +294,7 @@ def test_real_sizes_take_the_form_that_moves_them_soonest() -> None:
 
 def test_the_text_of_chunks_is_a_page_and_one_rank_stands_for_all() -> None:
     program = lowered(matmul([32 * 8], 8).program(), FORMS["fused in chunks"])
-    assert str(program).count("\n") <= 85
+    assert str(program).count("\n") <= 60
     from hostir.check.alike import alike
 
     assert alike(program, {}, 2) is not None

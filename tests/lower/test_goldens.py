@@ -18,12 +18,13 @@ from tests.runtime.whole import run_whole
 
 Pattern = Callable[[], hi.Fusion]
 CASES = Path(__file__).parent.parent / "cases" / "patterns"
-PATTERNS = (*patterns.PATTERNS, *SCALED)
+PATTERNS = (*patterns.PATTERNS, *patterns.NORMED, *SCALED)
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
 # `ring`, `fused` and `push` lower what gathers or scatters rows, and what does not communicate.
 ROWS = ["allgather_matmul", "allgather_matmul_rows", "allgather_matmul_kept", "column_parallel", "gate_up"]
 ROWS += ["matmul_allgather", "row_parallel_scattered", "mlp", "mlp_2d", "no_communication"]
 ROWS += ["reduce_scatter", "all_gather", "all_reduce", "row_parallel", "row_parallel_bias", "mlp_replicated"]
+ROWS += ["attention_output"]
 ROWS += [pattern.__name__ for pattern in SCALED]
 LOWERED = [(p, s) for p in PATTERNS for s in STRATEGIES if s in ("sequential", "pipeline") or p.__name__ in ROWS]
 ON_ONE_STREAM = "allgather_matmul_rows-fused_on_one_stream.hir"

@@ -14,6 +14,7 @@ from hostir.ir.comm_ops import Communication
 from hostir.ir.onesided_ops import Put
 from hostir.ir.scaled_ops import ScaledMatmul
 from hostir.lower import STRATEGIES
+from hostir.torch.scaled import ScaledProduct, gathered_program
 from tests.lower.held import every_strategy, hold, one_sided, without_each
 from tests.mutation import convicted
 
@@ -41,7 +42,7 @@ def test_a_pattern_gives_the_unsharded_result_by_every_strategy(pattern: Pattern
 
 
 @every_strategy
-@pytest.mark.parametrize("pattern", patterns.SCALED[:4], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("pattern", patterns.SCALED, ids=lambda p: p.__name__)
 def test_products_overlap_and_no_communication_is_left_whole(pattern: Pattern, strategy: str) -> None:
     for fusion in variants(pattern, 2):
         program = hi.lower(fusion, strategy)
@@ -51,7 +52,7 @@ def test_products_overlap_and_no_communication_is_left_whole(pattern: Pattern, s
         products = [s for s in program.walk() if isinstance(s, ScaledMatmul)]
         if strategy == "ring":
             assert len(products) == 2
-        elif pattern is not patterns.scaled_row_parallel or strategy == "fused":
+        elif strategy == "fused" or pattern not in (patterns.scaled_row_parallel, patterns.scaled_batch_scattered):
             assert products[0].ready or products[0].done
 
 
@@ -99,3 +100,10 @@ def test_a_tensors_scale_is_the_largest_of_its_rows_and_gathers_these_only() -> 
     torch.testing.assert_close(quantized.float() * found, given, rtol=2**-4, atol=float(found) * 2**-9)
     gathered = [s.x.tensor for s in program.walk() if isinstance(s, Communication)]
     assert [str(t) for t in gathered] == ["f32[8@didx, 1]"]
+
+
+def test_scales_of_all_rows_that_lie_apart_are_copied_before_a_kernel_waits_for_the_rows() -> None:
+    product = ScaledProduct("f8e4m3", 16, "bf16", "", False, False)
+    fusion = gathered_program(2, "f8e4m3", 32, (product,), "replicated", free=1, outside=1)
+    assert "%s_dense = dense %s" in str(hi.lower(fusion, "fused"))
+    assert "dense" not in str(hi.lower(fusion, "ring"))  # its products are issued when their rows are there

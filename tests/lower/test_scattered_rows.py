@@ -11,13 +11,14 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.check import verify
 from hostir.check.tracer import Tracer, View
 from hostir.ir import HostIRError, Program, parse
 from hostir.ir.comm_ops import Communication, ReduceScatter
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.machine import Done, Ready
 from hostir.ir.onesided_ops import Barrier, Put, Signal, WaitSignal
-from hostir.ir.tensor_ops import Add, Contraction, Sum, TensorOp
+from hostir.ir.tensor_ops import Add, Contraction, Matmul, Sum, TensorOp
 from hostir.lower import run_passes
 from hostir.lower.fused import Fused, Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
@@ -428,28 +429,25 @@ def test_all_strategies_and_schedules_give_one_result_if_products_are_exact() ->
 
 
 # What they need, what they leave, and what they refuse ----------------------------------------------------------------
+LEFT_OUT: dict[str, tuple[Build, tuple[int, ...]]] = {
+    "slices": (lambda ranks: patterns.row_parallel_scattered(ranks, S=2, M=2 * ranks, K=ranks, N=2), (2, 3, 4, 8)),
+    "rows": (row_parallel, (3,)),
+    "columns": (lambda ranks: matmul([5], 1, ranks), (2, 4)),
+    "mlp": (lambda ranks: patterns.mlp(ranks, S=1, M=ranks, K=2, H=ranks), (2, 3, 4, 8)),
+}
+
+
 @every_strategy
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    "fusion",
-    [
-        lambda ranks: patterns.row_parallel_scattered(ranks, S=2, M=8 * ranks, K=2 * ranks, N=4),
-        row_parallel,
-        lambda ranks: matmul([5], 1, ranks),
-    ],
-    ids=["slices", "rows", "columns"],
-)
-def test_the_checker_reports_whatever_is_left_out(
-    fusion: Callable[[int], hi.Fusion], strategy: str, ranks: int
-) -> None:
-    program = hi.lower(fusion(ranks), strategy, streams=2)
+@pytest.mark.parametrize(("name", "ranks"), [(name, n) for name, (_, numbers) in LEFT_OUT.items() for n in numbers])
+def test_the_checker_reports_whatever_is_left_out(name: str, strategy: str, ranks: int) -> None:
+    program = hi.lower(LEFT_OUT[name][0](ranks), strategy, streams=2)
     kinds = set()
     for missing, body in without_each(program.body):
         kinds.add(type(missing))
         found = [f for f in hi.check(program.with_body(body)) if f.level == "error"]
         assert found, f"'{missing.keyword()}' was left out unnoticed\n{program}"
     of_strategy = {"ring": {Synchronize}, "fused": {Synchronize, WaitSignal}, "push": set()}
-    assert {Barrier, Put, Signal} | of_strategy[strategy] <= kinds
+    assert {Put, Signal} | ({Barrier} if name != "mlp" else set()) | of_strategy[strategy] <= kinds
 
 
 @every_strategy
@@ -557,9 +555,14 @@ fusion @alone(%p: f32[6, 4] partial(tp)) -> (%y) {
 
 
 @pytest.mark.parametrize("strategy", ["fused", "push"])
-def test_rows_that_several_products_make_say_why_these_are_not_overlapped(strategy: str) -> None:
-    program = hi.lower(products(2), strategy)
-    assert not raising(program)
-    (total,) = waiting(program)
-    assert ("not overlapped: the add that makes the rows" in total.note) == (strategy == "fused")
-    assert sum(isinstance(s, Add) for s in program.walk()) == 1
+def test_of_several_products_that_make_rows_the_last_adds_to_the_others_and_is_overlapped(strategy: str) -> None:
+    program = hi.lower(products(2, 3), strategy)
+    first, *adding = [s for s in program.walk() if isinstance(s, Matmul)]
+    assert first.addend is None
+    assert all(s.addend == s.out == first.out for s in adding)
+    assert raising(program) == (adding[-1:] if strategy == "fused" else [])
+    assert "not overlapped" not in str(program)
+    assert not any(isinstance(s, Add) for s in program.walk())
+    assert convicted(program, 2) == ""
+    with pytest.raises(HostIRError, match="it adds to %b0, and its result is"):
+        verify(parse(str(program).replace(f"plus {first.out}", "plus %b0", 1)))

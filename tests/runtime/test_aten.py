@@ -63,6 +63,22 @@ def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwar
     assert seen == [(False, True)] * 3  # K may be divided
 
 
+@settings(max_examples=50)
+@given(st.data())
+def test_norms_of_rows_of_any_layout_are_torchs_rounded_once(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 1 << 30)))
+    dtype, weighted, eps = draw(st.sampled_from(DTYPES)), draw(st.booleans()), draw(st.sampled_from([0.1, 1e-6]))
+    shape = [*draw(st.lists(st.integers(1, 4), max_size=2)), draw(st.integers(1, 40))]
+    x = filled(shape, dtype, **layout(draw, len(shape)))
+    weight = filled(shape[-1:], dtype, **layout(draw, 1)) if weighted else None
+    out, buffer = embedded(shape, dtype, **layout(draw, len(shape)))
+    KERNELS["rms_norm"](out, x, weight, eps=eps)
+    assert_only_view_written(out, buffer)
+    wide = torch.nn.functional.rms_norm(x.float(), shape[-1:], None if weight is None else weight.float(), eps)
+    torch.testing.assert_close(out, wide.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_contractions_of_any_layout_are_as_accurate_as_torch(data: st.DataObject) -> None:

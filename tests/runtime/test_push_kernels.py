@@ -7,7 +7,7 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.binding import Pushes
+from hostir.runtime.binding import MAX_PUSHED_ROWS, PushedProduct, Pushes
 from hostir.runtime.unroll import ComputeOp, CopyOp, SignalOp, UnrolledProgram, unroll
 
 TO_ALL = """for %i in 0..4 {
@@ -179,3 +179,78 @@ def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
 )
 def test_a_kernel_ends_where_the_next_copy_is_of_another_kind(body: list[str], expected: list[tuple[int, int]]) -> None:
     assert kernels(recorded(*body, C, "matmul %full, %b -> %c")) == expected
+
+
+PRODUCT = "matmul %a, %b -> %part"
+BARRIER = "barrier of %a over x"
+SENT = """for %i in 0..3 {
+    put %part -> %slot at (%r + %i + 1) % 4 over x by 8 sms
+    signal %there[%r] = 1 at (%r + %i + 1) % 4 over x
+  }"""
+BLOCKS = """for %i in 0..3 {
+    %block = chunk %part[(%r + %i + 1) % 4 of 4] axis AXIS
+    %place = chunk %slot[0 of 4] axis AXIS
+    put %block -> %place at (%r + %i + 1) % 4 over x by 8 sms
+  }"""
+
+
+def products(*body: str, rows: int = 8) -> list[PushedProduct]:
+    lines = "\n".join(f"  {line}" for line in body)
+    program = parse(f"""hostir 1
+mesh @mesh [x] = 0 1 2 3
+program @p(%a: f32[{rows}, 8@x], %b: f32[8@x, 6], %d: f32[{rows}, 6]) -> (%c) streams 1 {{
+  %user = current_stream
+  %r = rank of %a over x
+  %sent: f32[4, {rows}, 6] = allocate_symmetric
+  %shared: f32[{rows}, 8@x] = allocate_symmetric
+  %there: flag[4] = allocate_symmetric
+  %part: f32[{rows}, 6] = allocate
+  %e: f32[{rows}, 6] = allocate
+  %slot = select %sent[%r]
+{lines}
+  %c: f32[{rows}, 6] = allocate
+  sum %sent axis 0 -> %c ready %there >= 1 from %r own %part
+}}
+""")
+    unrolled = unroll(program, 1, {})
+    return PushedProduct.of(unrolled, Pushes.of(unrolled))
+
+
+@pytest.mark.parametrize("between", ["", BARRIER, "free %e", "%f: f32[2] = allocate", f"free %e\n  {BARRIER}"])
+def test_a_product_and_the_copies_of_its_rows_that_come_next_may_be_one_kernel(between: str) -> None:
+    (found,) = products(PRODUCT, between, SENT)
+    assert found.product.kind == "matmul"
+    assert len(found.pushes.copies) == 3
+    assert found.reader is not None
+    assert (found.reader.kind, found.reader.starts_early) == ("sum", True)
+
+
+def test_only_few_rows_and_whole_ones_are_stored_to_peers_by_their_product() -> None:
+    assert products(PRODUCT, SENT, rows=MAX_PUSHED_ROWS)
+    assert not products(PRODUCT, SENT, rows=MAX_PUSHED_ROWS + 4)
+    assert products(PRODUCT, BLOCKS.replace("AXIS", "0"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (PRODUCT, SENT.replace("%part", "%d")),
+        ("add %d, %d -> %part", SENT),
+        (PRODUCT, "relu %d -> %e", SENT),
+        (PRODUCT, "relu %part -> %part", SENT),
+        (PRODUCT, BARRIER, BARRIER, SENT),
+        (PRODUCT, "set_stream 0", "synchronize %user", SENT, "set_stream %user", "synchronize 0"),
+        ("set_stream 0", "synchronize %user", PRODUCT, "set_stream %user", SENT),
+        (PRODUCT, "synchronize 0", SENT),
+        (f"{PRODUCT} ready %there >= 1", SENT),
+        ("%more: flag[4] = allocate_symmetric", f"{PRODUCT} done %more = 1", SENT),
+        ("copy %a -> %shared", PRODUCT.replace("%a", "%shared"), BARRIER, SENT),
+        ("matmul %a, %b -> %sent_0".replace("%sent_0", "%slot"), SENT.replace("put %part", "put %slot")),
+    ],
+    ids=[
+        *("other rows", "no product", "another kernel", "another result", "two barriers", "another stream", "no order"),
+        *("another stream's work", "rows that arrive", "blocks that are done", "what peers reach", "in its place"),
+    ],
+)
+def test_a_product_is_a_kernel_of_its_own_where_one_for_both_might_tell(body: tuple[str, ...]) -> None:
+    assert not products(*body)

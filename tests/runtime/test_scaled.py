@@ -37,6 +37,11 @@ def quantized(x: torch.Tensor, dtype: str, block: int = 0) -> tuple[torch.Tensor
     return q, scale
 
 
+def needs_torch_with_scales_of_rows() -> None:
+    if torch.__version__ < "2.13":
+        pytest.skip(f"torch {torch.__version__} multiplies with scales of rows on GPUs only")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("by_rows", [True, False])
 def test_a_product_is_torchs_and_no_less_exact(dtype: torch.dtype, by_rows: bool) -> None:
@@ -44,11 +49,14 @@ def test_a_product_is_torchs_and_no_less_exact(dtype: torch.dtype, by_rows: bool
     s, t = (torch.rand(32, 1), torch.rand(1, 48)) if by_rows else (torch.rand(1, 1), torch.rand(1, 1))
     bias = torch.randn(48).to(dtype)
     exact = (a.double() * s) @ (b.double() * t) + bias
+    if by_rows:
+        needs_torch_with_scales_of_rows()
     found, torchs = product(a, b, s, t, dtype, bias), torch._scaled_mm(a, b, s, t, bias=bias, out_dtype=dtype)
     assert (found - exact).norm() <= 1.1 * (torchs - exact).norm() + torch.finfo(torch.float32).eps * exact.norm()
 
 
 def test_specials_are_those_of_torch() -> None:
+    needs_torch_with_scales_of_rows()
     rows = torch.ones(6, 32)
     rows[1], rows[2, 3], rows[3, 3], rows[4, :2] = 0, NAN, INF, torch.tensor([INF, -INF])
     columns = torch.ones(16, 32)
@@ -66,6 +74,22 @@ def test_an_infinite_scale_is_of_the_sum_as_on_a_gpu() -> None:
     found = product(a, b, torch.full((2, 1), INF), torch.ones(1, 2), torch.float32)
     assert found[0, 0] == INF
     assert found.flatten()[1:].isnan().all()  # sums of 0; on a CPU torch scales each factor
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_specials_of_a_tensors_scale_and_of_blocks_are_those_of_float32(groups: int) -> None:
+    a, b = torch.ones(6, 256), torch.ones(256, 128)
+    a[1], a[2, 3], a[3, 3], a[4, 130], b[:, 1], b[2, 5] = 0, NAN, INF, -INF, 0, NAN
+    for scale in (1.0, 0.0, NAN, -2.0):
+        s, t = torch.ones(6, 2) if groups else torch.full((1, 1), scale), torch.ones(groups or 1, 1)
+        if groups:
+            s[0, 1] = s[1, 1] = s[3, 0] = scale
+        x, y = a.to(F8_WIDE), b.to(F8_WIDE)
+        each = s.repeat_interleave(128, 1) if groups else s
+        exact = ((x.float() * each) @ (y.float() * t[0])).bfloat16()
+        first = product(x, y, s, t, torch.bfloat16)
+        torch.testing.assert_close(first, exact, equal_nan=True, rtol=0, atol=0)
+        assert torch.equal(first.view(torch.int16), product(x, y, s, t, torch.bfloat16).view(torch.int16))
 
 
 def test_blocks_are_scaled_one_by_one() -> None:
@@ -101,6 +125,14 @@ def test_zero_rows_and_specials_of_quantization() -> None:
     assert not q[2, 1:].float().any()
     assert q[3].float().isfinite().all()
     assert (q[4].float() == 448).all()
+
+
+@pytest.mark.parametrize(("special", "scale"), [(NAN, NAN), (INF, INF), (0.0, LEAST_SCALE)])
+def test_a_special_in_one_row_is_in_the_scale_of_the_tensor(special: float, scale: float) -> None:
+    x, largest = torch.zeros(4, 128), torch.empty(1, 1)
+    x[2, 5] = special
+    KERNELS["largest"](largest, quantized(x, "f8e4m3")[1])
+    torch.testing.assert_close(largest, torch.full((1, 1), scale), equal_nan=True, rtol=0, atol=0)
 
 
 def test_a_given_scale_that_is_too_small_saturates() -> None:

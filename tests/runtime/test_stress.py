@@ -35,8 +35,8 @@ def configs(seeds: int = 6) -> Iterator[tuple[int, cases.Config]]:
 # Drawing ----------------------------------------------------------------------------------------------------------
 def test_every_program_that_is_drawn_lowers_and_fits() -> None:
     for ranks, config in configs():
-        program = hi.lower(config.fusion(), config.strategy)
-        assert len(program.outputs) == len(config.products) + config.kept
+        program = config.program()
+        assert len(program.outputs) == max(1, len(config.products)) + config.kept
         assert len(program.inputs) == 1 + len(config.products) + sum(p.bias for p in config.products)
         assert program.ranks <= ranks
         assert max(config.rows) * config.slices * len(config.mesh) <= cases.MOST_ROWS
@@ -52,7 +52,10 @@ def test_all_that_is_to_be_stressed_is_drawn() -> None:
     assert {c.dtype for _, c in drawn} == {"bf16", "f16", "f32"}
     assert {c.slices for _, c in drawn} == {1, 2, 3}
     assert {1, 3, 129} <= {m for _, c in drawn for m in c.rows}
-    assert {len(c.products) for _, c in drawn} == {1, 2}
+    assert {len(c.products) for _, c in drawn} == {0, 1, 2}
+    sums = {(c.strategy, c.steps) for _, c in drawn if c.reduced and not c.scattered}
+    assert sums == {("ring", ""), *((s, steps) for s in ("fused", "push") for steps in ("", "blocks", "two"))}
+    assert all(c.reduced and not c.scattered for c in cases.pool(0, 4, 12, mode="allreduces"))
     assert {(p.linear, p.bias) for _, c in drawn for p in c.products} == {(False, False), (True, False), (True, True)}
     assert any(len(c.mesh) < ranks for ranks, c in drawn)
     assert any(sorted(c.mesh) != list(c.mesh) for _, c in drawn)
@@ -138,8 +141,11 @@ def test_results_that_differ_in_a_bit_differ() -> None:
     x = torch.randn(5, 7).bfloat16()
     y = x.clone()
     assert cases.differing(x, y) == 0
+    assert cases.fingerprint(x) == cases.fingerprint(y)
     y.view(torch.int16)[4, 6] ^= 1
     assert cases.differing(x, y) == float("inf")
+    assert cases.fingerprint(x) != cases.fingerprint(y)
+    assert cases.fingerprint(x) != cases.fingerprint(x.flip(0))
     assert cases.differing(torch.tensor([0.0]), torch.tensor([-0.0])) == float("inf")
 
 

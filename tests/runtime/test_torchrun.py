@@ -32,6 +32,7 @@ TWO = [
     "rows_scattered_by_every_strategy",
     "shapes_and_executors_alternate",
     "new_sizes_below_one_that_was_seen_need_no_rendezvous",
+    "sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
     "many_executors_share_memory",
@@ -45,6 +46,7 @@ TWO = [
     "ranks_that_share_something_else_are_refused",
     "different_programs_are_refused",
     "different_sizes_are_refused",
+    "new_sizes_are_compared_where_calls_are_not",
     "wrong_inputs_are_refused_everywhere",
     "another_number_of_ranks_is_refused",
 ]
@@ -63,6 +65,7 @@ FOUR = [
     "blocks_within_teams_and_on_some_ranks",
     "blocks_of_no_rows_before_and_after_some",
     "rows_scattered_by_every_strategy",
+    "sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late",
     "shapes_and_executors_alternate",
     "sizes_leave_room_for_others",
     "sizes_that_were_called_latest_keep_their_memory",
@@ -108,28 +111,6 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
         assert result.stdout.count(f"PASS {name} ") == 2 * ranks
 
 
-@pytest.mark.alone
-def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement() -> None:
-    begin = time.monotonic()
-    result = torchrun("a_statement_raises")
-    assert result.returncode != 0
-    assert time.monotonic() - begin < 40
-    statement = r"rank 1, 'matmul %g_i, %b -> %c_i' in round \d: RuntimeError: the floating point unit is on strike"
-    assert re.search(rf"HostIRError: <text>:\d+:\d+: error: {statement}", result.stderr), result.stderr
-    # The other rank learns it from the store, or finds the connection closed and then looks there.
-    assert re.search(rf"(error: rank 0 is ended at '.*' in round \d: |note: first, ){statement}", result.stderr)
-
-
-@pytest.mark.alone
-def test_a_killed_rank_ends_the_others_each_naming_its_statement() -> None:
-    begin = time.monotonic()
-    result = torchrun("a_rank_is_killed")
-    assert result.returncode != 0
-    assert time.monotonic() - begin < 40
-    # Either the launcher's signal comes first, or gloo finds the connection closed.
-    assert re.search(r"error: rank 0(,| is ended at) '%h = allgather .*' in round \d", result.stderr), result.stderr
-
-
 KILLED = {
     "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
     r"flag %there\[0\]: the flag stands at epoch 1 of call 2",
@@ -141,7 +122,7 @@ KILLED = {
 
 @pytest.fixture(scope="module")
 def absent() -> Iterator[dict[str, list[Job]]]:
-    """Jobs without a launcher, whose ranks mostly wait: side by side."""
+    """Jobs without a launcher, whose ranks mostly wait: side by side, and while the first tests run."""
     timeouts = {"a_rank_freezes": 6, "a_rank_stays_away": 12, **dict.fromkeys(KILLED, 6)}
     ports = {case: free_port() for case in timeouts}
     jobs = {case: [started(rank, 2, case, port, timeouts[case]) for rank in range(2)] for case, port in ports.items()}
@@ -149,6 +130,28 @@ def absent() -> Iterator[dict[str, list[Job]]]:
     for rank in (rank for ranks in jobs.values() for rank in ranks):
         rank.kill()
         rank.communicate()
+
+
+@pytest.mark.alone
+def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement(absent: dict[str, list[Job]]) -> None:
+    begin = time.monotonic()
+    result = torchrun("a_statement_raises")
+    assert result.returncode != 0
+    assert time.monotonic() - begin < 40
+    statement = r"rank 1, 'matmul %g_i, %b -> %c_i' in round \d: RuntimeError: the floating point unit is on strike"
+    assert re.search(rf"HostIRError: <text>:\d+:\d+: error: {statement}", result.stderr), result.stderr
+    # The other rank learns it from the store, or finds the connection closed and then looks there.
+    assert re.search(rf"(error: rank 0 is ended at '.*' in round \d: |note: first, ){statement}", result.stderr)
+
+
+@pytest.mark.alone
+def test_a_killed_rank_ends_the_others_each_naming_its_statement(absent: dict[str, list[Job]]) -> None:
+    begin = time.monotonic()
+    result = torchrun("a_rank_is_killed")
+    assert result.returncode != 0
+    assert time.monotonic() - begin < 40
+    # Either the launcher's signal comes first, or gloo finds the connection closed.
+    assert re.search(r"error: rank 0(,| is ended at) '%h = allgather .*' in round \d", result.stderr), result.stderr
 
 
 @pytest.mark.alone

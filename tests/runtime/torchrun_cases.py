@@ -6,10 +6,12 @@ holds NaN until it is written; results are compared with the same computation on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import product as product_of
 from pathlib import Path
 
+import pytest
 import torch
 
 import hostir as hi
@@ -39,6 +42,7 @@ from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.trace import Trace
 from tests import symbolic
+from tests.gpu.stress_units import Delays
 from tests.runtime import programs as by_blocks
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_programs import RANKS, SIZE
@@ -257,6 +261,35 @@ def different_sizes_are_refused() -> None:
 
 
 @case
+def new_sizes_are_compared_where_calls_are_not() -> None:
+    """As on CUDA: by the rank that is later, and nobody waits. The calls do not run: they ask for places."""
+    executor, calls = Executor(programs.ag_matmul()), joined().calls
+    executor(*parts_of("bf16"))
+    executor._compare = executor._agreement.compare = False
+
+    def said(**sizes: int) -> list[str]:
+        """What the ranks are refused."""
+        try:
+            executor.places(*parts_of("bf16", **sizes))
+            mine = ""
+        except HostIRError as problem:
+            mine = str(problem)
+        calls.broken = ""  # or this rank would make no call any more
+        return joined().exchange("said", mine)
+
+    assert said(m=9) == [""] * SIZE
+    late = [text for text in said(m=4 + RANK) if text]
+    assert len(late) == SIZE - 1
+    contains(late[0], "the calls of the ranks do not line up: ", "with M=4", "with M=5", "HOSTIR_COMPARE_CALLS")
+    calls.went(1)
+    assert said(m=12) == [""] * SIZE
+    calls.went(RANK)  # a call with sizes that were known
+    late = [text for text in said(m=13) if text]
+    assert len(late) == SIZE - 1
+    contains(late[0], "have made other calls before their call 2")
+
+
+@case
 def wrong_inputs_are_refused_everywhere() -> None:
     executor = Executor(programs.ag_matmul())
     a, b = parts_of("bf16")
@@ -334,8 +367,9 @@ def blocks_of_no_rows_before_and_after_some() -> None:
 
 @case
 def rows_scattered_by_every_strategy() -> None:
-    """Alone and after gathered rows, in every dtype: the bits of simulated ranks, and the unsharded result."""
-    for dtype, pattern in product_of(COMPUTED, (patterns.row_parallel_scattered, patterns.mlp)):
+    """Alone and after gathered rows, on two ranks in every dtype: the bits of simulated ranks, the unsharded result."""
+    dtypes = COMPUTED if SIZE == 2 else ["bf16"]
+    for dtype, pattern in product_of(dtypes, (patterns.row_parallel_scattered, patterns.mlp)):
         fusion = pattern(SIZE, S=2, M=4 * SIZE, K=4 * SIZE, dtype=dtype).program()
 
         def exact(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -346,22 +380,39 @@ def rows_scattered_by_every_strategy() -> None:
 
 
 @case
-def rows_summed_up_on_all_ranks_by_every_strategy() -> None:
-    """In one step, in blocks, in chunks, in two steps: the bits of simulated ranks, and the unsharded result."""
+def sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late() -> None:
+    """A thousand allreduces in every form, with random delays before calls and statements: the unsharded result."""
     small = AllReduceSteps(min_rows=1, min_bytes=1)
     two = AllReduceSteps(extra_bytes=-1, min_rows=1, min_bytes=1)
     forms = (Ring(2), Fused(2), Fused(2, steps=small), Fused(2, steps=two), Push(), Push(two))
-    for dtype, pattern in (
-        *((dtype, patterns.row_parallel_bias) for dtype in COMPUTED),
-        ("bf16", patterns.mlp_replicated),
-    ):
-        fusion = pattern(SIZE, S=1, M=4 * SIZE, K=4 * SIZE, dtype=dtype).program()
-
-        def exact(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(reference(fusion, [x.to(TORCH[dtype]) for x in inputs]))  # noqa: B023
-
+    sizes = {"M": 4 * SIZE, "dtype": "bf16"}
+    fusions = (patterns.row_parallel_bias(SIZE, S=1, K=4 * SIZE, N=8, **sizes), patterns.all_reduce(SIZE, N=8, **sizes))
+    delays, late, drawn = Delays(torch.device("cpu")), random.Random(SEED + RANK), 2
+    ways: list[tuple[Executor, list[list[torch.Tensor | None]], list[list[torch.Tensor]]]] = []
+    for fusion in (f.program() for f in fusions):
+        inputs = [random_inputs(fusion, {}, seed=SEED + call) for call in range(drawn)]
+        shards = [[shard(x, v.tensor, RANK, {}) for x, v in zip(xs, fusion.inputs, strict=True)] for xs in inputs]
         for form in forms:
-            as_simulated(str(run_passes(fusion, [*EXPLICIT, form, *FINISH])), exact, count=2)
+            executor = Executor(run_passes(fusion, [*EXPLICIT, form, *FINISH]))
+            found = [[x for x in executor(*each) if x is not None] for each in shards]
+            for xs, (y,) in zip(inputs, found, strict=True):
+                torch.testing.assert_close(y, reference(fusion, xs)[0].to(y.dtype), rtol=0.02, atol=0.05)
+            delays.into(executor.plans.values())
+            ways.append((executor, shards, found))
+    delays.random = late
+    for call in range(1000):
+        executor, shards, found = ways[call % len(ways)]
+        time.sleep(late.random() * 3e-4 if late.random() < 0.1 else 0)
+        (y,) = executor(*shards[call % drawn])
+        assert y is not None
+        found[call % drawn].append(y)
+    bits = torch.stack([y for *_, found in ways for ys in found for y in ys]).view(torch.int16).int()
+    largest, smallest = bits.clone(), bits.clone()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
+    assert torch.equal(largest, smallest), "two ranks hold different bits"
+    for *_, found in ways:
+        assert all(torch.equal(y, ys[0]) for ys in found for y in ys), "two calls with the same inputs"
 
 
 def as_simulated(text: str, reference: Reference, count: int = 4) -> None:
@@ -478,6 +529,27 @@ def new_sizes_below_one_that_was_seen_need_no_rendezvous() -> None:
             mine = shard(reference(fusion.program(), inputs)[0], program.outputs[0].tensor, RANK, {"M": 2 * SIZE})
             torch.testing.assert_close(found, mine.to(found.dtype), rtol=1e-4, atol=1e-4)
     Meetings.meet, groups.memory.exchange = meet, exchange
+
+
+@case
+def sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more() -> None:
+    """The last rank alone cannot have half as much again, and at last not what is needed."""
+    program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@growing"))
+    executor, memory, limit = Executor(program), joined().groups.memory, resource.RLIMIT_FSIZE
+    free, first = resource.getrlimit(limit), 0
+    for m, most, refused in ((8, -1, False), (64, 10, False), (512, 60, True)):  # `most`: times what the first takes
+        inputs, before, meetings = random_inputs(program, {"M": m}, seed=SEED + m), memory.bytes, memory.meetings
+        if RANK == SIZE - 1 and first:
+            resource.setrlimit(limit, (most * first, free[1]))
+        try:
+            with pytest.raises(HostIRError, match="cannot share memory") if refused else contextlib.nullcontext():
+                (c,) = executor(shard(inputs[0], program.inputs[0].tensor, RANK, {"M": m}), inputs[1])
+                torch.testing.assert_close(c, inputs[0] @ inputs[1])
+        finally:
+            resource.setrlimit(limit, free)
+        first = first or memory.bytes - before
+        assert memory.meetings - meetings == (1 if m == 8 else 2)
+        assert memory.bytes - before < (1 if refused else 8.1 * first), "no more than it needs"
 
 
 @case

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from hostir.torch import (
 from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
 from hostir.torch.programs import group_named
+from tests.counting import calls_of
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -94,6 +94,15 @@ def gradients_of_a_gather() -> None:
         exact = sum(((true @ b) * w).sum() for b, w in zip(trues, weights, strict=True))
         (exact + (true * all_of).sum() if return_a else exact).backward()
         near(a.grad, RANKS * part(true.grad, axis))  # the losses of all ranks count, and are equal
+        for b, exactly in zip(mine, trues, strict=True):
+            near(b.grad, exactly.grad)
+    for axis in (0, 1, 2):
+        x, gate, up, dy = whole(8, 12, 8), whole(4, 8), whole(4, 8), whole(8, 12, 4)
+        a, mine = leaf(part(x, axis)), [leaf(gate), leaf(up)]
+        (gated_linear(a, *mine, group(), gather_dim=axis) * dy).sum().backward()
+        true, *trues = (leaf(t.double()) for t in (x, gate, up))
+        (F.silu(true @ trues[0].t()) * (true @ trues[1].t()) * dy).sum().backward()
+        near(a.grad, RANKS * part(true.grad, axis))
         for b, exactly in zip(mine, trues, strict=True):
             near(b.grad, exactly.grad)
 
@@ -256,9 +265,9 @@ def operators_are_what_tracers_take_them_for() -> None:
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
-# On GPUs as on CPU processes: `DEVICE=cuda LAYERS=80 torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
+# On GPUs as on CPU processes: `DEVICE=cuda torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
 
-LAYERS = int(os.environ.get("LAYERS", "4"))
+LAYERS = 80
 
 
 def alive() -> int:
@@ -288,20 +297,22 @@ def each(executor: Any) -> list[Any]:
 
 @case
 def new_numbers_of_tokens_take_no_more_memory() -> None:
-    """Layers of one kind, in steps that have a number of tokens of their own each; on CPUs few steps run all layers."""
-    draw, width = random.Random(int(whole(1)[0] * 1e6)), 16 if DEVICE == "cpu" else 1024  # the same on every rank
-    up, down = ([whole(*s) / width**0.5 for _ in range(LAYERS)] for s in ((2 * width, width), (width, 2 * width)))
+    """80 layers in 200 steps, each of its own number of tokens; on CPUs a step runs one of them, another each time."""
+    seed, width = int(whole(1)[0] * 1e6), 16 if DEVICE == "cpu" else 1024
+    draw, alike = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)  # the same on every rank
+    shapes = (LAYERS, 2 * width, width), (LAYERS, width, 2 * width)
+    up, down = (torch.randn(shape, generator=alike) / width**0.5 for shape in shapes)
     for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
         earlier = hi.torch.report(clear=True).symmetric_bytes.get(group(), 0)  # of the cases before
         with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
-            for step in range(1, 201 if DEVICE == "cuda" else 101):
-                tokens = RANKS * {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank is a kind of its own
-                x = whole(2, tokens, width)
-                for layer in range(LAYERS if DEVICE == "cuda" or step % 20 == 0 else 1):
-                    h = column_parallel_linear(part(x, 1), part(up[layer], 0), group(), gather_dim=1)
-                    y = row_parallel_linear(h, part(down[layer], 1), group(), scatter_dim=1)
+            for step in range(1, 201):
+                tokens = {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank is a kind of its own
+                x = torch.randn(tokens * RANKS, width, generator=alike)
+                for layer in range(LAYERS) if DEVICE == "cuda" else [step % LAYERS]:
+                    h = column_parallel_linear(part(x, 0), part(up[layer], 0), group())
+                    y = row_parallel_linear(h, part(down[layer], 1), group())
                 if step % 20 == 0:
-                    near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 1))
+                    near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 0))
                 del x, h, y
                 if step == 20:
                     before = held()
@@ -442,8 +453,9 @@ def results_go_where_the_caller_says() -> None:
                     assert matmul_reduce_scatter(a, b, group(), scatter_dim=axis, out=given) is given
                     near(given, result)
                 near(matmul_reduce_scatter(a, b, group(), scatter_dim=axis, reduce_op="avg"), result / RANKS)
-            y = gated_linear(part(x, 0), bs[0].t(), 2 * bs[0].t(), group())
-            near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
+            for axis in (0, 1) if strategy != "push" else (0,):
+                y = gated_linear(part(x, axis), bs[0].t(), 2 * bs[0].t(), group(), gather_dim=axis)
+                near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
     for call in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce):
         with pytest.raises(hi.HostIRError, match="out= has shape"):
             call(x, bs[0], group(), out=torch.empty(6, 4 * RANKS * (RANKS if call is all_gather_matmul else 1)))
@@ -579,15 +591,23 @@ def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
             assert not y._is_view(), "it may be changed in place"
         with torch.no_grad(), torch.inference_mode():
             column_parallel_linear(x, leaf(w), group())
-        assert calls == ["at once"] * 3
         assert column_parallel_linear(x, leaf(w), group()).requires_grad
+        assert calls == ["at once"] * 4
         with torch.profiler.profile() as seen:
             column_parallel_linear(x, w, group())
         assert "hostir::all_gather_matmul" in {event.name for event in seen.events()}
-        assert calls == ["at once"] * 3
+        assert calls == ["at once"] * 4
         with Seen():
             column_parallel_linear(x, w, group())
-    assert calls[3:] == ["hostir.all_gather_matmul.default"]
+    assert calls[4:] == ["hostir.all_gather_matmul.default"]
+    w, taken = leaf(w), OPS.fused_all_gather_matmul
+    with hi.torch.install(strict=True):
+        for layer in (lambda: column_parallel_linear(x, w, group()), lambda: taken(x, [w.t()], 0, group())[1]):
+            layer()
+            recorded = calls_of(layer)
+            with torch.no_grad():
+                layer()
+                assert recorded <= calls_of(layer) + 110, "what autograd adds, by torch.library 300"
 
 
 @case

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
 import hostir.torch
+from examples.llama import Float8Linear
 from hostir.torch import (
     ColumnParallelLinear,
     ColwiseParallel,
@@ -160,7 +161,7 @@ def one_gather_serves_several_layers() -> None:
 def what_styles_cannot_do_is_torchs_and_said() -> None:
     tp = ranks()
     for made, kwargs, why in (
-        (ColwiseParallel, {}, "only sharded tokens are gathered"),
+        (ColwiseParallel, {"fp8": True}, "fp8 is for tokens that are gathered"),
         (ColwiseParallel, {"input_layouts": Shard(-1)}, "the axis that the product sums over"),
         (ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}, "not sharded on the last axis"),
         (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on that of the tokens"),
@@ -203,6 +204,8 @@ def calls_that_do_not_fit_are_torchs_and_said() -> None:
     for layer, (x, placement) in itertools.product(layers, inputs):
         if x.ndim == 1 and layer is layers[1]:
             continue  # torch has nothing to scatter, either
+        if placement == Replicate() and layer is layers[0]:
+            continue  # a whole input is not gathered
         given = distribute_tensor(x, tp, [placement])
         with hi.torch.install(strict=True), pytest.raises(hi.HostIRError, match="cannot run"):
             layer(given)
@@ -238,25 +241,45 @@ def modules_compute_what_whole_layers_do() -> None:
 
 
 @case
-def a_replicated_end_is_an_all_reduce() -> None:
+def replicated_ends_are_all_reduces() -> None:
     tp = ranks()
     for local in (True, False):
-        exact = same(nn.Linear(16, 8))
-        down = parallelize_module(copy.deepcopy(exact), tp, RowwiseParallel(use_local_output=local))
-        x, weights = whole(4, 16), whole(4, 8)
-        mine = leaf(part(x, 1))
+        exact = same(nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(8, 16, bias=False), "out": nn.Linear(16, 8)}))
+        plan = {"": ColwiseParallel("a", "b"), "out": RowwiseParallel(use_local_output=local)}
+        model = parallelize_module(copy.deepcopy(exact), tp, plan)
+        x, weights = whole(5, 8), whole(5, 8)  # no number of ranks divides the rows
+        mine = leaf(x)
+        hi.torch.report(clear=True)
         with hi.torch.install(strict=True):
-            y = down(mine)
+            given = mine if local else DTensor.from_local(mine, tp, [Replicate()])
+            y = model["out"](F.silu(model["a"](given)) * model["b"](given))
             assert isinstance(y, DTensor) != local
             (y * weights if local else y * distribute_tensor(weights, tp, [Replicate()])).sum().backward()
-        assert calls("hostir::matmul_all_reduce")
+        assert calls("hostir::matmul_all_reduce") == 1, "of out"
+        assert calls("hostir::all_reduce") == 1, "of the gradient of the input, of both layers"
         true, given = copy.deepcopy(exact).double(), leaf(x.double())
-        true_y = true(given)
+        true_y = true["out"](F.silu(true["a"](given)) * true["b"](given))
         (true_y * weights).sum().backward()
         near(full(y), true_y)
-        near(mine.grad, part(given.grad, 1))
-        like(down, true)
-    assert RowParallelLinear.from_linear(exact, tp, scatter_dim=None)(mine).shape == (4, 8)
+        near(mine.grad, given.grad)
+        like(model, true)
+    with torch.no_grad():
+        assert RowParallelLinear.from_linear(exact["out"], tp, scatter_dim=None)(part(whole(4, 16), 1)).shape == (4, 8)
+    for parameter in (model["a"].weight, model["b"].weight):
+        parameter.requires_grad_(False)
+    frozen = leaf(x)
+    (model["a"](frozen) + model["b"](frozen)).sum().backward()
+    near(frozen.grad, (exact["a"].weight + exact["b"].weight).double().sum(0).expand(5, 8))
+    assert calls("hostir::matmul_all_reduce") == 3, "and of the gradient of the input, where nothing else is to be done"
+    up, gated = ColumnParallelLinear(8, 16, tp, gather_dim=None), GatedMLP(8, 16, tp, sequence_dim=None)
+    up(x).sum().backward()  # of the weights alone
+    near(full(up.weight.grad), x.double().sum(0).expand(16, 8))
+    near(gated(x), exact_gated(gated, x))
+
+
+def exact_gated(mlp: GatedMLP, x: Tensor) -> Tensor:
+    gate, up, down = (layer.weight.full_tensor().double().t() for layer in (mlp.gate, mlp.up, mlp.down))
+    return (F.silu(x.double() @ gate) * (x.double() @ up)) @ down
 
 
 @case
@@ -295,7 +318,74 @@ def attention_and_gated_mlp_gather_once() -> None:
     QKVParallelLinear(8, 16, 8, tp)
 
 
+@case
+def layers_in_fp8_multiply_rounded_numbers() -> None:
+    tp = ranks()
+    for axis, dtype in ((0, torch.float32), (1, torch.bfloat16)):
+        exact = same(Block(dtype))
+        model = copy.deepcopy(exact)
+        columns = ColwiseParallel("a", "b", "c", input_layouts=Shard(axis), fp8=True)
+        parallelize_module(model, tp, {"": columns, "out": RowwiseParallel(output_layouts=Shard(axis), fp8=True)})
+        x, weights = whole(4, 8, 8, dtype=dtype), whole(4, 8, 8, dtype=dtype)
+        x[..., 0] *= torch.logspace(-9, 9, 8, 2.0)  # rows of other sizes have other scales
+        mine = leaf(part(x, axis))
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True):
+            y = model(mine)
+            (y * part(weights, axis)).sum().backward()
+        names = "hostir::all_gather_scaled_matmul", "hostir::scaled_matmul_reduce_scatter"
+        assert [calls(name) for name in names] == [2, 2]
+        assert "fp8" in repr(model.a)
+        rounded_alone, given = copy.deepcopy(exact).double(), leaf(x.double())
+        for name, layer in rounded_alone.named_children():
+            layer.__class__ = Float8Linear
+            layer.gathers_dy = name == "out"
+        true_y = rounded_alone(given)
+        (true_y * weights).sum().backward()
+        bound = 1e-2 if dtype == torch.float32 else 4e-2  # few numbers are rounded to the other neighbour
+        for found, true in (
+            (y, part(true_y, axis)),
+            (mine.grad, part(given.grad, axis)),
+            *((full(model.get_parameter(n).grad), p.grad) for n, p in rounded_alone.named_parameters()),
+        ):
+            assert (found.double() - true).norm() <= bound * true.norm()
+    x, w = whole(32, 64), whole(16, 64)
+    y = hi.torch.column_parallel_linear(part(x, 0), w, tp, fp8=True)
+    assert ((y - x @ w.t()).abs() <= ((1 + 2**-4) ** 2 - 0.999) * (x.abs() @ w.t().abs())).all()
+    hostile = x.clone()
+    hostile[0, 0], hostile[1, 1], hostile[2] = torch.nan, torch.inf, 0
+    y = hi.torch.column_parallel_linear(part(hostile, 0), w, tp, fp8=True)
+    assert y[:2].isnan().all()
+    assert y[2:].isfinite().all()
+    with pytest.raises(hi.HostIRError, match="not summed on all ranks"):
+        hi.torch.row_parallel_linear(x, w, tp, reduce="all", fp8=True)
+    with pytest.raises(hi.HostIRError, match="products in fp8 are not summed"), hi.torch.install(strict=True):
+        parallelize_module(nn.Linear(16, 8), tp, RowwiseParallel(fp8=True))
+    for made in (QKVParallelLinear(16, 16, 8, tp, fp8=True), GatedMLP(16, 32, tp, fp8=True)):
+        ys = made(part(x[:, :16], 0))
+        for found in (ys,) if isinstance(ys, Tensor) else ys:
+            assert found.isfinite().all()
+    assert calls("hostir::all_gather_gated") == 0
+
+
 # With the rest of torch -----------------------------------------------------------------------------------------------
+
+
+@case
+def weights_of_modules_say_in_which_dtype_their_gradients_are() -> None:
+    tp, x, h = ranks(), whole(16 * RANKS, 8), whole(16 * RANKS, 8 * RANKS)
+    x, h = x.bfloat16(), h.bfloat16()
+    for cls, given, true in ((ColumnParallelLinear, part(x, 0), x), (RowParallelLinear, part(h, 1), h)):
+        layer = cls.from_linear(same(nn.Linear(true.shape[1], 8 * RANKS, bias=False).bfloat16()), tp)
+        layer.weight.grad_dtype = torch.float32
+        dy = whole(16 * RANKS, 8 * RANKS).bfloat16()
+        column = cls is ColumnParallelLinear
+        for _ in range(2):  # added up in f32, too
+            (layer(leaf(given)) * part(dy, 1 if column else 0)).sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
+        assert layer.weight.grad.placements == layer.weight.placements
+        exact = 2 * dy.double().t() @ true.double()
+        torch.testing.assert_close(full(layer.weight.grad).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @case

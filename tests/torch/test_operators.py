@@ -33,8 +33,9 @@ ON_FOUR = {  # the others are about no number of ranks, and run on two
     "random_stacks_of_layers_are_as_exact_as_those_of_dtensor",
     "styles_are_torchs",
     "modules_compute_what_whole_layers_do",
-    "a_replicated_end_is_an_all_reduce",
+    "replicated_ends_are_all_reduces",
     "attention_and_gated_mlp_gather_once",
+    "layers_in_fp8_multiply_rounded_numbers",
     "fully_shard_and_checkpoints",
     "a_checkpoint_of_some_ranks_is_loaded_by_others",
 }

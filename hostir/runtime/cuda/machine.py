@@ -180,6 +180,7 @@ class CudaMachine:
         self.timeouts = Timeouts(groups.rank)
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
+        self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
         if shares_memory(program):  # a stream of a call follows the same stream of the call before
             self.streams = groups.streams.setdefault(program.digest, self.streams)
@@ -204,8 +205,7 @@ class CudaMachine:
         limit: int | None = None,
     ) -> CudaPlan:
         """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
-        teams = message_teams_of(unrolled.program)
-        self.connect([team for team in teams if self.messages.rank in team and team not in self.messages.made])
+        self.connect([team for team in self.teams if team not in self.messages.made])
         return CudaPlan(self, unrolled, timeline, kind, limit)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
@@ -243,6 +243,7 @@ class CudaPlan:
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
+        self.freed_later: list[FreeOp] | None = None  # those behind a product that its copies will be bound with
         self.awaited_at_once = awaited_at_once(unrolled)
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
@@ -255,8 +256,10 @@ class CudaPlan:
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
+        kept = self.kept_to_the_end() if self.one_sided else set()
         for op in unrolled.ops:
-            self.add(op)
+            if op.frees not in kept:
+                self.add(op)
         for buffer in sorted(self.late):
             self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
@@ -264,6 +267,14 @@ class CudaPlan:
         for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
+
+    def kept_to_the_end(self) -> set[int]:
+        """Return the buffers that are dropped with the run, when the caller's stream has joined all others."""
+        allocated = self.unrolled.allocated
+        kept = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
+        for buffer in kept:
+            del self.late[buffer]
+        return kept
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(
@@ -401,6 +412,9 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
+        if self.one_sided is not None and id(op) in self.one_sided.products:
+            self.freed_later = []
+            return
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.compute(op))
         else:
@@ -426,10 +440,17 @@ class CudaPlan:
 
     def add_push(self, op: CopyOp | SignalOp) -> bool:
         """Return whether one kernel carries out the operation with others; bind it with the last of them."""
-        pushes = self.flagged.pushes.get(id(op))
-        if pushes is not None and op is pushes.ops[-1]:
+        pushes, pushed = self.flagged.pushes.get(id(op)), self.flagged.products.get(id(op))
+        if pushes is None or op is not pushes.ops[-1]:
+            return pushes is not None
+        if pushed is not None:
+            self.here(pushed.product, self.flagged.pushed_product(pushed.product, pushes))
+            freed, self.freed_later = self.freed_later or [], None
+            for each in freed:
+                self.add_free(each)
+        else:
             self.here(pushes.ops[0], self.flagged.push(pushes))
-        return pushes is not None
+        return True
 
     def add_wait_signal(self, op: WaitSignalOp) -> None:
         self.direct(op, self.flagged.wait_signal(op))
@@ -468,6 +489,9 @@ class CudaPlan:
         self.append(op, step)
 
     def add_free(self, op: FreeOp) -> None:
+        if self.freed_later is not None:
+            self.freed_later.append(op)
+            return
         registers = self.registers
         gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
         self.mark(op, op.buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import Pushes, Step, bind_compute, completed, compute_block, copy_here
+from hostir.runtime.binding import PushedProduct, Pushes, Step, bind_compute, completed, compute_block, copy_here
 from hostir.runtime.cuda.memory import CREDITS, Slot, flow_control_of, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels import aten
@@ -31,7 +32,7 @@ from hostir.runtime.unroll import (
 )
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
 # No stream may poll or raise a flag of a call before the previous call has ended.
@@ -170,7 +171,11 @@ class CudaOneSided:
         self.start = torch.cuda.Event()  # recorded at the beginning of the call
         self.unforked = {id(op) for op in unforked(unrolled)}
         self.sent: set[tuple[int, BufferPlace, int, int]] = set()
-        self.pushes = {id(op): pushes for pushes in Pushes.of(unrolled) for op in pushes.ops}
+        runs = Pushes.of(unrolled)
+        self.pushes = {id(op): pushes for pushes in runs for op in pushes.ops}
+        products = [each for each in PushedProduct.of(unrolled, runs) if self.pushing_kernel(each.product) is not None]
+        self.products = {id(op): each for each in products for op in (each.product, *each.pushes.ops)}
+        self.behind_products = {id(each.reader) for each in products}
         self.barriers: list[BarrierOp] = []  # all but those that credits replace
 
     @cached_property
@@ -232,24 +237,38 @@ class CudaOneSided:
 
     def push(self, pushes: Pushes) -> Step:
         """Return the step that launches one kernel for all of these copies and signals."""
-        registers, (first, _) = self.registers, pushes.copies[0]
-        source = self.unrolled.buffers[first.x]
-        to = registers[first.out]
+        registers, source = self.registers, self.unrolled.buffers[pushes.copies[0][0].x]
+        kernel = self.pushing(pushes)
+        return lambda: kernel(registers[source])
+
+    def pushed_product(self, op: ComputeOp, pushes: Pushes) -> Step:
+        """Return the step that launches one kernel for a product and for copies of its rows: see `PushedProduct`."""
+        registers, out, operands, kernel = self.registers, op.out, op.operands, self.pushing_kernel(op)
+        assert kernel is not None
+        multiply = repeating(kernel, pushed=self.pushing(pushes), **op.options)
+        return lambda: multiply(registers[out], *[registers[x] for x in operands])
+
+    def pushing_kernel(self, op: ComputeOp) -> Kernel | None:
+        """Return the kernel that makes a product and stores it to peers as well, if there is one."""
+        return kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_pushed")
+
+    def pushing(self, pushes: Pushes) -> PushKernel:
+        """Return the kernel that makes all of these copies and sends their signals."""
+        to = self.registers[pushes.copies[0][0].out]
         pieces = []
         for copy, signal in pushes.copies:
             flag, epoch = (0, 0) if signal is None or self.is_sent(signal) else (self.raised(signal), signal.epoch)
             offset = self.unrolled.layouts[copy.x].offset * to.element_size()
-            pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
+            pieces.append((offset, self.registers[copy.out].data_ptr(), flag, epoch))
         # The kernel raises its flags in any order, so each only once: a lower epoch might arrive after the reset to 0.
         last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
         pieces = [
             (offset, target, flag if last[flag] == number else 0, epoch)
             for number, (offset, target, flag, epoch) in enumerate(pieces)
         ]
-        kernel = self.push_kernel(pieces, to.numel() * to.element_size(), pushes.sms)
-        return lambda: kernel(registers[source])
+        return self.push_kernel(pieces, to.numel() * to.element_size(), pushes.sms)
 
-    def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> Callable[[torch.Tensor], None]:
+    def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> PushKernel:
         from hostir.runtime.kernels.flags import Piece, PushKernel  # which needs Triton
 
         return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
@@ -306,6 +325,8 @@ class CudaOneSided:
         polls, a product directly after this rank's copies by SMs and without own rows waits for all blocks at once, and
         is one kernel: it could not start much earlier.
         """
+        if op.ready is not None and id(op) in self.behind_products:
+            op = replace(op, ready=replace(op.ready, overlapped_sms=0))
         kernel, ready = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks"), op.ready
         if kernel is not None:
             return self.in_one_kernel(op, kernel)

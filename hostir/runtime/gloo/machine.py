@@ -246,7 +246,7 @@ class GlooPlan:
         inference = torch.is_inference_mode_enabled()  # the mode is a thread's own, too
         for lane, queue in self.workers:
             lane.done.clear()
-            queue.put(partial(lane.run_in_mode, inference))
+            queue.put(partial(lane.run_on_thread, inference))
         self.lanes[CALLER].run()
         for lane, _ in self.workers:
             while not lane.done.wait(0.1) and (isinstance(lane.key, int) or not self.problem):

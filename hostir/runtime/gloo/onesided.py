@@ -83,12 +83,14 @@ class ThreadLane:
             self.fail(self.ops[self.position], problem)
         finally:
             self.cursor = None
-            self.done.set()
 
-    def run_in_mode(self, inference: bool) -> None:
-        """Do as `run`, in torch's inference mode if the caller is: each thread has a mode of its own."""
-        with torch.inference_mode() if inference else contextlib.nullcontext():
-            self.run()
+    def run_on_thread(self, inference: bool) -> None:
+        """Do as `run`, in torch's inference mode if the caller is, as each thread has a mode of its own; set `done`."""
+        try:
+            with torch.inference_mode() if inference else contextlib.nullcontext():
+                self.run()
+        finally:
+            self.done.set()
 
     @property
     def position(self) -> int:

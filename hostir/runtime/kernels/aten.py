@@ -35,9 +35,9 @@ _setting = threading.Lock()  # held while a setting differs from the user's
 IN_ORDER = 16
 
 
-def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`out[..., N] = a[..., K] @ b[K, N]`."""
-    _contract(out, a, b, None)
+def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> None:
+    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once; the addend may be `out` itself."""
+    _contract(out, a, b, addend)
 
 
 def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -113,6 +113,13 @@ def add_up(
     out.copy_(total)
 
 
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
+    """`out = x / sqrt(mean(x^2) + eps) * weight` of each row, in f32 or better, rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    total = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out.copy_(total if weight is None else total * weight)
+
+
 FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LEAST_SCALE = 2.0**-126  # the smallest normal number of f32
 
@@ -174,14 +181,14 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
 
 
 KERNELS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum)
+    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm)
 }
 BY_CUBLAS = (matmul, linear, scaled_matmul)
 KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize)}
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`out = a @ b (+ bias)`, with sums in f32.
+    """`out = a @ b (+ bias)`, with sums in f32; a bias is a row, or has the shape of `out`.
 
     If rows are not multiples of 16 bytes, cuBLAS takes other kernels, and different ones for slices and for the whole
     tensor: with 16-bit sums some of them have 1.4 times the error of the others.
@@ -216,7 +223,7 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
         if bias is None:
             torch.mm(a_rows, b, out=out_rows)
         else:
-            torch.addmm(bias, a_rows, b, out=out_rows)
+            torch.addmm(bias if bias.ndim == 1 else bias.reshape(out_rows.shape), a_rows, b, out=out_rows)
     elif a.ndim == 3:
         batched = b.expand(len(a), *b.shape)
         if bias is None:
@@ -224,8 +231,8 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
         else:
             torch.baddbmm(bias, a, batched, out=out)
     else:
-        for out_part, a_part in zip(out, a, strict=True):
-            _multiply(out_part, a_part, b, bias)
+        for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
+            _multiply(out_part, a_part, b, bias if bias is None or bias.ndim == 1 else bias[i])
 
 
 @functools.lru_cache(maxsize=1024)

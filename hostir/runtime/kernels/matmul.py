@@ -12,7 +12,16 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, block_rows, done_rows, with_rows
+from hostir.runtime.kernels.flags import (
+    DoneFlags,
+    Pushed,
+    PushKernel,
+    ReadyFlags,
+    block_rows,
+    done_rows,
+    pushed_rows,
+    with_rows,
+)
 from hostir.runtime.kernels.layout import (
     INTERPRETED,
     Compiled,
@@ -245,6 +254,7 @@ class MatmulLaunch:
         schedule: number of tiles before the split ones, of split ones, and of parts of each; None if none is split.
         sums, tickets: sizes of the `workspace`.
         counts: where in the tickets the counts of blocks begin, two words each, behind the tickets of split tiles.
+        pushed_block: rows per piece of those that are copied to peers; None: there are no copies.
         copies_own: copy own rows to their place in a before the launch, and do not pass them.
         sizes: the arguments of the kernel from `early` to `K`.
         strides, constants, options: further arguments, what the kernel is compiled for, and how.
@@ -262,6 +272,7 @@ class MatmulLaunch:
     sums: int
     tickets: int
     counts: int
+    pushed_block: int | None
     copies_own: bool
     sizes: tuple[int, ...]
     strides: Strides
@@ -275,7 +286,12 @@ class MatmulLaunch:
         self._rest = (*self.sizes, self.strides, self.constants)
 
     def launch(
-        self, matrices: Matrices, vectors: Vectors, ready: ReadyFlags | None, done: DoneFlags | None
+        self,
+        matrices: Matrices,
+        vectors: Vectors,
+        ready: ReadyFlags | None,
+        done: DoneFlags | None,
+        pushed: PushKernel | None,
     ) -> Again | None:
         """Launch for these tensors, on the current stream.
 
@@ -283,13 +299,13 @@ class MatmulLaunch:
         the kernel had to be compiled.
         """
         if self.compiled is None:
-            self._compile(matrices, vectors, ready, done)
+            self._compile(matrices, vectors, ready, done, pushed)
             return None
         if torch.cuda.current_device() != self.device.index:
             with launching(self.device):
-                return self.launch(matrices, vectors, ready, done)
+                return self.launch(matrices, vectors, ready, done, pushed)
         bind_thread(self.device)
-        given = self._arguments(self.compiled, matrices, vectors, ready, done)
+        given = self._arguments(self.compiled, matrices, vectors, ready, done, pushed)
         self._start(self.compiled, given)
         return partial(self._again, self.compiled, given)
 
@@ -301,7 +317,14 @@ class MatmulLaunch:
         with launching(self.device):
             self._again(compiled, given)
 
-    def _compile(self, matrices: Matrices, vectors: Vectors, ready: ReadyFlags | None, done: DoneFlags | None) -> None:
+    def _compile(
+        self,
+        matrices: Matrices,
+        vectors: Vectors,
+        ready: ReadyFlags | None,
+        done: DoneFlags | None,
+        pushed: PushKernel | None,
+    ) -> None:
         """Launch through Triton, which compiles if needed; the interpreter has no other way."""
         operands: list[Any] = list(matrices)
         if self.described is not None:
@@ -319,7 +342,8 @@ class MatmulLaunch:
                 shared = shared if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
                 counts = None if done is None else tickets[self.counts : self.tickets].view(torch.int64)
             operands += self._vectors(*vectors)
-            given = (*operands, *self._order(ready, done), *waits, *raised, counts, *shared)
+            copies = None if pushed is None else Pushed(pushed.table, pushed.arrived, pushed.count, self.pushed_block)
+            given = (*operands, *self._order(ready, done), *waits, *raised, copies, counts, *shared)
             kernel = matmul_kernel[(self.programs,)](*given, *self._rest, **self.options)
         if not INTERPRETED:
             self.compiled = Compiled(kernel)
@@ -350,6 +374,7 @@ class MatmulLaunch:
         vectors: Vectors,
         ready: ReadyFlags | None,
         done: DoneFlags | None,
+        pushed: PushKernel | None,
     ) -> Sequence[Any]:
         """Return the arguments that depend on the tensors, as addresses and encoded descriptors."""
         a, b, out, own = matrices
@@ -375,7 +400,10 @@ class MatmulLaunch:
             None if bias is None else bias.data_ptr(),
             None if scales is None else (scales[0].data_ptr(), scales[1].data_ptr()),
         )
-        return (*operands, *added, *self._order(ready, done), *waits, *raised)
+        copies: tuple[Any, ...] | None = None
+        if pushed is not None:
+            copies = (pushed.table.data_ptr(), pushed.arrived.data_ptr(), pushed.count, self.pushed_block)
+        return (*operands, *added, *self._order(ready, done), *waits, *raised, copies)
 
     def _vectors(self, bias: Any, scales: tuple[Any, Any] | None) -> tuple[Bias | None, Scales | None]:
         """Return the arguments `bias` and `scales`, of tensors or addresses."""
@@ -488,13 +516,19 @@ def multiply(
     tile: Tile | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     fast: bool = False,
+    adds: bool = False,
+    pushed: PushKernel | None = None,
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
     None if more than one launch was needed, if a setting may change what is launched, or if the kernel was compiled.
 
-    `scales` and `fast` are for 8-bit operands: see `hostir.runtime.kernels.scaled`. The scales are of a, `[rows, 1]` or
+    With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` and `fast` are for 8-bit
+    operands: see `hostir.runtime.kernels.scaled`. The scales are of a, `[rows, 1]` or
     `[rows, K / 128]` with all rows of `a`, and of b, `[1, N]` or `[K / 128, N / 128]`; strides may be 0.
+
+    `pushed`: copies of pieces of `out`, of whole rows each, which the kernel makes itself, from registers; at its end
+    it raises their flags. `out` must be dense, and there are no flags of `ready` or `done`.
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -504,16 +538,22 @@ def multiply(
         *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
         *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
         None if done is None else (_layout(done.flags), _narrow(done.epoch)),
-        *(use_descriptors, tile, tf32, fast, None if scales is None else tuple(map(_layout, scales))),
+        *(use_descriptors, tile, tf32, fast, None if scales is None else tuple(map(_layout, scales)), adds),
+        None if pushed is None else pushed.kind,
     )
     call = _calls.get(kind)
     if call is None:
-        call = _prepare((a, b, out, own), (bias, scales), transpose_b, ready, done, use_descriptors, tile, tf32, fast)
+        matrices, vectors, how = (a, b, out, own), (bias, scales), (use_descriptors, tile, tf32, fast)
+        call = _prepare(matrices, vectors, transpose_b, ready, done, *how, adds, pushed)
         if call is None:
+            if adds:
+                return None
             if bias is None:
                 out.zero_()
             else:
                 out.copy_(bias.expand_as(out))
+            if pushed is not None:
+                pushed(out)
             return None
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
@@ -522,7 +562,7 @@ def multiply(
         assert ready is not None
         place_own(own, a, ready)
         own, moved = None, True
-    again = call.launch((a, b, out, own), (bias, scales), ready, done)
+    again = call.launch((a, b, out, own), (bias, scales), ready, done, pushed)
     return None if wide or moved else again
 
 
@@ -561,6 +601,8 @@ def _prepare(
     tile: Tile | None,
     tf32: bool,
     fast: bool,
+    adds: bool,
+    pushed: PushKernel | None,
 ) -> MatmulLaunch | None:
     """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
     (a, b, out, own), (bias, scales) = matrices, vectors
@@ -569,6 +611,9 @@ def _prepare(
     check(a, b, out, bias, transpose_b, scales is not None)
     block = None if ready is None else block_rows(ready, out)
     raised_block = None if done is None else done_rows(done, out)
+    if pushed is not None and (ready is not None or done is not None):
+        raise ValueError("a matmul that copies to peers waits for no flags, and raises none but theirs")
+    pushed_block = None if pushed is None else pushed_rows(pushed, out)
     has_own = own is not None
     if own is not None:
         check_own(own, a, block)
@@ -613,12 +658,14 @@ def _prepare(
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
         described = _described((a, weight, out, own), rows, use_descriptors)
-    if bias is not None and grid.batches > 1:
+    biased_batch = bias is not None and grid.batches > 1
+    if biased_batch or adds:
         tile = tile.fitting(
             *(a.element_size(), bounds.shared_memory),
             descriptors=described is not None,
-            biased_batch=True,
+            biased_batch=biased_batch,
             result=result,
+            adds=adds,
         )
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
@@ -648,6 +695,7 @@ def _prepare(
         sums=slots * tile.m * tile.n,
         tickets=tickets,
         counts=counts,
+        pushed_block=pushed_block,
         copies_own=copies_own,
         sizes=(grid.early_blocks, group, grid.batches, grid.rows, N, K),
         strides=strides,
@@ -673,6 +721,9 @@ def _prepare(
             RUN=max(1, EXACT_RUN // tile.k),
             SCALES="" if scales is None else "blocks" if blockwise else "rows",
             STEPWISE=stepwise,
+            PUSHED=0 if pushed is None else triton.next_power_of_2(pushed.count),
+            ALIGNED=pushed is not None and pushed.kind[2],
+            ADDS=adds,
         ),
         options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )

@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from hostir.runtime.kernels.flags import MISSED, Awaited, Raised, count, stores_ended, wait_for_rows
+from hostir.runtime.kernels.flags import (
+    MISSED,
+    Awaited,
+    Raised,
+    count,
+    push_tile,
+    raise_pushed,
+    stores_ended,
+    wait_for_rows,
+)
 from hostir.runtime.kernels.layout import INTERPRETED
 from hostir.runtime.kernels.tiles import SCALE_BLOCK
 
@@ -91,6 +100,8 @@ class Constants(NamedTuple):
         EARLY: the tiles of the first blocks are split in two.
         DONE: the most blocks with flags of `done` that a tile has rows of, rounded up to a power of 2; 0: there are no
             such flags.
+        PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0: there are none. ALIGNED:
+            their targets are on 16 bytes.
         OVERLAPS: it may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 on plain FMAs, of which it sums up RUN steps of BK at a time.
@@ -99,6 +110,7 @@ class Constants(NamedTuple):
             without scales.
         STEPWISE: the sum of each step along K is added to the others in float32, as with `blocks`; else tensor cores
             add up all steps. Of 8-bit operands they keep fewer bits of a sum than float32 has.
+        ADDS: the product is added to what the output holds.
     """
 
     BM: int
@@ -122,6 +134,9 @@ class Constants(NamedTuple):
     RUN: int
     SCALES: str = ""
     STEPWISE: bool = False
+    PUSHED: int = 0
+    ALIGNED: bool = False
+    ADDS: bool = False
 
 
 class Strides(NamedTuple):
@@ -189,6 +204,7 @@ class Product(NamedTuple):
         group: rows of tiles per group; first, height: the block to begin with and its rows, or None: see
             `tile_position`.
         raised: the flags that rise behind blocks, a Raised; None without DONE.
+        pushed: the copies of the result that are stored to peers, a Pushed; None without PUSHED.
     """
 
     b: Any
@@ -204,6 +220,7 @@ class Product(NamedTuple):
     first: Any
     height: Any
     raised: Any
+    pushed: Any
 
 
 # Tiles in memory ------------------------------------------------------------------------------------------------------
@@ -229,11 +246,14 @@ def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.cons
 
 @triton.jit
 def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Round the tile `x`, of `BC` columns, and store it."""
+    """Round the tile `x`, of `BC` columns, and store it, with PUSHED to peers as well."""
     batch, row, column = place
     out = product.out
+    x = from_float32(x, out.dtype if C.DESCRIPTORS else out.dtype.element_ty)
+    if C.PUSHED:
+        top = batch * product.M
+        push_tile(product.pushed, x, top + row, top + product.M, column, product.N, C.ALIGNED)
     if C.DESCRIPTORS:
-        x = from_float32(x, out.dtype)
         if C.BATCHED:
             out.store([batch, row, column], tl.reshape(x, (1, C.BM, BC)))
         else:
@@ -242,9 +262,20 @@ def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
         batch_stride, row_stride, column_stride = product.strides.out
         r = (row + tl.arange(0, C.BM)).to(tl.int64)[:, None]
         c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
-        x = from_float32(x, out.dtype.element_ty)
         at = out + batch.to(tl.int64) * batch_stride + r * row_stride + c * column_stride
         tl.store(at, x, mask=(r < product.M) & (c < product.N))
+
+
+@triton.jit
+def _stored(product, place, BC: tl.constexpr, C: tl.constexpr):
+    """Load the tile, of `BC` columns, that `store` is about to overwrite."""
+    batch, row, column = place
+    if C.DESCRIPTORS:
+        return load_descriptor(product.out, batch, row, column, C.BATCHED, C.BM, BC)
+    else:
+        batch_stride, row_stride, column_stride = product.strides.out
+        rows = product.out + batch.to(tl.int64) * batch_stride
+        return load_pointers(rows, row, column, product.M, product.N, row_stride, column_stride, C.BM, BC)
 
 
 @triton.jit
@@ -264,13 +295,15 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 @triton.jit
 def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Scale the sums of a tile, or of `BC` of its columns, add the bias, and store them."""
+    """Scale the sums of a tile, or of `BC` of its columns, add the bias or what is there, and store them."""
     _, _, column = place
     if C.SCALES == "rows":
         of_columns = load_pointers(product.scales.b, 0, column, 1, product.N, 0, product.scales.b_column, 1, BC)
         x = x * scales_of_rows(product, place, 0, C) * of_columns
     if C.HAS_BIAS:
         x += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, BC))
+    if C.ADDS:
+        x += to_float32(_stored(product, place, BC, C))
     store(product, place, x, BC, C)
 
 
@@ -508,7 +541,8 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 def whole_tiles(left, product, begin, stop, C: tl.constexpr):
     """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
     stored = 0  # tiles that are stored and not counted
-    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS):
+    # With PUSHED there is another loop within this one.
+    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS and C.PUSHED == 0):
         place = tile_position(tile, product, C)
         finish(product, place, _contract(left, product, place, 0, tl.cdiv(product.K, C.BK), C), C)
         if C.DONE:
@@ -609,10 +643,11 @@ def matmul_kernel(
     epoch,
     blocks,
     polls,
-    raised_flags,  # the fields of Raised, with DONE only
+    raised_flags,  # the fields of Raised but the last, with DONE only
     raised_epoch,
     raised_height,
-    counts,
+    pushed,  # a Pushed, with PUSHED only
+    counts,  # the last field of Raised
     workspace,  # a Workspace, with SPLIT or EARLY
     whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
     split,  # number of tiles behind them, which are split
@@ -631,7 +666,7 @@ def matmul_kernel(
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
     alone = whole if C.SPLIT else tiles
     raised = Raised(raised_flags, raised_epoch, raised_height, counts)
-    product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised)
+    product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised, pushed)
     rows = Left(a, 0, strides.a)
     before = alone  # pieces of work handed out, program by program, before the split tiles
     if C.READY:
@@ -681,5 +716,7 @@ def matmul_kernel(
                 if C.DONE:
                     count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
             part_of_tile(rows, product, place, number, part, parts, workspace, C.PAIRS, C)
+    if C.PUSHED:
+        raise_pushed(pushed, C.PUSHED)
     if C.OVERLAPS and not _INTERPRETED:
         gdc_wait()  # so that work behind this kernel is also behind the previous one

@@ -11,7 +11,7 @@ from hostir.runtime.kernels.layout import rows_or_copy
 from hostir.runtime.kernels.tiles import SCALE_BLOCK as BLOCK
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
     from hostir.runtime.kernels.table import Again
     from hostir.runtime.kernels.tiles import Tile
 
@@ -91,6 +91,7 @@ def scaled_matmul(
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
+    pushed: PushKernel | None = None,
 ) -> Again | None:
     """Compute `out[..., n] = sum over k of (scale_a * a[..., k]) * (scale_b * b[k, n]) (+ bias[n])` in Triton.
 
@@ -107,6 +108,7 @@ def scaled_matmul(
             has. Else, and always block-wise, they add up those of 128 elements, and the sums are added in float32.
         ready, done, own, use_descriptors, tile: as in `hostir.runtime.kernels.matmul.matmul`. Block-wise, the columns
             and steps of the tile must divide 128.
+        pushed: as in `hostir.runtime.kernels.matmul.multiply`.
 
     Returns what `hostir.runtime.kernels.matmul.multiply` does. Raises TypeError and ValueError as `matmul` does, and
     for scales that do not fit, or a GPU without tensor cores for 8-bit floats.
@@ -124,6 +126,7 @@ def scaled_matmul(
         tile=tile,
         scales=scales,
         fast=fast,
+        pushed=pushed,
     )
     return None if copied else again
 

@@ -15,7 +15,7 @@ from hostir.runtime.kernels.flags import with_all_rows
 from hostir.runtime.kernels.layout import collapse, rows
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -67,17 +67,19 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
     also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
     `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`.
-    Without them, the executor waits for flags, computes block by block, and raises flags.
+    Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`, contractions
+    also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
+    `scaled_matmul_pushed`, with the option `pushed`.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
         raise error(f"unknown kernels '{policy}'", expected=f"one of: {', '.join(POLICIES)}", hint=hint)
     if policy == "triton":
-        return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS}
+        return {**aten.KERNELS, **_triton_kernels(device_type), **BY_BLOCKS, **PUSHED}
     if device_type != "cuda" or importlib.util.find_spec("triton") is None:
         return aten.KERNELS
     scaled = {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either}  # ATen lacks scales of blocks
-    return {**scaled, "sum": _sum_of_few, **_QUANTIZING, **BY_BLOCKS} if policy == "auto" else scaled
+    return {**scaled, "sum": _sum_of_few, **_BY_ROWS, **BY_BLOCKS} if policy == "auto" else scaled
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
@@ -89,6 +91,7 @@ def matmul_by_blocks(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
+    addend: torch.Tensor | None = None,
     *,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
@@ -96,10 +99,10 @@ def matmul_by_blocks(
 ) -> Again | None:
     """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, each block of the flattened rows once its flag is up.
 
-    Raises the flags of `done` behind blocks of `out`. Raises HostIRError if the blocks do not fit the slices of a
-    tensor whose leading axes do not merge: see `_contract_ready`.
+    An addend is `out` itself, to which the product is added. Raises the flags of `done` behind blocks of `out`. Raises
+    HostIRError if the blocks do not fit the slices of a tensor whose leading axes do not merge: see `_contract_ready`.
     """
-    return _contract_by_blocks(out, a, _product(b, None, False), ready, done, own)
+    return _contract_by_blocks(out, a, _product(b, None, False, _adds(out, addend)), ready, done, own)
 
 
 def linear_by_blocks(
@@ -163,17 +166,63 @@ BY_BLOCKS: Mapping[str, Kernel] = {
 }
 
 
+def matmul_pushed(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None, *, pushed: PushKernel
+) -> Again | None:
+    """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, and what `pushed` does with `out`, dense, in one kernel.
+
+    If the leading axes of `a` do not merge, that is another kernel behind it.
+    """
+    return _contract_pushed(out, a, _product(b, None, False, _adds(out, addend)), pushed)
+
+
+def linear_pushed(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    pushed: PushKernel,
+) -> Again | None:
+    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_pushed`."""
+    return _contract_pushed(out, a, _product(weight, bias, True), pushed)
+
+
+def scaled_matmul_pushed(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+    pushed: PushKernel,
+) -> Again | None:
+    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_pushed`."""
+    return _contract_pushed(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast), pushed)
+
+
+PUSHED: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_pushed, linear_pushed, scaled_matmul_pushed)}
+
+
 # A contraction with its right side: f(out, a, row, **flags), of rows that begin with number `row` of all.
 Multiply = Callable[..., Again | None]
 
 
-def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool) -> Multiply:
+def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool, adds: bool = False) -> Multiply:
     from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
 
     def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, **flags)
+        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, adds=adds, **flags)
 
     return product
+
+
+def _adds(out: torch.Tensor, addend: torch.Tensor | None) -> bool:
+    """Whether a product is added to its result: an addend is this and nothing else."""
+    assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
+    return addend is not None
 
 
 def _scaled_product(
@@ -218,6 +267,14 @@ def _contract_by_blocks(
         _contract_ready(out, a, product, 0, ready, own)
     if done is not None:
         raise_flags(done, None if ready is None else ready.timeouts)
+    return None
+
+
+def _contract_pushed(out: torch.Tensor, a: torch.Tensor, product: Multiply, pushed: PushKernel) -> Again | None:
+    if _merges(out, a):
+        return product(out, a, 0, pushed=pushed)
+    _contract(out, a, product)
+    pushed(out)
     return None
 
 
@@ -291,8 +348,8 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
     return None
 
 
-def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Again | None:
-    return _contract(out, a, _product(b, None, False))
+def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Again | None:
+    return _contract(out, a, _product(b, None, False, _adds(out, addend)))
 
 
 def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Again | None:
@@ -343,7 +400,13 @@ def _quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype:
     quantize(out, x, scale, dtype=dtype)
 
 
-_QUANTIZING: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize}
+def _rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
+    from hostir.runtime.kernels.norm import rms_norm
+
+    rms_norm(out, x, weight, eps=eps)
+
+
+_BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantize, "rms_norm": _rms_norm}
 
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
@@ -391,4 +454,4 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
         )
 
     contractions: dict[str, Kernel] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
-    return {**contractions, "sum": _sum, **_QUANTIZING}
+    return {**contractions, "sum": _sum, **_BY_ROWS}

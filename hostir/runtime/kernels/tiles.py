@@ -85,17 +85,23 @@ class Tile:
     early_blocks: int = 0
 
     def shared_memory(
-        self, itemsize: int, *, descriptors: bool, biased_batch: bool = False, result: int | None = None
+        self,
+        itemsize: int,
+        *,
+        descriptors: bool,
+        biased_batch: bool = False,
+        result: int | None = None,
+        adds: bool = False,
     ) -> int:
         """Return the bytes of shared memory that it takes for operands of `itemsize` bytes, and results of `result`.
 
-        They are those of the pipeline, of the tile that a TMA store reads, and of barriers and layout conversions; the
-        latter take more if a bias is added to whole tiles of a batch.
+        They are those of the pipeline, of the tile that a TMA store reads, and as many for one to which it `adds`, and
+        of barriers and layout conversions; the latter take more if a bias is added to whole tiles of a batch.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
         outgoing = self.m * self.n * (result or itemsize) // (2 if self.halves else 1)
         changes = _BIASED_BATCH if biased_batch and not self.halves else 0
-        return pipeline + (outgoing if descriptors else 0) + _SCRATCH + changes
+        return pipeline + (outgoing * (1 + adds) if descriptors else 0) + _SCRATCH + changes
 
     def fitting(
         self,
@@ -105,11 +111,12 @@ class Tile:
         descriptors: bool,
         biased_batch: bool = False,
         result: int | None = None,
+        adds: bool = False,
     ) -> Tile:
         """Return the same tile with as many of its stages as fit into `shared_memory` bytes, at least one."""
         tile = self
         while tile.stages > 1 and shared_memory < tile.shared_memory(
-            itemsize, descriptors=descriptors, biased_batch=biased_batch, result=result
+            itemsize, descriptors=descriptors, biased_batch=biased_batch, result=result, adds=adds
         ):
             tile = replace(tile, stages=tile.stages - 1)
         return tile

@@ -81,6 +81,13 @@ class Event:
         stream.add(lambda: None, lambda: bool(reached))
 
 
+class InProduct(Event):
+    """The begin of a product that stores to peers itself: what starts there may read what is not written."""
+
+    def wait(self, stream: Stream) -> None:
+        raise AssertionError("it would run beside the product")
+
+
 @dataclass
 class Shared:
     """Symmetric memory that is the memory of this process."""
@@ -116,6 +123,7 @@ class Gpus:
     here: Gpus = field(init=False, repr=False)
     streams: list[Stream] = field(default_factory=list)
     waiting: bool = False
+    pushes: int = 0  # how many products have stored to peers themselves since ranks were planned last
     current: Stream = field(init=False)
 
     def kernels(self) -> Mapping[str, Kernel]:
@@ -123,11 +131,23 @@ class Gpus:
 
         table = kernel_table("aten", "cpu")
         waiting = {f"{name}_by_blocks": table[name] for name in ("matmul", "linear", "sum")} if self.waiting else {}
-        return {name: self.later(kernel) for name, kernel in table.items()} | waiting
+        pushed = {f"{name}_pushed": self.pushed(table[name]) for name in ("matmul", "linear")} if self.waiting else {}
+        return {name: self.later(kernel) for name, kernel in table.items()} | waiting | pushed
 
     def later(self, kernel: Callable[..., object]) -> Callable[..., None]:
         def issue(*operands: Any, **options: Any) -> None:
             self.current.add(lambda: kernel(*operands, **options))
+
+        return issue
+
+    def pushed(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        """One kernel that computes and copies."""
+
+        def issue(*operands: Any, pushed: Callable[[torch.Tensor], None], **options: Any) -> None:
+            self.pushes += 1
+            self.current.add(lambda: kernel(*operands, **options))
+            pushed(operands[0])
+            self.current.copying = InProduct()
 
         return issue
 
@@ -275,6 +295,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    # Whatever has been issued holds its tensors: nothing is reused before it has run.
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
     monkeypatch.setattr(
         cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
@@ -313,7 +335,7 @@ def layers(
     count: int,
 ) -> list[list[CudaPlan]]:
     """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
-    memory = dict[int, torch.Tensor]()
+    memory, gpus.pushes = dict[int, torch.Tensor](), 0
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
     made: dict[int, list[CudaPlan]] = {}
 

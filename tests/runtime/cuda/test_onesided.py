@@ -191,6 +191,9 @@ def overlapped(fusion: Program, strategy: str) -> Program | None:
     return None if needs_nccl(program) else program
 
 
+LAYOUTS = {2: symbolic.LAYOUTS[:2], 3: symbolic.LAYOUTS[2:-1]}  # by ranks: each with every program once
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("pattern", GATHERED, ids=lambda p: p.__name__)
 def test_no_rows_and_inputs_of_any_strides_are_right_in_every_order(
@@ -200,7 +203,7 @@ def test_no_rows_and_inputs_of_any_strides_are_right_in_every_order(
     assert len(programs) == 3
     for seed, program in enumerate(programs):
         check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
-        for layout in symbolic.LAYOUTS[:-1]:
+        for layout in LAYOUTS[ranks]:
             check_calls(program, gpus, seed, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
 
 
@@ -285,8 +288,22 @@ def test_reduce_scatters_as_they_are_lowered_are_right_in_every_order(
     assert programs or pattern is patterns.row_parallel_bias
     for seed, program in enumerate(programs):
         check_calls(program, gpus, seed, monkeypatch, sizes={"M": 0})
-        for layout in (torch.clone, *symbolic.LAYOUTS[:-1]):
-            check_calls(program, gpus, seed, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
+        for n, layout in enumerate((torch.clone, *LAYOUTS[ranks])):
+            check_calls(program, gpus, seed + n, monkeypatch, sizes={"M": 12 * ranks}, layout=layout)
+
+
+PUSHED = (patterns.row_parallel, patterns.mlp_replicated, patterns.mlp)
+WAITING = (1, 3, 4, 7)  # seeds with which kernels wait by themselves, and store to peers
+
+
+@pytest.mark.parametrize("pattern", PUSHED, ids=lambda p: p.__name__)
+def test_products_that_store_to_peers_themselves_are_right_in_every_order(
+    pattern: Callable[..., hi.Fusion], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(pattern(3, 1, 12, 4 * 3, 6), "push")
+    for seed in WAITING:
+        check_calls(program, gpus, seed, monkeypatch)
+        assert gpus.pushes == 3 * 3, "each rank in each call"
 
 
 def test_flags_that_a_kernel_raises_while_it_runs_are_no_order_of_a_stream(

@@ -110,6 +110,11 @@ def parts() -> int:
     return count
 
 
+def programs_of_last() -> int:
+    """How many programs the matmul that was prepared last has."""
+    return [*matmul_module._calls.values()][-1].programs
+
+
 def check_matmul(
     a: torch.Tensor,
     b: torch.Tensor,

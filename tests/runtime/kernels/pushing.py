@@ -48,3 +48,41 @@ class Job:
             assert (target[begin + self.size :] == 7).all()
         assert self.flags.tolist() == [i + 1 if i % 4 != 3 else 0 for i in range(len(self.offsets))]
         assert not self.push.arrived.any(), "the next call finds nobody there"
+
+
+@dataclass
+class Peers:
+    """Memory of peers to which a matmul stores pieces of its rows, each with a flag, and guards around it.
+
+    Piece i has rows `tops[i]` to before `tops[i] + height`.
+    """
+
+    targets: list[torch.Tensor]
+    tops: list[int]
+    height: int
+    flags: torch.Tensor
+    push: PushKernel
+
+    @classmethod
+    def of(cls, out: torch.Tensor, tops: list[int], height: int, shift: int = 0) -> Peers:
+        """Targets for such rows of `out`, `[..., N]`, each `shift` bytes behind a multiple of 16."""
+        row, device = out.shape[-1] * out.element_size(), out.device
+        targets = [torch.full((2 * GUARD + shift + height * row,), 7, dtype=torch.uint8, device=device) for _ in tops]
+        flags = torch.zeros(len(tops), dtype=torch.int64, device=device)
+        told = [
+            Piece(top * row, target.data_ptr() + GUARD + shift, flags.data_ptr() + 8 * i if i % 4 != 3 else 0, i + 1)
+            for i, (top, target) in enumerate(zip(tops, targets, strict=True))
+        ]
+        return cls(targets, tops, height, flags, PushKernel(device, told, height * row, 3))
+
+    def check(self, out: torch.Tensor, shift: int = 0) -> None:
+        """All pieces of `out` have come, nothing around them has changed, and the flags are up."""
+        flat, begin = out.reshape(-1, out.shape[-1]), GUARD + shift
+        for top, target in zip(self.tops, self.targets, strict=True):
+            rows = flat[top : top + self.height].contiguous().view(torch.uint8).view(-1)
+            end = begin + len(rows)
+            assert torch.equal(target[begin:end], rows)
+            assert (target[:begin] == 7).all()
+            assert (target[end:] == 7).all()
+        assert self.flags.tolist() == [i + 1 if i % 4 != 3 else 0 for i in range(len(self.tops))]
+        assert not self.push.arrived.any(), "the next call finds nobody there"

@@ -15,9 +15,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hostir.runtime.kernels.flags import PER_THREAD, WARPS, push_kernel
+from hostir.runtime.kernels.flags import PER_THREAD, WARPS, Pushed, push_kernel
 from hostir.runtime.kernels.matmul import EXACT_RUN
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.norm import _rms_norm_kernel
 from hostir.runtime.kernels.quantize import _quantize_kernel, _row_scales_kernel
 from hostir.runtime.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
@@ -71,12 +72,14 @@ def compiled(
     result: str | None = None,
     scales: str = "",
     stepwise: bool = False,
+    adds: bool = False,
     dtype_b: str | None = None,
+    pushed: int = 0,
 ):
     """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows.
 
     `done`: it raises flags behind blocks, of which a tile has rows of so many. `result`, `dtype_b`: the types of out
-    and b, if they are not `dtype`.
+    and b, if they are not `dtype`. `pushed`: it copies up to so many pieces to peers.
     """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
@@ -90,13 +93,14 @@ def compiled(
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
         *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
-        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise),
+        *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0, adds),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
     absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
     absent += [] if own else ["own"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
+    absent += [] if pushed else ["pushed"]
     absent += [] if shares else ["workspace", "whole", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
@@ -117,6 +121,8 @@ def compiled(
         signature |= {"timeouts": "*i64", **ready}
     if done:
         signature |= {"raised_flags": "*i64", "counts": "*i64"}
+    if pushed:
+        signature["pushed"] = Pushed("*i64", "*i32", "i32", "i32")
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
@@ -378,6 +384,14 @@ def test_raising_flags_leaves_the_pipeline_as_it_is_and_needs_no_more_memory_tha
     assert kernel.metadata.spilled == 0
 
 
+def test_what_a_product_is_added_to_fits_beside_the_pipeline():
+    tile = candidates("bf16")[0].fitting(2, SHARED_MEMORY, descriptors=True, adds=True)
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=True, done=1, adds=True)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True, adds=True) <= SHARED_MEMORY
+    assert kernel.metadata.spilled == 0
+
+
 # With own rows, early and split tiles, a few registers are short behind the pipeline, where a tile is stored.
 @pytest.mark.parametrize(
     ("tile", "pairs", "spills"),
@@ -438,14 +452,18 @@ def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
 
 
 @pytest.mark.parametrize(("x", "out"), [("bf16", "fp8e4nv"), ("fp32", "fp8e5")])
-def test_quantizing_moves_16_bytes_at_a_time_rounds_in_hardware_and_spills_nothing(x, out):
-    sizes, floats = {"COUNT": 1, "WIDTH": 4096}, {"limit": "fp32", "least": "fp32"}
+def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_nothing(x, out):
+    sizes = {"COUNT": 1, "WIDTH": 4096, "ONCE": True}
+    floats = {"limit": "fp32", "least": "fp32", "eps": "fp32"}
     for kernel, types in (
         (_row_scales_kernel, {"x": f"*{x}", "out": "*fp32"}),
         (_quantize_kernel, {"x": f"*{x}", "scale": "*fp32", "out": f"*{out}"}),
+        (_rms_norm_kernel, {"x": f"*{x}", "weight": f"*{x}", "out": f"*{x}"}),
     ):
         names = kernel.arg_names
-        constants = {name: size for name, size in sizes.items() if name in names} | {"x_column": 1, "out_column": 1}
+        constants = {name: size for name, size in sizes.items() if name in names} | {
+            name: 1 for name in ("x_column", "out_column", "weight_column") if name in names
+        }
         signature = {name: "constexpr" if name in constants else {**floats, **types}.get(name, "i32") for name in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
@@ -457,6 +475,20 @@ def test_quantizing_moves_16_bytes_at_a_time_rounds_in_hardware_and_spills_nothi
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
+
+
+def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_behind_all_of_it():
+    tile = dataclasses.replace(next(t for t in candidates("bf16") if (t.m, t.n) == (64, 128)), split=64)
+    kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, pairs=True, pushed=8)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
+    assert kernel.metadata.spilled == 0
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "loads go on while tensor cores multiply, split or not"
+    stored = [found.start() for found in re.finditer(r"st\.global\.v4\.b32", ptx)]
+    arrival, raised = ptx.find("atom.global.sys.acq_rel.add.u32"), ptx.find("atom.global.sys.release.exch.b64")
+    assert stored
+    assert max(stored) < ptx.rfind("bar.sync", 0, arrival) < arrival < raised
+    assert arrival < ptx.find("bar.sync", arrival) < raised, "every thread knows before it raises a flag"
 
 
 def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():

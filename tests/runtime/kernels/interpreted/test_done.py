@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 from hostir.runtime.kernels import matmul as module
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts
-from hostir.runtime.kernels.matmul import DTYPES, matmul
+from hostir.runtime.kernels.matmul import DTYPES, matmul, multiply
 from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
 
@@ -77,13 +77,18 @@ def test_every_flag_rises_behind_its_block_and_counts_are_left_at_zero(data):
     flags = torch.zeros(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
     epoch, first = draw(st.sampled_from([1, 7])), draw(st.integers(0, blocks - 1))
     out, buffer = embedded([*rows.shape[:-1], N], dtype, pad=[0] * (rows.ndim - 2) + [1, 8])
+    before = whole_numbers(*out.shape, dtype=dtype) if bias is None and draw(st.booleans()) else None
+    if before is not None:
+        out.copy_(before)
     with pytest.MonkeyPatch.context() as patch, multiprocessors(draw(st.integers(1, 12))):
         watched = Watched(patch, flags, out)
         done = DoneFlags(flags, epoch, first)
-        matmul(rows, b, out, bias=bias, done=done, use_descriptors=use_descriptors, tile=tile)
+        how = {"use_descriptors": use_descriptors, "tile": tile, "adds": before is not None}
+        multiply(rows, b, out, bias=bias, done=done, **how)
     assert_only_view_written(out, buffer)
     exact = a.double() @ b.double()
-    exact = (exact if bias is None else exact + bias.double()).to(dtype)
+    added = bias if before is None else before.view(-1, N)
+    exact = (exact if added is None else exact + added.double()).to(dtype)
     assert torch.equal(out.reshape(-1, N), exact)
     assert flags.tolist() == [epoch] * blocks
     assert sorted(watched.order) == list(range(blocks)), "each rises once"

@@ -144,7 +144,7 @@ def early_tiles() -> Iterator[tuple[int, bool, bool, int, int]]:
 
 @pytest.mark.parametrize(("batches", "use_descriptors", "own", "sms", "early"), [*early_tiles()])
 def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, own, sms, early, all_apart):
-    blocks, height, N = 4, 40, 72
+    blocks, height, N = 4, 40, 40
     rows, b, bias = whole_numbers(blocks * batches, height, 24), whole_numbers(24, N), whole_numbers(N)
     a, mine = rows.clone(), slice(2 * batches, 3 * batches)
     if own:
@@ -276,17 +276,21 @@ def test_an_empty_contraction_waits_and_leaves_the_bias():
 def test_another_process_raises_the_flags_while_the_kernel_waits():
     context = torch.multiprocessing.get_context("spawn")
     blocks, height = 4, 20
-    a = torch.full((blocks * height, 24), math.nan).share_memory_()
-    flags = torch.zeros(blocks, dtype=torch.int32).share_memory_()
-    rounds = context.Queue()
+    rows, raised_flags, rounds = (
+        context.RawArray("f", blocks * height * 24),
+        context.RawArray("i", blocks),
+        context.Queue(),
+    )
+    a = torch.frombuffer(rows, dtype=torch.float32).view(-1, 24)
+    flags = torch.frombuffer(raised_flags, dtype=torch.int32)
     b, ready = whole_numbers(24, 48), ReadyFlags(flags, 0, no_timeouts(blocks, "cpu"))
-    other = context.Process(target=fill_and_raise, args=(a, flags, rounds), daemon=True)
+    other = context.Process(target=fill_and_raise, args=(rows, raised_flags, rounds), daemon=True)
     other.start()
     orders = [[0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]]
     for epoch, order in enumerate(orders, start=1):
         source = whole_numbers(blocks * height, 24)
         a.fill_(math.nan)  # what is read too early shows
-        rounds.put((source, epoch, order))
+        rounds.put((source.numpy(), epoch, order))
         for use_descriptors in (True, False):  # the second finds everything there
             out = torch.full((blocks * height, 48), math.nan)
             now = dataclasses.replace(ready, epoch=epoch, first=order[0])
