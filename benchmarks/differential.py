@@ -2,12 +2,16 @@
 
     python -m benchmarks.differential --cases 500                                            a first look
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
+    python -m benchmarks.differential --fp8 --cases 2400 --gloo 200                          fp8 products only
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
 Cases are even over the patterns (those of examples/patterns.py and four kinds of random fusions) x strategies x 1, 2,
 3, 4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs,
 slices, streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in
 memory that holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes.
+
+With `--fp8` the patterns are those of fp8 products, with each kind of scales and along each axis, and random ones; of
+2400 cases these are 300.
 
 A case ends in one of four ways. `right`: within the bound of `hostir run --compare`. `refused`: before anything ran,
 with the message for sizes that something divides, and deservedly: which numbers of rows fit is reckoned here anew, from
@@ -27,7 +31,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -67,12 +71,23 @@ from tests.strategies import Drawn, fusions
 RANKS = (1, 2, 3, 4, 8)
 ROWS = ("divides", "does not", "M = 0", "M = 1")
 FIXED = {pattern.__name__: pattern for pattern in patterns.PATTERNS}
+FP8: dict[str, tuple[Callable[..., hi.Fusion], dict[str, Any]]] = {  # patterns, and what is given of them
+    f"{pattern.__name__}, {scales}{f', axis {axis}' if batch else ''}": (
+        pattern,
+        {"scales": scales, **({"axis": axis} if batch else {})},
+    )
+    for pattern in patterns.SCALED
+    for batch in [pattern in (patterns.scaled_batch_gathered, patterns.scaled_batch_scattered)]
+    for axis in ((0, 1) if batch else (0,))
+    for scales in ("tensor", "rows", "blocks")
+}
 ROW_FUSIONS = {
     "random gathered rows": gathered,
     "random scattered rows": scattered,
     "random fp8 products": scaled,
 }
 RANDOM = ("random fusions", *ROW_FUSIONS)
+RANDOM_FP8 = ("random fp8 products",) * 3  # of 2400 cases 300
 OUTCOMES = ("right", "refused", "wrong", "exception")
 BATCH = 60  # random fusions that are drawn at once
 TRIES = 40  # of these, until a strategy takes one
@@ -97,7 +112,17 @@ class Cell:
 
 
 CELLS = [Cell(*each) for each in product((*FIXED, *RANDOM), STRATEGIES, RANKS, ROWS)]
-Random(0).shuffle(CELLS)  # so that any stretch of numbers is a fair sample
+FP8_CELLS = [Cell(*each) for each in product((*FP8, *RANDOM_FP8), STRATEGIES, RANKS, ROWS)]
+for cells in (CELLS, FP8_CELLS):
+    Random(0).shuffle(cells)  # so that any stretch of numbers is a fair sample
+FIRST_OF_FP8 = 10**9  # the number of the first case of these
+
+
+def cell_of(number: int) -> Cell:
+    """The cell of the case of this number."""
+    if number < FIRST_OF_FP8:
+        return CELLS[number % len(CELLS)]
+    return FP8_CELLS[(number - FIRST_OF_FP8) % len(FP8_CELLS)]
 
 
 @dataclass(frozen=True)
@@ -126,7 +151,7 @@ class Result:
 # Drawing ----------------------------------------------------------------------------------------------------------
 def drawn(seed: int, number: int) -> Case | None:
     """The case of this number; None where no fusion of its cell can be lowered by its strategy."""
-    cell, random = CELLS[number % len(CELLS)], Random(f"{seed} {number}")
+    cell, random = cell_of(number), Random(f"{seed} {number}")
     for fusion in candidates(cell, random, 10_000 * seed + number // len(CELLS)):
         try:
             with knobs.scope(spec=0):
@@ -143,7 +168,7 @@ def drawn(seed: int, number: int) -> Case | None:
 
 def candidates(cell: Cell, random: Random, batch: int) -> Iterator[Program]:
     """Fusions of a cell, of which the first that can be lowered is taken."""
-    if cell.pattern in FIXED:
+    if cell.pattern in FIXED | FP8:
         yield from [fixed(cell, random)] if lowers(cell.pattern, cell.strategy, cell.ranks) else []
         return
     if of_rows := ROW_FUSIONS.get(cell.pattern):
@@ -158,6 +183,10 @@ def candidates(cell: Cell, random: Random, batch: int) -> Iterator[Program]:
 
 def fixed(cell: Cell, random: Random) -> Program:
     """One of examples/patterns.py, with M as a symbol."""
+    if cell.pattern in FP8:
+        made, given = FP8[cell.pattern]
+        each: dict[str, Any] = {"K": 128 * random.choice((1, 2)), "dtype": random.choice(("bf16", "f16", "f32"))}
+        return made(cell.ranks, "M", **each, **given).program()
     slices, ranks = random.randint(1, 4), cell.ranks
     sizes: dict[str, Any] = {
         "ranks": ranks,
@@ -345,7 +374,7 @@ def run_misfit(case: Case, machine: str) -> None:
 
 def tried(number: int, seed: int, machine: str = "local") -> Result | None:
     """Draws and runs one case; None where there is none of this number."""
-    cell = CELLS[number % len(CELLS)]
+    cell = cell_of(number)
     try:
         case = drawn(seed, number)
     except Exception:
@@ -362,13 +391,13 @@ def several(numbers: Sequence[int], seed: int) -> list[Result]:
     return [result for n in numbers if (result := tried(n, seed))]
 
 
-def simulated(cases: int, seed: int, workers: int, seconds: float) -> Iterator[Result]:
+def simulated(cases: int, seed: int, workers: int, seconds: float, first: int = 0) -> Iterator[Result]:
     """At least so many cases, unless time is up; a cell is tried in every round of as many numbers as there are."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     spawn, last, left = multiprocessing.get_context("spawn"), time.monotonic() + seconds, cases
     with spawn.Pool(workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
-        bar, first = progress.add_task("cases", total=cases), 0
+        bar = progress.add_task("cases", total=cases)
         while left > 0 and time.monotonic() < last:
             chunks = [range(n, n + CHUNK) for n in range(first, first + 8 * workers * CHUNK, CHUNK)]
             first = chunks[-1].stop
@@ -392,7 +421,7 @@ def on_this_rank(cases: int, seed: int, first: int) -> None:
 
     with session("cpu"):
         while done < cases:
-            if CELLS[number % len(CELLS)].ranks <= GLOO:
+            if cell_of(number).ranks <= GLOO:
                 if rank == 0:
                     tell(f"BEGIN {number}")
                 if result := tried(number, seed, "gloo"):
@@ -410,13 +439,13 @@ def real(cases: int, seed: int, seconds: float, first: int = 0) -> list[Result]:
     for line in job.stdout.splitlines():
         if line.startswith("END "):
             rank, number, end, said = json.loads(line[4:])
-            told = Result(number, CELLS[number % len(CELLS)], end, f"rank {rank}, {said}" if said else "")
+            told = Result(number, cell_of(number), end, f"rank {rank}, {said}" if said else "")
             if number not in worst or OUTCOMES.index(end) > OUTCOMES.index(worst[number].outcome):
                 worst[number] = told
     if job.returncode:
         begun = [int(line.split()[1]) for line in job.stdout.splitlines() if line.startswith("BEGIN ")]
         last = begun[-1] if begun else 0
-        worst[last] = Result(last, CELLS[last % len(CELLS)], "exception", f"the job ended: {job.stderr[-2000:]}")
+        worst[last] = Result(last, cell_of(last), "exception", f"the job ended: {job.stderr[-2000:]}")
     return list(worst.values())
 
 
@@ -432,8 +461,12 @@ def grid(title: str, results: Sequence[Result], down: str, across: str) -> str:
     lines: dict[tuple[Any, Any], list[Result]] = {}
     for result in results:
         lines.setdefault((getattr(result.cell, down), getattr(result.cell, across)), []).append(result)
-    known = {"pattern": [*FIXED, *RANDOM], "strategy": [*STRATEGIES], "ranks": RANKS, "rows": ROWS}
-    body = [[str(d), *(counts(lines.get((d, a), ())) for a in known[across])] for d in known[down]]
+    known = {"pattern": [*FIXED, *FP8, *RANDOM], "strategy": [*STRATEGIES], "ranks": RANKS, "rows": ROWS}
+    body = [
+        [str(d), *(counts(lines.get((d, a), ())) for a in known[across])]
+        for d in known[down]
+        if any((d, a) in lines for a in known[across])
+    ]
     return f"{title}\n\n" + table([down, *map(str, known[across])], body)
 
 
@@ -447,6 +480,7 @@ def report(results: Sequence[Result], on_gloo: Sequence[Result], around: str) ->
     if on_gloo:
         parts += [f"{GLOO} processes with gloo: {len(on_gloo)} of these cases, {totals(on_gloo)}."]
         parts += [grid("By strategy and number of rows:", on_gloo, "strategy", "rows")]
+        parts += [grid("By pattern and strategy:", on_gloo, "pattern", "strategy")]
     return "\n\n".join(parts)
 
 
@@ -476,7 +510,7 @@ def again(number: int, seed: int) -> Result | None:
     """One case, with all that belongs to it."""
     case = drawn(seed, number)
     if case is None:
-        print(f"case {number}: {CELLS[number % len(CELLS)]}: nothing to overlap")
+        print(f"case {number}: {cell_of(number)}: nothing to overlap")
         return None
     print(f"case {number}: {case.cell}: M={case.m}, schedule seed {case.seed}\n{case.fusion}\n{case.program}")
     return Result(number, case.cell, *outcome(case))
@@ -487,6 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--cases", type=int, default=500, help="on simulated ranks, at least")
     options.add_argument("--gloo", type=int, default=0, help=f"on {GLOO} gloo processes")
+    options.add_argument("--fp8", action="store_true", help="cases of fp8 products only")
     options.add_argument("--seed", type=int, default=0, help="of everything")
     options.add_argument("--case", type=int, help="only the case of this number, in full")
     options.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are begun")
@@ -495,6 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--on-this-rank", type=int, default=0, help=argparse.SUPPRESS)
     chosen = options.parse_args(arguments)
     torch.set_num_threads(1)
+    first = FIRST_OF_FP8 if chosen.fp8 else 0
     if chosen.on_this_rank:
         on_this_rank(chosen.on_this_rank, chosen.seed, chosen.case or 0)
         return 0
@@ -504,14 +540,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.case is not None and not chosen.gloo:
         results = [one for one in [again(chosen.case, chosen.seed)] if one]
     elif chosen.case is None:
-        for result in simulated(chosen.cases, chosen.seed, chosen.workers, chosen.seconds):
+        for result in simulated(chosen.cases, chosen.seed, chosen.workers, chosen.seconds, first):
             results.append(result)
             if result.outcome in ("wrong", "exception"):
                 bad.append(complaint(result, chosen.seed, "local"))
                 print(bad[-1], file=sys.stderr, flush=True)
     around = f"{time.perf_counter() - begun:.0f} s with {chosen.workers} workers, seed {chosen.seed}."
     if chosen.gloo:
-        on_gloo = real(chosen.gloo, chosen.seed, 60 + 2.0 * chosen.gloo, chosen.case or 0)
+        on_gloo = real(chosen.gloo, chosen.seed, 60 + 2.0 * chosen.gloo, chosen.case or first)
         for result in on_gloo:
             if result.outcome in ("wrong", "exception"):
                 bad.append(complaint(result, chosen.seed, "gloo"))

@@ -6,7 +6,8 @@ By default each rank has the widths of a rank of 8: heads, kv heads and the FFN 
 ranks, the tokens by the ranks there are. `--of 0` divides all by the ranks there are. Times are of one step on all
 ranks; `alone` is the same work of a rank without any communication, and what a way takes longer is its exposed
 communication. The host's time is that of a step with nothing else to do; memory is the peak of a step above what
-parameters take. Every way must give the gradients of DTensor in f32, as exactly as DTensor does in bf16.
+parameters take. Every way must give the gradients of DTensor in f32, as exactly as DTensor does in bf16; those in fp8
+are off by some ten times as much, as the last column shows, and `alone` is in bf16 for them, too.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ WAYS = {
     "torch's operators": Way(lambda case: Operators(case.plain(), case.mesh.get_group().group_name)),
     "hostir eager": Way(lambda case: case.parallel(HOSTIR)),
     "hostir compiled": Way(lambda case: case.parallel(HOSTIR, compiled=True)),
+    "hostir eager, fp8": Way(lambda case: case.parallel(FLOAT8)),
+    "hostir compiled, fp8": Way(lambda case: case.parallel(FLOAT8, compiled=True)),
 }
 
 

@@ -8,13 +8,15 @@
     torchrun --nproc-per-node 2 examples/llama.py --fp8 --compare        linear layers multiply in fp8
 
 `--compare` holds losses and gradients of each step against those of one rank with the same parameters; `--varying`
-draws the length of sequences anew each step; `--save DIR` and `--load DIR` are checkpoints of any number of ranks.
+draws the length of sequences anew each step, and the last step must leave as many bytes held as step 20 did; `--save
+DIR` and `--load DIR` are checkpoints of any number of ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 from typing import Any
 
@@ -31,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from hostir.torch import ColwiseParallel, RowwiseParallel, report
+from hostir.torch import ColwiseParallel, RowwiseParallel, install, report
 
 # The model ------------------------------------------------------------------------------------------------------------
 
@@ -256,11 +258,11 @@ class Trainer:
         self.fresh = torch.Generator().manual_seed(1)
         self.graph, self.given, self.loss = None, None, None
 
-    def tokens(self) -> Tensor:
-        """Sequences, the same on all ranks; of another length each time with --varying."""
+    def tokens(self, longest: bool) -> Tensor:
+        """Sequences, the same on all ranks; with --varying of another length each time, up to that of --tokens."""
         tp = self.mesh["tp"].size() if self.mesh else 1
         drawn = tp * int(torch.randint(2, self.options.tokens // tp + 1, (), generator=self.fresh))
-        length = drawn if self.options.varying else self.options.tokens
+        length = drawn if self.options.varying and not longest else self.options.tokens
         return sequences(self.options.batch, length, self.options.vocabulary, self.fresh).to(self.device)
 
     def gradients(self, tokens: Tensor) -> Tensor:
@@ -294,9 +296,9 @@ class Trainer:
         with torch.cuda.graph(self.graph):
             self.loss = self.computed(self.given)
 
-    def step(self) -> str:
-        """One step of training; what is to be said of it."""
-        tokens = self.tokens()
+    def step(self, number: int) -> str:
+        """One step of training, counted from 1; what is to be said of it. The first one has the longest sequences."""
+        tokens = self.tokens(longest=number == 1)
         states = {name: full(value).clone() for name, value in self.model.state_dict().items()} if self.alone else {}
         loss = self.gradients(tokens)
         said = f"{tokens.shape[1] - 1} tokens, loss {loss:.4f}"
@@ -304,11 +306,15 @@ class Trainer:
         self.optimizer.step()
         return said
 
-    def memory(self) -> str:
-        if self.device.type == "cpu":
-            return ""
+    def held(self) -> tuple[int, int]:
+        """The bytes that are held between two steps, on a CPU by Python's tensors, and those of symmetric memory."""
         symmetric = sum(report().symmetric_bytes.values())
-        return f", {torch.cuda.memory_allocated()} bytes, of symmetric memory {symmetric}"
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(), symmetric
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+        return sum(storages.values()), symmetric
 
     def checkpoint(self, action: str, folder: str) -> None:
         """Save parameters, or load what any number of ranks has saved."""
@@ -331,15 +337,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, help="ranks that share a layer; all, unless given")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile: inductor, aot_eager")
+    parser.add_argument("--strategy", default="auto", help="of hostir: auto, ring, ...")
     parser.add_argument("--graph", action="store_true", help="replay forward and backward from a CUDA graph")
     for name in ("fsdp", "fp8", "compare", "varying", "report"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load"):
         parser.add_argument(f"--{name}", metavar="DIR")
     options = parser.parse_args(argv)
-    ranks, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if options.graph and options.varying:
+        parser.error("--graph replays steps of one length, and --varying draws another for each")
+    local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.device_count() > local else torch.device("cpu")
-    mesh = None
+    if options.graph and device.type == "cpu":
+        parser.error("--graph is for GPUs")
+    with install(strategy=options.strategy):
+        train(options, device)
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    ranks, mesh = int(os.environ.get("WORLD_SIZE", 1)), None
     if "RANK" in os.environ:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -350,10 +366,17 @@ def main(argv: list[str] | None = None) -> None:
     if options.load:
         trainer.checkpoint("load", options.load)
     terminal = Console(stderr=True)
-    for number in track(range(options.steps), "steps", console=terminal, disable=not (first and terminal.is_terminal)):
-        said = trainer.step()
-        if first and number + 1 in {1, 2, 3, 20, options.steps}:
-            print(f"step {number + 1}: {said}{trainer.memory()}", flush=True)
+    steps, held = range(1, options.steps + 1), (0, 0)
+    for number in track(steps, "steps", console=terminal, disable=not (first and terminal.is_terminal)):
+        said = trainer.step(number)
+        if number not in {1, 2, 3, 20, options.steps}:
+            continue
+        before, held = held, trainer.held() if number >= 20 else held
+        memory = f", {held[0]} bytes, of symmetric memory {held[1]}" if number >= 20 else ""
+        if first:
+            print(f"step {number}: {said}{memory}", flush=True)
+        if options.varying and number > 20 and before != held:
+            raise SystemExit(f"bytes and symmetric bytes were {before} after step 20, and are {held} now")
     if options.save:
         trainer.checkpoint("save", options.save)
     if options.report and first:

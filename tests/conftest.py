@@ -11,7 +11,8 @@ from tests.golden import Golden
 
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
-ALONE = {TESTS / "runtime" / f"test_{name}.py" for name in ("processes", "torchrun")}  # `make test` runs them last
+# `make test` runs those marked `alone` at the end, and looks for them in these files only.
+ALONE = {TESTS / "runtime" / f"test_{name}.py" for name in ("processes", "torchrun")}
 
 # The same draws every time, so that a change is blamed for what it breaks and for nothing else. Fresh ones, to look for
 # what nobody has found yet: pytest --hypothesis-profile=fresh

@@ -198,7 +198,9 @@ def supervised(ranks: int, ends: socket.socket) -> None:
 
 def main() -> None:
     import networkx  # noqa: F401
-    import torch._inductor.config  # noqa: F401, which torch.use_deterministic_algorithms imports: more than a second
+    import pytest  # noqa: F401
+    import torch._inductor.config  # which torch.use_deterministic_algorithms imports: more than a second
+    import torch.distributed.checkpoint  # noqa: F401
 
     import examples.patterns  # noqa: F401
     import hostir.choice.measure

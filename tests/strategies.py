@@ -168,7 +168,7 @@ def _operand(draw: Draw, text: Text, codec: Codec) -> Any:
         Codec.SIZE: lambda: draw(sizes()),
         Codec.INT: lambda: draw(st.integers(0, 9)),
         Codec.INTS: lambda: tuple(draw(st.lists(st.integers(0, 9), max_size=4))),
-        Codec.NUMBER: lambda: draw(st.floats(0, allow_infinity=False)),
+        Codec.NUMBER: lambda: draw(st.floats(0, 1e300)),
         Codec.NAME: lambda: draw(names),
     }[codec]()
 

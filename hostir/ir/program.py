@@ -109,7 +109,8 @@ def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tu
     A split by a Stream axis of a fusion is none: it only asks a strategy for slices.
     """
     statements = tuple(statements)
-    values = [v for v in (*inputs, *(v for s in statements for v in s.named)) if isinstance(v.type, TensorType)]
+    named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
+    values = [v for v in named.values() if isinstance(v.type, TensorType)]
     every = [d for v in values for d in _sharding(v)]
     every += [d for s in statements for d in s.divisions()]
     every += [d for v in values for d in _axes(v)]
@@ -129,11 +130,16 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield for each part of an axis its size, its size on one rank, and over how many ranks it is sharded, if any."""
+    """Yield the parts of axes of which a rank may not hold a whole number.
+
+    For each its size, its size on one rank, and over how many ranks it is sharded, if any.
+    """
     type = value.tensor.host()
     for axis in type.axes:
         for factor in axis.factors:
             local = type.local_factor(factor)
+            if local.whole:
+                continue
             over = "" if local == factor.extent else f" sharded over {factor.extent / local} ranks"
             yield factor.extent, local, over
 
@@ -318,7 +324,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text, with `notes` as comments after statements, or as another printer prints it."""
+    """Return the program's text, with `notes` as comments after statements; by `printer` if it is given."""
     printer = printer or Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"

@@ -601,6 +601,7 @@ class Cast(Unary):
 
     def infer(self) -> TensorType:
         partial = self.x.tensor.partial
+        self.result()  # which refuses a dtype that is not known
         if not partial or not self.exact:
             return super().infer()
         x = replace(self.x, type=replace(self.x.tensor, partial=()))

@@ -60,17 +60,18 @@ class Guest(Session):
             raise error(f"rank {self.rank} waits at {where}, and {lost}")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
-        """Return a note on the groups that have two ranks or more in common with this one, on this device."""
-        mine, found = set(dist.get_process_group_ranks(self.group)), list[str]()
-        for name, other in list(_guests.items()):
-            if other is self or other.device != self.device or registered(name) is not other.group:
-                continue
-            if len(mine & set(dist.get_process_group_ranks(other.group))) > 1:
-                found.append(f"'{name}'")
+        """Return a note on the other groups that this rank has called, on this device.
+
+        They need have no other rank in common with this one: the circle may go on through groups of other ranks.
+        """
+        others = [(name, guest) for name, guest in list(_guests.items()) if guest is not self]
+        found = [
+            f"'{name}'" for name, guest in others if guest.device == self.device and registered(name) is guest.group
+        ]
         if not found:
             return ()
         groups = f"group{'s' * (len(found) > 1)} {', '.join(found)}"
-        what = f"this rank has made executors of {groups}, too, which have ranks in common with this group"
+        what = f"this rank, of group '{self.group.group_name}', has made executors of {groups}, too"
         return ((None, f"{what}: if ranks call the groups in different orders, their calls wait for each other"),)
 
     def leave(self, done: bool, wait: bool) -> None:

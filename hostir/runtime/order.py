@@ -77,7 +77,9 @@ def _later(clock: StreamClock, other: StreamClock, stream: int, count: int) -> S
 # An allocator of CUDA memory hands a dropped buffer to the next allocation on the stream it came from. That is safe
 # if that stream has already waited for every stream that used the buffer. The order proves it, or names the streams it
 # cannot prove it for; they are then marked on the tensor (`record_stream`), at some cost in memory. Programs that
-# lowering emits allocate on the caller's stream and join all workers to it, so they pass; texts edited by hand may not.
+# lowering emits allocate on the caller's stream and join all workers to it, so they pass; but flags may stand in for
+# a join. The caller's stream then joins all others at the end of the call, and such a buffer is dropped only then.
+# Texts edited by hand may do neither.
 
 
 def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:

@@ -294,8 +294,11 @@ def refuse_twice(name: str) -> None:
 
 
 def grad_dtype(b: Tensor) -> str:
-    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none."""
-    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else b.dtype
+    """Return the name of the dtype of a tensor's gradient, for a leaf its `grad_dtype`; empty if it gets none.
+
+    Of others torch says none; `hostir.torch.modules.local_weight` does.
+    """
+    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
     return str(dtype).removeprefix("torch.") if b.requires_grad else ""
 
 

@@ -179,12 +179,39 @@ class ShardedLinear(nn.Linear):
         if bias is not None:
             own_tokens = isinstance(bias.placements[0], Replicate) and self.output_axis is not None
             bias = bias.to_local(grad_placements=[Partial()] if own_tokens else None)
-        return weight.to_local(), bias
+        return local_weight(weight), bias
 
     def extra_repr(self) -> str:
         layouts = self.layouts
         fp8 = ", fp8" * layouts.fp8
         return f"{super().extra_repr()}, {layouts.mesh.size()} ranks, {layouts.input} -> {layouts.output}{fp8}"
+
+
+class _WideGradient(torch.autograd.Function):
+    """This rank's part of a weight, of which the gradient arrives in the dtype that the weight says."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.lies = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+        part = weight.to_local().detach()
+        part.grad_dtype = weight.grad_dtype  # or autograd rounds a gradient to the dtype of what it is of
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        mesh, placements, shape, stride = ctx.lies
+        return DTensor.from_local(dy, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_weight(weight: DTensor) -> Tensor:
+    """Return this rank's part of a weight; with a `grad_dtype` of its own, operators give its gradient in that."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
+        return weight.to_local()
+    if not weight.is_leaf or weight.grad_dtype in (None, weight.dtype):
+        return weight.to_local()
+    part: Any = _WideGradient.apply(weight)
+    part.dtype_of_gradient = weight.grad_dtype
+    return part
 
 
 def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:

@@ -13,6 +13,7 @@ from hostir.runtime.kernels import aten
 from hostir.runtime.kernels import matmul as workspace
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
+from hostir.runtime.kernels.norm import rms_norm
 from hostir.runtime.kernels.reduce import reduce_sum
 from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import (
@@ -267,6 +268,17 @@ def test_sums_of_any_strides():
         x = filled([8, 60, 70], torch.bfloat16, order=order, pad=[1, 2, 3], offset=1, device=CUDA)
         out, buffer = embedded([60, 70], torch.bfloat16, order=[1, 0], pad=[0, 1], device=CUDA)
         check_reduce_sum(x, out, buffer, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 4096, 5000, 8192, 16384, 40000])
+def test_norms_of_rows_are_torchs_rounded_once(columns, dtype):
+    x, weight = (torch.randn(*shape, columns, device=CUDA).to(dtype) for shape in ((33,), ()))
+    for scale in (weight, None):
+        out = torch.full_like(x, math.nan)
+        rms_norm(out, x, scale, eps=1e-5)
+        wide = torch.nn.functional.rms_norm(x.float(), [columns], None if scale is None else scale.float(), 1e-5)
+        torch.testing.assert_close(out, wide.to(dtype), rtol=max(2e-6, torch.finfo(dtype).eps), atol=2e-6)
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])

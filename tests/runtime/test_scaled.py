@@ -76,6 +76,22 @@ def test_an_infinite_scale_is_of_the_sum_as_on_a_gpu() -> None:
     assert found.flatten()[1:].isnan().all()  # sums of 0; on a CPU torch scales each factor
 
 
+@pytest.mark.parametrize("groups", [0, 2])
+def test_specials_of_a_tensors_scale_and_of_blocks_are_those_of_float32(groups: int) -> None:
+    a, b = torch.ones(6, 256), torch.ones(256, 128)
+    a[1], a[2, 3], a[3, 3], a[4, 130], b[:, 1], b[2, 5] = 0, NAN, INF, -INF, 0, NAN
+    for scale in (1.0, 0.0, NAN, -2.0):
+        s, t = torch.ones(6, 2) if groups else torch.full((1, 1), scale), torch.ones(groups or 1, 1)
+        if groups:
+            s[0, 1] = s[1, 1] = s[3, 0] = scale
+        x, y = a.to(F8_WIDE), b.to(F8_WIDE)
+        each = s.repeat_interleave(128, 1) if groups else s
+        exact = ((x.float() * each) @ (y.float() * t[0])).bfloat16()
+        first = product(x, y, s, t, torch.bfloat16)
+        torch.testing.assert_close(first, exact, equal_nan=True, rtol=0, atol=0)
+        assert torch.equal(first.view(torch.int16), product(x, y, s, t, torch.bfloat16).view(torch.int16))
+
+
 def test_blocks_are_scaled_one_by_one() -> None:
     a, b, s, t = torch.randn(8, 256).to(F8), torch.randn(256, 384).to(F8), torch.rand(8, 2), torch.rand(2, 3)
     exact = (a.double() * s.repeat_interleave(128, 1)) @ (
@@ -109,6 +125,14 @@ def test_zero_rows_and_specials_of_quantization() -> None:
     assert not q[2, 1:].float().any()
     assert q[3].float().isfinite().all()
     assert (q[4].float() == 448).all()
+
+
+@pytest.mark.parametrize(("special", "scale"), [(NAN, NAN), (INF, INF), (0.0, LEAST_SCALE)])
+def test_a_special_in_one_row_is_in_the_scale_of_the_tensor(special: float, scale: float) -> None:
+    x, largest = torch.zeros(4, 128), torch.empty(1, 1)
+    x[2, 5] = special
+    KERNELS["largest"](largest, quantized(x, "f8e4m3")[1])
+    torch.testing.assert_close(largest, torch.full((1, 1), scale), equal_nan=True, rtol=0, atol=0)
 
 
 def test_a_given_scale_that_is_too_small_saturates() -> None:

@@ -372,6 +372,23 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
 
 
 @case
+def weights_of_modules_say_in_which_dtype_their_gradients_are() -> None:
+    tp, x, h = ranks(), whole(16 * RANKS, 8), whole(16 * RANKS, 8 * RANKS)
+    x, h = x.bfloat16(), h.bfloat16()
+    for cls, given, true in ((ColumnParallelLinear, part(x, 0), x), (RowParallelLinear, part(h, 1), h)):
+        layer = cls.from_linear(same(nn.Linear(true.shape[1], 8 * RANKS, bias=False).bfloat16()), tp)
+        layer.weight.grad_dtype = torch.float32
+        dy = whole(16 * RANKS, 8 * RANKS).bfloat16()
+        column = cls is ColumnParallelLinear
+        for _ in range(2):  # added up in f32, too
+            (layer(leaf(given)) * part(dy, 1 if column else 0)).sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
+        assert layer.weight.grad.placements == layer.weight.placements
+        exact = 2 * dy.double().t() @ true.double()
+        torch.testing.assert_close(full(layer.weight.grad).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@case
 def modules_compile_copy_and_recompute() -> None:
     if RANKS != 2:
         return

@@ -42,12 +42,13 @@ def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, caps
         f"{one} --compare --dtype bf16 --steps 2",
         f"{one} --steps 2 --save {folder}",
         f"{one} --compare --varying --steps 3 --compile aot_eager",
-        f"{one} --compare --fp8 --varying --steps 30 --batch 8",
+        f"{one} --compare --fp8 --varying --steps 30 --batch 8 --strategy ring",
     )
     assert bf16.count("step") == 2
     assert compiled.count("step") == 3
     assert losses(fp8)[-1] < 0.8 * losses(fp8)[0], "it learns"
     assert len(set(re.findall(r"(\d+) tokens", fp8))) > 1
+    assert len(set(re.findall(r"symmetric memory ([1-9]\d*)", fp8))) == 1
     four, _, loaded = ran(
         4,
         f"{one} --compare --steps 2",
@@ -58,3 +59,17 @@ def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, caps
     assert losses(four) == pytest.approx(alone, abs=2e-4)
     llama.main([*one.split(), "--steps", "1", "--load", str(folder)])
     assert losses(loaded) == pytest.approx(losses(capsys.readouterr().out), abs=2e-2), "in bf16"
+
+
+def test_memory_that_grows_with_new_numbers_of_tokens_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, loss_of, arguments = [], llama.loss_of, "--layers 1 --features 16 --batch 1 --varying --steps 21"
+    monkeypatch.setattr(llama, "loss_of", lambda model, tokens: (kept.append(tokens), loss_of(model, tokens))[1])
+    with pytest.raises(SystemExit, match="bytes and symmetric bytes were"):
+        llama.main(arguments.split())
+
+
+def test_runs_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, why in (("--graph --varying", "another for each"), ("--graph", "for GPUs")):
+        with pytest.raises(SystemExit):
+            llama.main(arguments.split())
+        assert why in capsys.readouterr().err

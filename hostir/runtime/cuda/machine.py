@@ -256,8 +256,10 @@ class CudaPlan:
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
+        kept = self.kept_to_the_end() if self.one_sided else set()
         for op in unrolled.ops:
-            self.add(op)
+            if op.frees not in kept:
+                self.add(op)
         for buffer in sorted(self.late):
             self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
@@ -265,6 +267,14 @@ class CudaPlan:
         for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
+
+    def kept_to_the_end(self) -> set[int]:
+        """Return the buffers that are dropped with the run, when the caller's stream has joined all others."""
+        allocated = self.unrolled.allocated
+        kept = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
+        for buffer in kept:
+            del self.late[buffer]
+        return kept
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(
