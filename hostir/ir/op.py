@@ -498,7 +498,6 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     return _codecs[cls]
 
 
-@cache
 def defaults_of(cls: type[Statement]) -> dict[str, Any]:
     """Return the default of each field that has one."""
     if cls not in _defaults:
