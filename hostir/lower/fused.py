@@ -14,8 +14,9 @@ separate reduction. The two passes differ in who moves the bytes:
 - `fused` leaves it to copy engines, which cost the matmul no SMs;
 - in `push` a few SMs of the rank that has the rows do it, in one kernel before the one that waits. That is for few
   rows: a kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The
-  kernel that waits starts while it copies. Kernels that store to peers are how low-latency collectives work in NCCL
-  (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+  kernel that waits starts while it copies. On CUDA with Triton's kernels, a product of few rows stores them to the
+  peers itself (`hostir.runtime.binding.PushedProduct`). Kernels that store to peers are how low-latency collectives
+  work in NCCL (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
 
 from __future__ import annotations
