@@ -170,8 +170,8 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             continue
         if isinstance(s, AllGather) and s in rows.moves:
             arriving[s.out.name] = sent_rows = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
-            rest = host.program.body[n:]  # a sum over another axis has a fork of its own, behind which no SM is kept
-            sent_rows.joined_later = any(each.over == s.over and each in rest for each in sums)
+            behind = [each for each in sums if each in host.program.body[n:]]
+            sent_rows.joined_later = any((each.mesh, each.over) == (s.mesh, s.over) for each in behind)
             workers = max(workers, sent_rows.workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
@@ -327,7 +327,8 @@ class SentRows:
     """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
 
     Fields:
-        joined_later: the copies of a later sum over ranks come behind these, and the caller's stream waits for those.
+        joined_later: the copies of a later sum over the same ranks come behind these, and the caller's stream waits for
+            those. Sums over others could keep the SMs from signals of these that have not begun.
     """
 
     joined_later = False

@@ -237,14 +237,16 @@ def test_two_reduce_scatters_share_the_barrier_behind_the_call_before(strategy: 
 
 
 @every_strategy
-def test_rows_gathered_over_one_axis_and_scattered_over_the_other_have_one_product(strategy: str) -> None:
-    text = """hostir 1
+@pytest.mark.parametrize("slices", ["", "2, "], ids=["rows", "slices"])
+def test_rows_gathered_over_one_axis_and_scattered_over_the_other_have_one_product(strategy: str, slices: str) -> None:
+    """Kernels signal after the copies of slices, and must have begun before a sum over other ranks holds the SMs."""
+    text = f"""hostir 1
 mesh @mesh [dp, tp] = (0 1 2) (3 4 5)
-fusion @both(%x: f32[12@dp, 6@tp], %w: f32[6@tp, 4]) -> (%y) {
-  %full: f32[12, 6@tp] = allgather %x over dp
-  %p: f32[12, 4] partial(tp) = matmul %full, %w
-  %y: f32[12@tp, 4] = reduce_scatter %p over tp
-}
+fusion @both(%x: f32[{slices}12@dp, 6@tp], %w: f32[6@tp, 4]) -> (%y) {{
+  %full: f32[{slices}12, 6@tp] = allgather %x over dp
+  %p: f32[{slices}12, 4] partial(tp) = matmul %full, %w
+  %y: f32[{slices}12@tp, 4] = reduce_scatter %p over tp
+}}
 """
     fusion = parse(text)
     program = hi.lower(fusion, strategy)
