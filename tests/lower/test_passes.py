@@ -18,7 +18,8 @@ from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.host_ops import Allocate, FreeBuffer
 from hostir.ir.source import UNCHECKED, Diagnostic
 from hostir.ir.tensor_ops import Matmul
-from hostir.lower import Pass, passes_of, run_passes, strategies
+from hostir.lower import STRATEGIES, Pass, passes_of, run_passes, strategies
+from hostir.lower.propagate import Propagate
 
 NAMES = ["propagate", "reshard", "communicate", "pipeline", "streams", "stagger", "free", "tidy", "dense"]
 
@@ -35,6 +36,15 @@ def test_the_passes_run_in_this_order() -> None:
     for strategy in ("ring", "fused", "push"):
         assert [p.name for p in passes_of(strategy)] == [*NAMES[:3], strategy, *NAMES[6:]]
     assert list(stages(patterns.mlp())) == NAMES
+
+
+def test_what_all_strategies_begin_with_is_done_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, run = [], Propagate.run
+    monkeypatch.setattr(Propagate, "run", lambda self, program: runs.append(program) or run(self, program))
+    fusion = patterns.mlp().program()
+    programs = [hi.lower(fusion, strategy) for strategy in STRATEGIES]
+    assert len(runs) == 1
+    assert programs == [hi.lower(patterns.mlp(), strategy) for strategy in STRATEGIES]
 
 
 def test_a_strategy_that_has_no_passes_is_refused_and_auto_is_offered_where_it_is_taken() -> None:
