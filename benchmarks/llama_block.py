@@ -118,11 +118,6 @@ class Operators(nn.Module):
         return x + Scattered.apply(F.silu(gate) * up, group, f.w2.weight)
 
 
-ops = torch.ops.symm_mem
-GATHER = {"cuda": ops.fused_all_gather_matmul, "cpu": symm_mem._fused_all_gather_matmul_fallback}
-SCATTER = {"cuda": ops.fused_matmul_reduce_scatter, "cpu": symm_mem._fused_matmul_reduce_scatter_fallback}
-
-
 # Ways -----------------------------------------------------------------------------------------------------------------
 
 
