@@ -131,7 +131,7 @@ def test_what_all_ranks_of_a_host_find_is_said_by_the_first(
 
 @pytest.mark.torchrun
 def test_no_such_file_is_said_once_under_torchrun() -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = [*torchrun, "-m", "hostir", "run", "no.hir"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import launch
 
 ROOT = Path(__file__).parent.parent
 MAIN = 'if __name__ == "__main__":'
@@ -37,16 +37,15 @@ def test_what_scripts_import_exists() -> None:
     assert len(scripts) > 5
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/gpu"), os.environ.get("PYTHONPATH", "")])
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": path}
-    command = [sys.executable, "-c", IMPORT, *scripts]
-    done = subprocess.run(command, env={**os.environ, **rank}, capture_output=True, text=True, check=False)
+    code = f"import sys\nsys.path[:0] = {path.split(os.pathsep)}\n{IMPORT}"
+    done = launch(0, "-c", code, *scripts, env={**os.environ, **rank}, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_benchmark_starts_as_a_module_and_says_what_it_measures() -> None:
-    """As `python -m benchmarks.NAME --help` would, but in one process: each loads torch."""
+    """As `python -m benchmarks.NAME --help` would, but in one process that has torch: each loads it."""
     assert len(BENCHMARKS) > 10
-    command = [sys.executable, "-c", HELP, *BENCHMARKS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = launch(0, "-c", HELP, *BENCHMARKS, env=os.environ, timeout=240)
     said = dict(re.findall(r"^==> (\w+)\n(.*?)(?=^==> |\Z)", done.stdout, re.MULTILINE | re.DOTALL))
     assert list(said) == BENCHMARKS, done.stderr
     for name, text in said.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hostir.ir.op import REGISTRY
+from tests.launch import launch
 
 HEAVY = "{'torch', 'triton', 'lark', 'networkx', 'numpy', 'rich'}"
 
@@ -53,6 +54,7 @@ class Checks(ModuleType):
 sys.modules["hostir.check"] = Checks("hostir.check")
 from hostir.ir import parse
 from hostir.ir.op import REGISTRY
+from tests.launch import launch
 assert str(parse(sys.argv[1])) == sys.argv[1]
 assert not [name for name in sys.modules if name.startswith("hostir.check.")]
 print(*sorted(REGISTRY))
@@ -90,7 +92,7 @@ for function in (hi.run, hi.lower, hi.check):
     typing.get_type_hints(function, localns=names | {"HasProgram": object, "Watcher": object})
 print(typing.get_type_hints(hi.run, localns=names)["inputs"] is torch.Tensor, hi.Tensor is torch.Tensor)
 """
-    assert fresh(code) == "True False"
+    assert launch(0, "-c", code, env=os.environ, timeout=100).stdout == "True False\n"
 
 
 def test_reading_lowering_and_printing_need_no_torch() -> None:

@@ -152,13 +152,11 @@ def test_results_that_differ_in_a_bit_differ() -> None:
 
 
 def test_sums_of_which_ranks_hold_different_bits_are_named() -> None:
-    said: list[str] = []
-    prints = [(3, "call 0", None), (3, "call 1", None), (4, "call 0", None)]
-    fake = SimpleNamespace(
-        prints=prints, tally=Tally(), say_failed=lambda number, what: said.append(f"{number} {what}")
-    )
+    said: list[tuple[int, str]] = []
+    prints, tally = [(3, "call 0", None), (3, "call 1", None), (4, "call 0", None)], Tally()
+    fake = SimpleNamespace(prints=prints, tally=tally, say_failed=lambda *words: said.append(words))
     assert Stress.judge_bits(fake, [7.0, 9.0, 8.0, -7.0, -8.0, -8.0]) == {3}  # type: ignore[arg-type]
-    assert said == ["3 call 1: ranks hold different bits of a sum"]
+    assert said == [(3, "call 1: ranks hold different bits of a sum")]
     assert tally.sums == 3
 
 
