@@ -136,6 +136,10 @@ class ScaledMatmul(Contraction):
             hint = f"block-wise scales stand for {BLOCK} elements each, and K is {K}"
         if any(form.b == a and form.a == b for form in forms):
             hint = f"{self.scale_a} fits {self.b}, and {self.scale_b} fits {self.a}: exchange them"
+        N = self.b.tensor.shape[-1]
+        if a[-1] == b[0] == K / BLOCK and not N.divisible_by(BLOCK) and b[-1] != N and not N.symbols:
+            message = f"{self.b} has {N} columns, and block-wise scales stand for {BLOCK} of them each"
+            raise self.fail(message, expected=f"a multiple of {BLOCK} columns, or another kind of scales")
         if alike:
             raise self.fail(
                 f"{self.scale_a} is a {alike[0].scaling.value} scale of {self.a}, and {self.scale_b} is "
@@ -145,7 +149,7 @@ class ScaledMatmul(Contraction):
             )
         raise self.fail(
             f"{self.scale_a}: {self.scale_a.tensor} is no scale of {self.a}: {self.a.tensor}",
-            expected=" or ".join(dict.fromkeys(_shown(form.a) for form in forms)),
+            expected=" or ".join(f"{_shown(form.a)} ({form.scaling.value})" for form in forms),
             hint=hint,
         )
 
