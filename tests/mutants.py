@@ -28,7 +28,7 @@ from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Val
 from hostir.ir.program import Names, Printer, Program, format_program, rewrite
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp, ViewStatement
-from hostir.ir.types import FLAG, Kind, TensorType
+from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
@@ -72,28 +72,28 @@ Edit = tuple[str, str, Program]  # its kind, what it did, and the program that i
 KINDS: list[Callable[[Place], Iterator[Edit]]] = []
 
 
-class RememberingPrinter(Printer):
-    """Prints each statement once: mutants of a program share nearly all of them."""
+def mutants(program: Program) -> list[Mutant]:
+    """Every mutant of a host program, each text once. Not all of them can be read back: an edit may undefine a name."""
+    printer, found = OncePrinter(program.phase, program.meshes), dict[str, Mutant]()
+    original = format_program(program, printer=printer)
+    for kind, what, mutant in (*_edits(program), *_merged(program), *_pools(program)):
+        text = format_program(mutant, printer=printer if mutant.meshes == program.meshes else None, notes=False)
+        if text != original:
+            found.setdefault(text, Mutant(kind, program.name, what, text))
+    return list(found.values())
 
-    def __init__(self, program: Program) -> None:
-        super().__init__(program.phase, program.meshes)
+
+class OncePrinter(Printer):
+    """Prints each statement once, for all the mutants that have it."""
+
+    def __init__(self, phase: Phase, meshes: tuple[Mesh, ...]) -> None:
+        super().__init__(phase, meshes)
         self.printed: dict[tuple[int, int], tuple[Statement, list[str]]] = {}
 
     def lines(self, s: Statement, depth: int) -> list[str]:
         if (id(s), depth) not in self.printed:
-            self.printed[id(s), depth] = s, super().lines(s, depth)
+            self.printed[id(s), depth] = s, super().lines(s, depth)  # kept, so that no other statement gets its id
         return self.printed[id(s), depth][1]
-
-
-def mutants(program: Program) -> list[Mutant]:
-    """Every mutant of a host program, each text once. Not all of them can be read back: an edit may undefine a name."""
-    original, printer = format_program(program, notes=False), RememberingPrinter(program)
-    found: dict[str, Mutant] = {}
-    for kind, what, mutant in (*_edits(program), *_merged(program), *_pools(program)):
-        text = format_program(mutant, printer=printer)
-        if text != original:
-            found.setdefault(text, Mutant(kind, program.name, what, text))
-    return list(found.values())
 
 
 def places(program: Program) -> Iterator[Place]:

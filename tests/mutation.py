@@ -66,6 +66,8 @@ def _lowered() -> Iterator[Program]:
     for pattern in SENT:
         for ranks, slices in ((2, 1), (2, 2), (4, 1)):
             yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused", "push"))
+    for pattern in (patterns.reduce_scatter, patterns.all_gather):
+        yield from (hi.lower(tiny(pattern, ranks, 1), strategy) for ranks, strategy in ((2, "ring"), (3, "push")))
     yield from scaled()
     for form, ranks in SUMMED:
         for pattern in (patterns.row_parallel, patterns.all_reduce):

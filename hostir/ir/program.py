@@ -324,7 +324,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text, with `notes` as comments after statements, or as another printer prints it."""
+    """Return the program's text, with `notes` as comments after statements; by `printer` if it is given."""
     printer = printer or Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"

@@ -296,7 +296,9 @@ class PushedProduct:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
-        """Return all of a program with these runs of copies, in issue order."""
+        """Return all of a program, of whose copies by SMs these are the runs."""
+        if not runs:
+            return []
         ops = [op for op in unrolled.ops if not op.defines and not op.frees]
         at = {id(op): n for n, op in enumerate(ops)}
         found = []

@@ -439,3 +439,21 @@ def test_scaled_rows_are_estimated_for_every_strategy() -> None:
     choice = decide(fusion.program(), reference(H200, 2), {})
     taken = {timing.candidate.strategy for timing in choice.timings}
     assert taken == {"sequential", "ring", "fused", "push"}
+
+
+def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_copies() -> None:
+    program = hi.lower(patterns.row_parallel(2, 1, 64, 2 * 3584, 8192, "bf16"), "push")
+    tasks = tasks_of(program, {})
+    apart = tasks_of(program, {})
+    for task in apart:
+        if isinstance(task.what, CostCopy):
+            assert task.what.in_product
+            task.what = replace(task.what, in_product=False)
+    for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL)):
+        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(spared, abs=0.01)
+    hosts = [Costs(H200, "triton", 0.0).host(each) for each in (apart, tasks)]
+    assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
+
+
+def estimated(tasks: list[CostTask], kernels: str) -> float:
+    return Simulation(tasks, Costs(H200, kernels, flops(tasks))).run()

@@ -198,8 +198,8 @@ class Stress:
         mine = shares.tolist()
         dist.all_reduce(shares, op=dist.ReduceOp.MAX)
         *everyones, over = shares.tolist()
-        self.judge(mine, everyones)
-        self.judge_bits(everyones[len(everyones) - 2 * len(prints) :])
+        bad = self.judge(mine, everyones) | self.judge_bits(everyones[len(everyones) - 2 * len(prints) :])
+        self.tally.mismatches += len(bad)
         self.verdicts.clear()
         self.prints.clear()
         for i in sorted(used):
@@ -207,7 +207,8 @@ class Stress:
         dist.all_reduce(torch.zeros(1, device=self.job.device))  # nobody goes on before all have poisoned theirs
         return bool(over)
 
-    def judge(self, mine: Sequence[float], everyones: Sequence[float]) -> None:
+    def judge(self, mine: Sequence[float], everyones: Sequence[float]) -> set[int]:
+        """Return the iterations with a result that is off."""
         bad: set[int] = set()
         for (number, what, _), share, worst in zip(self.verdicts, mine, everyones, strict=False):
             self.tally.worst = max(self.tally.worst, worst if isfinite(worst) else 0.0)
@@ -215,17 +216,20 @@ class Stress:
                 bad.add(number)
             if share > 1:
                 self.say_failed(number, f"{what}: {share:.2f} of what is allowed")
-        self.tally.mismatches += len(bad)
+        return bad
 
-    def judge_bits(self, found: Sequence[float]) -> None:
-        """The largest numbers that ranks have for their bits, then the smallest, negated."""
+    def judge_bits(self, found: Sequence[float]) -> set[int]:
+        """Return the iterations with a sum of which two ranks hold different bits.
+
+        `found`: the largest numbers that ranks have for their bits, then the smallest, negated.
+        """
         count, bad = len(self.prints), set[int]()
         for (number, what, _), largest, smallest in zip(self.prints, found[:count], found[count:], strict=True):
             if largest != -smallest:
                 bad.add(number)
                 self.say_failed(number, f"{what}: ranks hold different bits of a sum")
-        self.tally.mismatches += len(bad)
         self.tally.sums += count
+        return bad
 
     # Saying -------------------------------------------------------------------------------------------------------
     def say(self, text: str) -> None:

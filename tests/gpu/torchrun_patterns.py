@@ -2,18 +2,21 @@
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--device cpu]
 
-All dtypes and kernels, those with tensor cores first. Prints a line a case, and at the end how many there was no time
-for; exits with 1 where one fails.
+All dtypes and kernels, those with tensor cores first; of fp8 products the dtype is the result's, with every kind of
+scales, along each axis. Prints a line a case, and at the end how many there was no time for; exits with 1 where one
+fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,8 +41,24 @@ REAL = {"M": 1024, "K": 512, "N": 768, "H": 1024}
 
 def sizes_for(pattern: Callable[..., hi.Fusion], large: bool) -> dict[str, int]:
     """Keyword arguments for a pattern: real sizes, or its own small ones."""
-    names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
+    names = names_of(pattern)
     return {n: v for n, v in REAL.items() if n in names} if large else {}
+
+
+def names_of(pattern: Callable[..., hi.Fusion]) -> Sequence[str]:
+    """The parameters of a pattern."""
+    return [*inspect.signature(pattern).parameters]
+
+
+def every_pattern() -> Iterator[tuple[str, Callable[..., hi.Fusion]]]:
+    """Patterns by name; those of fp8 products with every kind of scales, along each axis."""
+    yield from ((pattern.__name__, pattern) for pattern in patterns.PATTERNS)
+    for pattern in patterns.SCALED:
+        for axis in (0, 1) if "axis" in names_of(pattern) else (None,):
+            for scales in ("rows", "tensor", "blocks"):
+                along = {} if axis is None else {"axis": axis}
+                name = " ".join([pattern.__name__, scales, *(f"axis {n}" for n in along.values())])
+                yield name, partial(pattern, scales=scales, **along)
 
 
 def errors(
@@ -105,9 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun, counts = time.monotonic(), Counter[str]()
     with session(given.device) as joined:
         assert joined
-        for case, strategy, pattern in itertools.product(
-            CASES[given.device], STRATEGIES, (*patterns.PATTERNS, *patterns.SCALED)
-        ):
+        for case, strategy, (name, pattern) in itertools.product(CASES[given.device], STRATEGIES, [*every_pattern()]):
             if any(joined.exchange("over", "over" if time.monotonic() - begun > given.seconds else "")):
                 counts["not run"] += 1
                 continue
@@ -115,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts[verdict] += 1
             if joined.rank == 0:
                 dtype, kernels, _ = case
-                print(f"{verdict:4} {pattern.__name__:24} {strategy:10} {dtype:4} {kernels:6} {text}", flush=True)
+                print(f"{verdict:4} {name:37} {strategy:10} {dtype:4} {kernels:6} {text}", flush=True)
         if joined.rank == 0:
             print(f"{', '.join(f'{n} {what}' for what, n in counts.items())} on {joined.size} ranks", flush=True)
     return 1 if counts["FAIL"] else 0

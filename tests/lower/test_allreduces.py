@@ -260,6 +260,10 @@ def test_an_allreduce_alone_holds_no_sm_while_copy_engines_send(strategy: str) -
     chunked = lowered(fusion, Fused(2, Pieces(), TWO))
     hold(fusion, chunked, range(2))
     assert convicted(chunked, 2) == ""
+    for each in (program, chunked):  # without these waits the sum alone waits, on all SMs: slow, but right
+        unnoticed = [s for s, body in without_each(each.body) if not hi.check(each.with_body(body))]
+        assert [s.flags.name for s in unnoticed if isinstance(s, WaitSignal)] == [s.flags.name for s in unnoticed]
+        assert len(unnoticed) == (each is chunked or strategy != "push")
 
 
 def test_ranks_that_are_alone_have_a_plain_matmul() -> None:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hostir.runtime.sharding import random_inputs, shard
 from tests.gpu import stress_cases as cases
 from tests.gpu import stress_units
 from tests.gpu.stress_lost import CASES, Case, Ended
+from tests.gpu.stress_onesided import Stress, Tally
 from tests.gpu.stress_units import Delays
 from tests.launch import launch
 from tests.runtime.cuda.simulated_gpus import Gpus, Stream, gpus, plans
@@ -147,6 +149,15 @@ def test_results_that_differ_in_a_bit_differ() -> None:
     assert cases.fingerprint(x) != cases.fingerprint(y)
     assert cases.fingerprint(x) != cases.fingerprint(x.flip(0))
     assert cases.differing(torch.tensor([0.0]), torch.tensor([-0.0])) == float("inf")
+
+
+def test_sums_of_which_ranks_hold_different_bits_are_named() -> None:
+    said: list[tuple[int, str]] = []
+    prints, tally = [(3, "call 0", None), (3, "call 1", None), (4, "call 0", None)], Tally()
+    fake = SimpleNamespace(prints=prints, tally=tally, say_failed=lambda *words: said.append(words))
+    assert Stress.judge_bits(fake, [7.0, 9.0, 8.0, -7.0, -8.0, -8.0]) == {3}  # type: ignore[arg-type]
+    assert said == [(3, "call 1: ranks hold different bits of a sum")]
+    assert tally.sums == 3
 
 
 SAID = "error: rank 0 is ended at 'barrier of %a over tp', which waits for rank 1: rank 1 died"

@@ -22,6 +22,7 @@ TWO = [
     "reduce_scatter",
     "all_to_all",
     "every_pattern_in_f64",
+    "fp8_products_by_every_strategy",
     "started_and_plain_calls_in_one_order",
     "messages",
     "many_calls_back_to_back",

@@ -30,13 +30,14 @@ from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.types import DTYPES, FP8
+from hostir.lower import STRATEGIES
 from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Push
 from hostir.lower.ring import Ring
 from hostir.lower.strategies import EXPLICIT, FINISH, lower, run_passes
 from hostir.runtime import kernels, symmetric
 from hostir.runtime.executor import Executor, run
-from hostir.runtime.reference import reference
+from hostir.runtime.reference import bound, reductions, reference
 from hostir.runtime.session import Meetings, joined, session
 from hostir.runtime.sharding import TORCH, random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
@@ -130,6 +131,23 @@ def every_pattern_in_f64() -> None:
                 if x is not None and mine is not None:
                     assert x.dtype == torch.float64
                     assert error_of(x, mine) <= 1e-14 * float(exact.abs().max()), p.name
+
+
+@case
+def fp8_products_by_every_strategy() -> None:
+    """Every pattern by every strategy, the scales in turn of tensors, of rows and of blocks."""
+    for n, (pattern, strategy) in enumerate(product_of(patterns.SCALED, STRATEGIES)):
+        source = pattern(SIZE, scales=("tensor", "rows", "blocks")[n % 3]).program()
+        p = lower(source, strategy)
+        inputs = random_inputs(source, {}, seed=SEED + n)
+        found = Executor(p)(*[shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, p.inputs, strict=True)])
+        both = zip(reference(source, inputs, dtype=None), reference(source, inputs), strict=True)
+        for x, v, (plain, exact) in zip(found, p.outputs, both, strict=True):
+            mine = shard(exact, v.tensor, RANK, {})
+            assert x is not None
+            assert mine is not None
+            most = bound(plain, exact, reductions(p, ring=True)) * float(exact.double().norm())
+            assert float((x.double() - mine).norm()) <= most, f"{p.name} by {strategy}"
 
 
 @case

@@ -35,7 +35,17 @@ from hostir.runtime.kernels.layout import (
 )
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.table import Again
-from hostir.runtime.kernels.tiles import INTERPRETER, MIN_OWN_ROWS, SCALE_BLOCK, Gemm, Grid, Tile, candidates, choose
+from hostir.runtime.kernels.tiles import (
+    INTERPRETER,
+    MIN_OWN_ROWS,
+    SCALE_BLOCK,
+    Gemm,
+    Grid,
+    Tile,
+    alike,
+    candidates,
+    choose,
+)
 
 # Operands -------------------------------------------------------------------------------------------------------------
 # The operands of a matmul: checks, rows as batches, and TMA descriptors.
@@ -651,7 +661,7 @@ def _prepare(
         fitting = candidates(
             gemm.dtype, descriptors=described is not None, shared_memory=bounds.shared_memory, result=result
         )
-        tile = choose(gemm, sms, fitting)
+        tile = choose(alike(gemm, fitting), sms, fitting)
     if blockwise and (SCALE_BLOCK % tile.n or SCALE_BLOCK % tile.k):
         raise ValueError(f"scales of blocks need tiles whose columns and steps divide {SCALE_BLOCK}, got {tile}")
     grid = Grid.of(tile, gemm)

@@ -418,6 +418,20 @@ _WORTH = 1.01  # a tile that is not split is preferred if its estimate is at mos
 SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
+def alike(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
+    """Return a gemm that stands for all with as many of each of these tiles; itself where tiles span blocks.
+
+    To choose a tile takes milliseconds, and numbers of rows may never repeat.
+    """
+    step, block = min(tile.m for tile in tiles), gemm.block
+    if block is None:
+        return replace(gemm, m=-(-gemm.m // step) * step)
+    if gemm.batches > 1 or gemm.m % block or not (gemm.separate or block >= max(tile.m for tile in tiles)):
+        return gemm
+    high = -(-block // step) * step
+    return replace(gemm, m=gemm.m // block * high, block=high)
+
+
 @functools.lru_cache(maxsize=1024)
 def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON) -> Tile:
     """Return the one of `tiles`, with its best split, with which a matmul on `sms` SMs is fastest.

@@ -88,8 +88,9 @@ class LocalMachine:
         def before(task: Task) -> None:
             if watching is not None:
                 watching.runs(task)
-            if freed and not freed.keys().isdisjoint(task.memory):
-                raise self.ranks[task.rank].late(task)
+            for storage in task.memory:
+                if storage in freed:
+                    raise self.ranks[task.rank].late(task)
 
         order = random_order(seed, self.delays) if seed else program_order
         threads = torch.get_num_threads()

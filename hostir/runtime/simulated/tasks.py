@@ -282,7 +282,7 @@ def execute(
     raise from one of the task itself. With `held`, tasks also wait for those that may delay them on some machines.
     """
     for task in tasks:
-        task.blockers = task.needs + (task.held if held else 0)
+        task.blockers = task.needs + task.held if held else task.needs
     ready = [task for task in tasks if not task.blockers]
     heap: list[tuple[float, int, Task]] = []
     ran: list[Task] = []
@@ -293,7 +293,7 @@ def execute(
             if task.run is None:
                 before(task)
                 ran.append(task)
-                ready += _unblocked(task, held)
+                _unblock(task, held, ready)
                 continue
             count += 1
             heappush(heap, (order(task), count, task))
@@ -303,31 +303,32 @@ def execute(
         if task.gate is not None and not task.gate.admits(task):
             continue
         before(task)
-        _run(task, failed)
+        assert task.run is not None
+        begun = perf_counter() if task.timed else 0.0
+        try:
+            task.run()
+        except Exception as problem:
+            raise failed(task, problem) from problem
+        if task.timed:
+            task.seconds = perf_counter() - begun
         ran.append(task)
-        ready = _unblocked(task, held)
+        _unblock(task, held, ready)
         if task.changes is not None:
             ready += task.changes.released()
 
 
-def _run(task: Task, failed: Callable[[Task, Exception], Exception]) -> None:
-    assert task.run is not None
-    begun = perf_counter()
-    try:
-        task.run()
-    except Exception as problem:
-        raise failed(task, problem) from problem
-    task.seconds = perf_counter() - begun
-
-
-def _unblocked(task: Task, held: bool) -> list[Task]:
-    """Return the followers that have no other task left to wait for."""
-    free = []
-    for follower in (*task.followers, *task.holds) if held else task.followers:
+def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
+    """Add the followers that have no other task left to wait for."""
+    for follower in task.followers:
         follower.blockers -= 1
         if not follower.blockers:
-            free.append(follower)
-    return free
+            ready.append(follower)
+    if not held:
+        return
+    for follower in task.holds:
+        follower.blockers -= 1
+        if not follower.blockers:
+            ready.append(follower)
 
 
 def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:

@@ -22,8 +22,9 @@ from hostir.runtime.cuda.streams import CallOrder
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
-from hostir.runtime.unroll import ComputeOp
+from hostir.runtime.unroll import ComputeOp, unroll
 from tests import symbolic
+from tests.counting import calls_of
 from tests.lower.gathered import gathered
 from tests.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
 from tests.runtime.cuda.simulated_gpus import CPU, Gpus, Stream, gpus, layers, plans
@@ -468,3 +469,18 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
         for plan in (one, other):
             assert (plan.problem() is None) is again
             assert again or f"@{program.name} cannot run again: a kernel gave up" in str(plan.problem())
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("ring", 50), ("push", 62)])
+def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, strategy: str, most: int
+) -> None:
+    """`most`: for each operation; 10 more if the plan asks for each several times whether it touches a peer."""
+    program = hi.lower(patterns.allgather_matmul(8, S=1, M="M", K=8, N=8), strategy)
+    sizes = {"M": 64}
+    inputs = random_inputs(program, sizes)
+    parts = [[shard(x, v.tensor, r, sizes) for x, v in zip(inputs, program.inputs, strict=True)] for r in range(8)]
+    plan = plans(gpus, program, parts, monkeypatch, sizes)[0]
+    unrolled = unroll(program, 0, sizes, parts[0])
+    taken = calls_of(lambda: plan.machine.plan(unrolled))
+    assert taken <= most * len(unrolled.ops), taken / len(unrolled.ops)

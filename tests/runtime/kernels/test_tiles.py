@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels.tiles import TRITON, Gemm, Grid, Tile, candidates, choose, duration
+from hostir.runtime.kernels.tiles import TRITON, Gemm, Grid, Tile, alike, candidates, choose, duration
 
 EXTENTS = st.integers(1, 1 << 17)
 FLOATS = ("bf16", "f16", "f32")
@@ -40,6 +40,31 @@ def test_every_choice_fits_into_shared_memory(M, N, K, sms, batches, dtype, desc
     gemm = Gemm(M, N, K, dtype, batches)
     tile = choose(gemm, sms, candidates(dtype, descriptors=descriptors, shared_memory=shared_memory))
     assert tile.shared_memory(gemm.itemsize, descriptors=descriptors) <= shared_memory
+
+
+@given(st.integers(1, 4096), st.sampled_from([None, 1, 2, 7, 8]), st.booleans(), st.sampled_from([1, 3]))
+def test_gemms_for_which_one_stands_have_its_tiles(height, blocks, separate, batches):
+    tiles = candidates("bf16")
+    block, rows = (None, height) if blocks is None else (height, blocks * height)
+    gemm = Gemm(rows, 512, 256, "bf16", batches, block, blocks is not None and separate)
+    stands = alike(gemm, tiles)
+    assert alike(stands, tiles) == stands
+    for tile in (dataclasses.replace(t, early_blocks=early) for t in tiles for early in (0, 1)):
+        of_gemm, of_other = Grid.of(tile, gemm), Grid.of(tile, stands)
+        assert dataclasses.replace(of_gemm, rows=of_other.rows) == of_other
+
+
+def test_few_tiles_are_chosen_for_many_numbers_of_rows():
+    tiles = candidates("bf16")
+    gemms = [Gemm(8 * n, 3584, 8192, "bf16", block=n, separate=True) for n in range(1, 1025)]
+    assert len({alike(gemm, tiles) for gemm in gemms}) == 1024 // 64
+    for gemm in (gemms[130], gemms[300]):
+        each = 2.5 + gemm.block * gemm.k * 2 / 390e3  # as is assumed for the choice, which other times may not suit
+        arrivals = [0.0, *(15.0 + each * i for i in range(1, 8))]
+        found, best = (
+            duration(choose(g, 132, tiles), gemm, 132, TRITON, arrivals)[0] for g in (alike(gemm, tiles), gemm)
+        )
+        assert found <= 1.03 * best
 
 
 def test_too_little_shared_memory_is_said():
