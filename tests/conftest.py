@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import hypothesis
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if lost := [item.nodeid for item in items if item.get_closest_marker("alone") and item.path not in ALONE]:
         raise pytest.UsageError(f"'make test' runs tests marked 'alone' of {len(ALONE)} files only: {', '.join(lost)}")
     items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("torchrun")))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector look at new objects seldom, never at modules: it took a sixth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
