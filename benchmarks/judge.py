@@ -1,12 +1,13 @@
 """Whether programs that the checker accepts are right on real CPU processes, one of which is slow.
 
     python -m benchmarks.judge --programs 100                                    a first look
-    python -m benchmarks.judge --programs 2000 --out benchmarks/results/judge    all of it
+    python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all of it
     python -m benchmarks.judge --programs 100 --promise one_stream               with a checker that believes too much
 
-Random programs that the checker accepts and that have no synchronisation to spare (`tests/random_programs.py`), and the
-hand-written ones of `tests/cases/counterexamples`, run on processes (`tests/real_ranks.py`). Each call's outputs must
-have the bits that simulated ranks give in program order.
+Random programs that the checker accepts and that have no synchronisation to spare (`tests/random_programs.py`), the
+hand-written ones of `tests/cases/counterexamples`, and what the compiler makes of every pattern (`tests/mutation.py`),
+run on processes (`tests/real_ranks.py`). Each call's outputs must have the bits that simulated ranks give in program
+order.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import contextlib
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import hostir as hi
 from benchmarks.harness import table, write
 from hostir.ir.program import Program
+from tests.mutation import originals
 from tests.random_programs import Accepts, accepted, loosened
 from tests.real_ranks import CALLS, Case, judged
 
@@ -112,6 +116,24 @@ def by_hand(calls: int, patience: float) -> Iterator[tuple[Program, str, int, in
         yield program, said, 10 * len(cases), sum(verdict.calls for verdict in verdicts), how
 
 
+def compiled(given: argparse.Namespace) -> list[list[str]]:
+    """A row for each name of a compiled program: how many there are, how many calls were made, and which went wrong."""
+    cases = [Case(program, seed, given.calls) for seed, program in enumerate(originals())]
+    works = [cases[at : at + CHUNK] for at in range(0, len(cases), CHUNK)]
+    counts, wrong = Counter[str](), dict[str, list[str]]()
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool:
+        for verdicts in pool.imap_unordered(partial(judged, patience=given.patience), works):
+            for v in verdicts:
+                counts[v.case.program.name] += 1
+                if v.wrong:
+                    wrong.setdefault(v.case.program.name, []).append(f"on {v.case.program.ranks} ranks: {v}")
+    return [
+        [name, str(n), str(n * given.calls), "; ".join(wrong.get(name, ["the same bits"]))]
+        for name, n in sorted(counts.items())
+    ]
+
+
 def counted(done: Iterable[Done]) -> list[list[str]]:
     """A row for each number of ranks, and one for all."""
     every = list(done)
@@ -129,6 +151,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options.add_argument("--programs", type=int, default=100, help="random programs, at least")
     options.add_argument("--calls", type=int, default=CALLS, help="of each random program")
     options.add_argument("--calls-by-hand", type=int, default=CALLS_BY_HAND, help="of each hand-written one; 0: none")
+    options.add_argument("--compiled", action="store_true", help="also what the compiler makes of every pattern")
     options.add_argument("--first", type=int, default=0, help="the first seed")
     options.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are drawn")
     options.add_argument("--workers", type=int, default=2)
@@ -150,6 +173,12 @@ def main(given: Sequence[str] | None = None) -> int:
                 failures.append(f"{program.name}: {how}")
         texts.append(table(["program", "checker", "calls", "wrong", "how"], rows))
         data["by hand"] = rows
+        print(texts[-1], flush=True)
+    if chosen.compiled:
+        rows = compiled(chosen)
+        failures += [f"{row[0]}, compiled, {row[-1]}" for row in rows if row[-1] != "the same bits"]
+        texts.append(table(["compiled", "programs", "calls", "how"], rows))
+        data["compiled"] = rows
         print(texts[-1], flush=True)
     begun, done = time.perf_counter(), []
     for each in at_random(chosen):

@@ -164,7 +164,7 @@ class TensorType:
     def shape(self) -> tuple[Size, ...]:
         return tuple(axis.extent for axis in self.axes)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """The size symbols it uses."""
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)

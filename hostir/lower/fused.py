@@ -70,7 +70,7 @@ from hostir.lower.rows import (
     wanted_otherwise,
 )
 from hostir.lower.scales import SMS, send_scales
-from hostir.lower.scatters import OneStep, ScatteredBlocks, made, one_of
+from hostir.lower.scatters import OneStep, ScatteredBlocks, first_done, made, one_of
 from hostir.lower.slices import operand_places, why_not
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, Mover, Transfers, Turns
 
@@ -170,7 +170,8 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
             continue
         if isinstance(s, AllGather) and s in rows.moves:
             arriving[s.out.name] = sent_rows = (SentColumns if by_columns(s) else SentRows)(host, s, mover, scales)
-            sent_rows.joined_later = any(later in sums for later in host.program.body[n:])
+            rest = host.program.body[n:]  # a sum over another axis has a fork of its own, behind which no SM is kept
+            sent_rows.joined_later = any(each.over == s.over and each in rest for each in sums)
             workers = max(workers, sent_rows.workers)
             continue
         if isinstance(s, Reduction) and (s in rows.moves or s in rows.reduces):
@@ -515,8 +516,8 @@ class SentColumns(SentRows):
 class ScatteredRows:
     """Builds one sum over ranks: copies begin while the product runs that makes the rows, if there is one.
 
-    With copy engines, the product raises a flag after each block. It ends with a block of its own rank, unless it waits
-    for gathered rows: then their order decides.
+    With copy engines, the product raises a flag after each block. It ends with a block of its own rank. If it waits for
+    gathered rows, their order decides, as it must begin with rows that are there; blocks are then sent in that order.
     """
 
     def __init__(
@@ -540,6 +541,7 @@ class ScatteredRows:
             early = early and self.blocks.parts > 1  # else the copies begin after the product
         self.transfers, self.team = self.blocks.transfers, self.blocks.team
         self.done: Value | None = None
+        self.first: Expr | None = None  # the block that is ready first, if the product waits for rows itself
         if early:
             self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.parts))
             if not (self.team.past_last_call and host.forked):
@@ -556,13 +558,17 @@ class ScatteredRows:
         if isinstance(self.scatter, AllReduce):
             note = "each block is sent to all ranks when it is done"
         raising = replace(s, done=self.done, raised=ARRIVED, note=f"{s.note}; {note}" if s.note else note)
-        return raising if s.ready is not None else replace(raising, first=self.blocks.first)
+        if s.ready is None:
+            return replace(raising, first=self.blocks.first)
+        waits = s.ready.tensor.shape[0].value
+        self.first = None if waits is None else first_done(s.first, waits, self.blocks.parts)
+        return raising
 
     def send(self) -> None:
-        """Send each rank its rows: first to the one after this rank, and so on up."""
+        """Send each rank its rows: first to the one after this rank, and so on up, or as they are computed."""
         host, s, blocks = self.host, self.scatter, self.blocks
         full = host.packed(host.values[s.x.name], s)
-        turns, sent = blocks.in_turns(full, self.done)
+        turns, sent = blocks.in_turns(full, self.done, self.first)
         if self.done is not None:
             host.body.append(SetStream(COPY_STREAM))
         elif not self.mover.sms:

@@ -63,17 +63,26 @@ class ScatteredBlocks:
             return _times(self.team.peer(Lit(1)), self.pieces)
         return modulo(Bin("+", self.team.rank, Lit(blocks - ranks + 1)), blocks)
 
-    def in_turns(self, full: Value, done: Value | None = None) -> tuple[Turns, Blocks]:
-        """Return the turns in which the blocks of `full` are sent, beginning with those of the next rank.
+    def in_turns(self, full: Value, done: Value | None = None, first: Expr | None = None) -> tuple[Turns, Blocks]:
+        """Return the turns in which the blocks of `full` are sent.
 
-        `done`: flags of this rank, one for each block of `full`, that say that it is ready.
+        They begin with those of the next rank, or with the first that is ready, if that is for another one.
+
+        Args:
+            done: flags of this rank, one for each block of `full`, that say that it is ready.
+            first: the block that is ready first; None if that is one of the next rank.
         """
         index, pieces, ranks = self.host.index("i"), self.pieces, self.team.ranks
-        block = self.team.peer(Bin("+", index, Lit(1)))  # counted through the rows of all ranks
+        mine, sent = _times(self.team.rank, pieces), (ranks - 1) * pieces
+        number: Expr = index
+        if first is not None and self.axis is None and ranks > 2:
+            begin = modulo(Bin("-", _plus(first, sent), mine), ranks * pieces)
+            number = modulo(Bin("+", index, begin), sent)
+        block = self.team.peer(Bin("+", number, Lit(1)))  # counted through the rows of all ranks
         if pieces > 1:
-            block = modulo(Bin("+", _times(self.team.rank, pieces), Bin("+", index, Lit(pieces))), ranks * pieces)
+            block = modulo(Bin("+", mine, Bin("+", number, Lit(pieces))), ranks * pieces)
         to = block if pieces == 1 else Bin("/", block, Lit(pieces))
-        return Turns(index, Size((ranks - 1) * pieces), to), self.blocks(full, block, done)
+        return Turns(index, Size(sent), to), self.blocks(full, block, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
         """Return block number `block` of `full`: all rows for a rank, a piece of them, or those in each outer block."""
@@ -163,11 +172,13 @@ class OneStep(ScatteredBlocks):
     def first(self) -> Expr:
         return Lit(0)
 
-    def in_turns(self, full: Value, done: Value | None = None) -> tuple[Turns, Blocks]:
+    def in_turns(self, full: Value, done: Value | None = None, first: Expr | None = None) -> tuple[Turns, Blocks]:
         index, others = self.host.index("i"), self.team.ranks - 1
         if self.pieces == 1:
             return Turns(index, Size(others), self.team.peer(Bin("+", index, Lit(1)))), self.blocks(full, Lit(0), done)
-        piece = index if others == 1 else Bin("/", index, Lit(others))
+        piece: Expr = index if others == 1 else Bin("/", index, Lit(others))
+        if first is not None:
+            piece = piece if first == Lit(0) else modulo(Bin("+", piece, first), self.pieces)
         to = Lit(1) if others == 1 else Bin("+", modulo(index, others), Lit(1))
         return Turns(index, Size(others * self.pieces), self.team.peer(to)), self.blocks(full, piece, done)
 
@@ -224,5 +235,16 @@ def made(view: Select | Chunk, views: list[ViewStatement]) -> Value:
     return views[-1].out
 
 
+def first_done(first: Expr, waits: int, parts: int) -> Expr:
+    """Return the first of `parts` blocks that a product has computed, if it begins with block `first` of `waits`."""
+    if first == Lit(0) or parts % waits == 0:
+        return first if first == Lit(0) else _times(first, parts // waits)
+    return modulo(Bin("/", Bin("+", _times(first, parts), Lit(waits - 1)), Lit(waits)), parts)
+
+
 def _times(expr: Expr, count: int) -> Expr:
     return expr if count == 1 else Bin("*", expr, Lit(count))
+
+
+def _plus(expr: Expr, count: int) -> Expr:
+    return Lit(expr.value + count) if isinstance(expr, Lit) else Bin("+", expr, Lit(count))

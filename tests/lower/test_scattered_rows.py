@@ -336,7 +336,8 @@ class Order(Tracer):
         done: Done | None = None,
     ) -> None:
         if done is not None:
-            self.raised += [(done.flags.buffer, n) for n in done.order]
+            first = 0 if ready is None else -(-ready.first * done.blocks // ready.results)
+            self.raised += [(done.flags.buffer, (first + n) % done.blocks) for n in done.order]
         super().compute(kind, out, operands, options, ready, done)
 
     def wait_signal(self, flags: View, slot: int, epoch: int) -> None:
@@ -373,6 +374,29 @@ def test_copies_wait_for_blocks_about_in_the_order_in_which_they_are_computed(la
         order.call()
         assert order.raised[-1] not in order.awaited, "the last block is for another rank"
         assert late(order) <= (0 if in_order else ranks)
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize("rows", [24, 12 * 512])
+def test_what_is_computed_in_the_order_of_gathered_rows_is_sent_so(rows: int, dp: int, tp: int) -> None:
+    grid = " ".join(f"({' '.join(str(tp * i + j) for j in range(tp))})" for i in range(dp))
+    text = f"""hostir 1
+mesh @mesh [dp, tp] = {grid}
+fusion @both(%x: f32[{rows}@dp, {12 * tp}@tp], %w: f32[{12 * tp}@tp, 4]) -> (%y) {{
+  %full: f32[{rows}, {12 * tp}@tp] = allgather %x over dp
+  %p: f32[{rows}, 4] partial(tp) = matmul %full, %w
+  %y: f32[{rows}@tp, 4] = reduce_scatter %p over tp
+}}
+"""
+    program = in_pieces(parse(text))
+    for rank in range(dp * tp):
+        order = Order(rank, program)
+        order.call()
+        pieces = len(order.raised) // tp
+        assert late(order) < pieces, "where the first block is within its own, by less than these"
+    if rows < 100:
+        hold(parse(text), program, range(1))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
