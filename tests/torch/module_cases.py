@@ -327,7 +327,7 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
         columns = ColwiseParallel("a", "b", "c", input_layouts=Shard(axis), fp8=True)
         parallelize_module(model, tp, {"": columns, "out": RowwiseParallel(output_layouts=Shard(axis), fp8=True)})
         x, weights = whole(4, 8, 8, dtype=dtype), whole(4, 8, 8, dtype=dtype)
-        x[..., 0] *= torch.logspace(-9, 9, 8, 2.0)  # rows of other sizes have other scales
+        x[..., 0] *= torch.logspace(-2, 2, 8, 2.0)  # rows of other sizes have other scales; none outweighs all others
         mine = leaf(part(x, axis))
         hi.torch.report(clear=True)
         with hi.torch.install(strict=True):
@@ -342,13 +342,13 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
             layer.gathers_dy = name == "out"
         true_y = rounded_alone(given)
         (true_y * weights).sum().backward()
-        bound = 1e-2 if dtype == torch.float32 else 4e-2  # few numbers are rounded to the other neighbour
-        for found, true in (
-            (y, part(true_y, axis)),
-            (mine.grad, part(given.grad, axis)),
-            *((full(model.get_parameter(n).grad), p.grad) for n, p in rounded_alone.named_parameters()),
-        ):
-            assert (found.double() - true).norm() <= bound * true.norm()
+        # A number on the border goes to its other neighbour, 1/12 away, if it was computed otherwise: of bf16, rounded
+        # several times, one in ten (3 %); on tensor cores, which add up fp8 in some 14 bits, one in 500 (0.4 %).
+        bound = 0.1 if dtype == torch.bfloat16 else 2e-2 if DEVICE == "cuda" else 1e-3
+        gradients = {n: (full(model.get_parameter(n).grad), p.grad) for n, p in rounded_alone.named_parameters()}
+        pairs = {"y": (y, part(true_y, axis)), "dx": (mine.grad, part(given.grad, axis)), **gradients}
+        off = {name: ((found.double() - true).norm() / true.norm()).item() for name, (found, true) in pairs.items()}
+        assert max(off.values()) <= bound, (dtype, bound, off)
     x, w = whole(32, 64), whole(16, 64)
     y = hi.torch.column_parallel_linear(part(x, 0), w, tp, fp8=True)
     assert ((y - x @ w.t()).abs() <= ((1 + 2**-4) ** 2 - 0.999) * (x.abs() @ w.t().abs())).all()
