@@ -76,7 +76,7 @@ def errors(
 
 
 def one(
-    joined: Session, pattern: Callable[..., hi.Fusion], strategy: str, dtype: str, kernels: str, large: bool
+    joined: Session, pattern: Callable[..., hi.Fusion], strategy: str, dtype: str, kernels: str, large: bool, seed: int
 ) -> tuple[str, str]:
     """Runs one case: eager twice with fresh inputs, then captured, then replayed with fresh inputs.
 
@@ -96,8 +96,8 @@ def one(
         most = max(bound(p, e, reductions(program, ring=True)) for p, e in zip(plain, exact, strict=True))
         return [shard(x, v.tensor, joined.rank, {}) for v, x in zip(program.inputs, inputs, strict=True)], exact, most
 
-    for seed in (int(time.time()) // 60, 2):
-        parts, exact, most = fresh(seed)
+    for each in (seed, 2):
+        parts, exact, most = fresh(each)
         found.append((errors(joined, program, executor(*parts), exact), most))
     if joined.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
@@ -124,17 +124,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun, counts = time.monotonic(), Counter[str]()
     with session(given.device) as joined:
         assert joined
+        seed = int(joined.exchange("seed", str(int(time.time())))[0])  # the same on all ranks
         for case, strategy, (name, pattern) in itertools.product(CASES[given.device], STRATEGIES, [*every_pattern()]):
             if any(joined.exchange("over", "over" if time.monotonic() - begun > given.seconds else "")):
                 counts["not run"] += 1
                 continue
-            verdict, text = one(joined, pattern, strategy, *case)
+            verdict, text = one(joined, pattern, strategy, *case, seed)
             counts[verdict] += 1
             if joined.rank == 0:
                 dtype, kernels, _ = case
                 print(f"{verdict:4} {name:37} {strategy:10} {dtype:4} {kernels:6} {text}", flush=True)
         if joined.rank == 0:
-            print(f"{', '.join(f'{n} {what}' for what, n in counts.items())} on {joined.size} ranks", flush=True)
+            print(
+                f"{', '.join(f'{n} {what}' for what, n in counts.items())} on {joined.size} ranks, seed {seed}",
+                flush=True,
+            )
     return 1 if counts["FAIL"] else 0
 
 
