@@ -18,7 +18,8 @@ from tests.statement_examples import ALONE, example_program
 PATTERNS = Path(__file__).parent.parent / "cases" / "patterns"
 EVERY = sorted(path for name in ("pipeline", "sequential") for path in PATTERNS.glob(f"*-{name}.hir"))
 FP8 = [path for path in EVERY if "f8e4m3[" in path.read_text()]
-COLLECTIVE = [path for path in EVERY if path not in FP8]
+NORMED = [path for path in EVERY if "rms_norm" in path.read_text()]
+COLLECTIVE = [path for path in EVERY if path not in (*FP8, *NORMED)]
 
 
 def read(text: str) -> Program:
@@ -159,6 +160,14 @@ def test_tensors_of_fp8_have_no_spelling_and_are_refused_where_they_stand() -> N
         (found,) = refused.value.diagnostics
         assert found.span is not None
         assert found.expected == "one of: f64, f32, f16, bf16"
+
+
+def test_norms_have_no_spelling_and_are_refused_where_they_stand() -> None:
+    assert NORMED
+    for path in NORMED:
+        with pytest.raises(HostIRError, match="nvFuser's form has no spelling for 'rms_norm'") as refused:
+            print_nvfuser(parse(path.read_text(), path.name))
+        assert refused.value.diagnostics[0].span is not None
 
 
 def test_todays_spelling(golden: Golden) -> None:

@@ -219,6 +219,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(HostIRError, match=r"(?s)'triton' on a CPU.*TRITON_INTERPRET=1"):
         kernel_table("triton", "cpu")
     assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {
+        *("matmul_pushed", "linear_pushed", "scaled_matmul_pushed"),
         "matmul_by_blocks",
         "linear_by_blocks",
         "scaled_matmul",

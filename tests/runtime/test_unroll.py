@@ -247,9 +247,9 @@ def test_a_computation_by_blocks_names_the_flags_that_it_waits_for_and_raises() 
     named = {register: op.name for register, op in unrolled.symmetric.items() if op.rank == 1}
     assert [(named[flags], slot, epoch) for flags, slot, epoch in op.awaited_flags] == [("f", 0, 2), ("f", 1, 2)]
     assert [(named[flags], slot, epoch) for flags, slot, epoch in op.raised_flags] == [("g", 0, 3), ("g", 1, 3)]
-    assert [named.get(register, register) for register in op.reads] == ["box", 0, "f", 1]
+    assert [named.get(register, register) for register in op.reads] == ["box", "f", 1]
     assert [named.get(register) for register in op.writes] == [None, "g"]
-    assert [named.get(register) for register in unrolled.tensors(op)] == ["box", None, None, None]
+    assert [named.get(register) for register in unrolled.tensors(op)] == ["box", None, None]
     assert [unrolled.flag_name(flags, slot) for flags, slot, _ in op.raised_flags] == ["%g[0]", "%g[1]"]
 
 
