@@ -307,7 +307,7 @@ class PushedProduct:
             product = _product_before(unrolled, ops[:begin], pushes)
             if product is not None:
                 reader = ops[end] if end < len(ops) else None
-                # Part of a pattern of operations, whose fields bind it, so it is named, as below.
+                # Whoever takes it wants its operands and flags of blocks, which only a computation has.
                 found.append(cls(product, pushes, reader if isinstance(reader, ComputeOp) else None))
         return found
 
