@@ -307,6 +307,7 @@ class PushedProduct:
             product = _product_before(unrolled, ops[:begin], pushes)
             if product is not None:
                 reader = ops[end] if end < len(ops) else None
+                # Whoever takes it wants its operands and flags of blocks, which only a computation has.
                 found.append(cls(product, pushes, reader if isinstance(reader, ComputeOp) else None))
         return found
 
@@ -317,6 +318,7 @@ def _product_before(unrolled: UnrolledProgram, before: Sequence[Op], pushes: Pus
     meets = bool(before) and bool(before[-1].of_team)
     op = before[-2] if meets and len(before) > 1 else before[-1] if before else None
     stream = pushes.ops[0].stream
+    # The traits tell that it multiplies, but only a computation has operands and flags of blocks.
     if not isinstance(op, ComputeOp) or not op.place.statement.contracts or op.ready is not None or op.done is not None:
         return None
     tensors = {buffers[register] for register in (op.out, *op.operands)}
