@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import replace
@@ -379,7 +380,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     which ranks hold parts are gathered first. Raises HostIRError if sizes or dtypes do not fit.
     """
     span = user_span()
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= sys.float_info.max:
         raise error(f"eps is {described(eps)}", span, expected="a finite number of at least 0, such as 1e-6")
     scaled = None if weight is None else operand(weight, span)
     return apply(tensor_ops.RmsNorm, x=operand(x, span), eps=float(eps), weight=scaled)

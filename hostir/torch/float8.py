@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hostir.ir.source import error, user_span
 from hostir.runtime.kernels import aten
 from hostir.torch import scaled
 from hostir.torch.library import (
@@ -223,14 +224,26 @@ def _(x: Tensor, weight: Tensor, scatter_dim: int, group_name: str) -> tuple[Ten
     return y, x.new_empty(x.shape, dtype=aten.FP8[FLOAT8]), x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
 
 
+def _check_dtypes(x: Tensor, weights: Sequence[Tensor]) -> None:
+    if any(w.dtype != x.dtype for w in weights):
+        dtypes = ", ".join(sorted({str(w.dtype) for w in weights}))
+        raise error(
+            f"fp8 products of an input of {x.dtype} and weights of {dtypes}",
+            user_span(),
+            expected="one dtype, which the result has as well; autocast makes it one",
+        )
+
+
 def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -> list[Tensor]:
     """Return `gather(x) @ weight^T` for each weight, of quantized rows."""
+    _check_dtypes(x, weights)
     *_, products = call("float8_column_linear", [x, *weights], x, weights, axis, group)
     return products
 
 
 def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
     """Return this rank's rows of the sum of `x @ weight^T`, of quantized rows."""
+    _check_dtypes(x, [weight])
     y, *_ = call("float8_row_linear", [x, weight], x, weight, axis, group)
     return y
 

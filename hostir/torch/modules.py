@@ -7,9 +7,11 @@ module is an `nn.Linear` whose `forward` runs the functions of this package wher
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -409,29 +411,42 @@ def _tokens(axis: int | None) -> Placement:
 class SharedGather:
     """Layers that are called one after the other with one input: the first call gathers it and computes all of them.
 
-    The results that are not yet asked for are kept until they are, or until a call with another input.
+    The results that are not yet asked for are kept until they are, until a call with another input or after a change
+    of a parameter, or until a backward pass through any of them, which frees the graph that they share.
     """
 
     def __init__(self, layers: Sequence[SharingLinear]) -> None:
         self.layers = [*layers]
         self.input: Tensor | None = None
         self.state: tuple[Any, ...] = ()
+        self.number = 0  # of the results that are kept
         self.outputs: list[Tensor | None] = [None] * len(self.layers)
 
     def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
         """Return the output of one of the layers."""
         index = next(i for i, each in enumerate(self.layers) if each is layer)
         counts = not torch.compiler.is_compiling() and not x.is_inference()  # writes to x are not counted elsewhere
-        versions = [y._version for y in (x, *(each.weight for each in self.layers))] if counts else []
-        state = (*versions, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+        read = [x, *(p for each in self.layers for p in each.parameters())]
+        seen = [(id(y), y._version if counts else 0) for y in read]
+        state = (*seen, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
         if self.input is not x or self.state != state or self.outputs[index] is None:
             self.input, self.state, self.outputs = x, state, [*columns(x, self.layers)]
+            self.number += 1
         result = self.outputs[index]
         assert result is not None, "it was computed"
         self.outputs[index] = None
+        if counts and result.requires_grad:
+            result.register_hook(partial(_forget, weakref.ref(self), self.number))
         if all(y is None for y in self.outputs):
             self.input = None
         return result
+
+
+def _forget(shared: weakref.ref[SharedGather], number: int, grad: Tensor) -> None:
+    """Drop the results that were computed with the one of which this is the gradient."""
+    found = shared()
+    if found is not None and found.number == number:
+        found.input, found.outputs = None, [None] * len(found.layers)
 
 
 class SharingLinear(ColumnParallelLinear):

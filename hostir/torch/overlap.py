@@ -401,6 +401,8 @@ def _used_otherwise(full: Node, products: set[Node]) -> bool:
 def _give_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
     """Let a product of several axes, or rows, take the place of a matmul and of views of it."""
     if product.added is not None and product.scales is None:
+        if len(shape_of(product.added)) > 1:  # of rows, perhaps, where the product has several axes
+            y = viewed(graph, y, shape_of(product.node))
         y = made(graph, aten.add.Tensor, y, product.added)
     for user in [*product.node.users]:
         if user.target in VIEWS and equal(shape_of(user), shape_of(y)):

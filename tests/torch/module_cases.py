@@ -398,6 +398,15 @@ def modules_compile_copy_and_recompute() -> None:
     model = parallelize_module(copy.deepcopy(exact), ranks(), plan(0))
     again = copy.deepcopy(model)
     assert again.a.shared is again.b.shared is not model.a.shared
+    x = whole(8, 8)
+    mine = part(x, 0)
+    model.b(mine).sum().backward()  # frees a graph that the result of a, which is kept, is part of
+    with torch.no_grad():
+        for module in (model, exact, again):
+            module.a.bias.add_(1.0)
+    y = model.a(mine)
+    y.sum().backward()
+    torch.testing.assert_close(y, part(exact.a(x), 1))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(again, fullgraph=True, backend=counter, dynamic=True)

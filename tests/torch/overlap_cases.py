@@ -309,6 +309,16 @@ def several_gathers_of_one_graph() -> None:
     assert fused(overlap)[0] == AG
     assert "2 products and the gathered tensor" in str(overlap.report)
 
+    def added(a: Tensor, b: Tensor, z: Tensor) -> Tensor:
+        full = funcol.all_gather_tensor(a, 1, group())
+        return torch.addmm(z, full.reshape(-1, 16), b)
+
+    a, z = whole(3, 2 * RANKS, 16), whole(6 * RANKS, 16)
+    for residual in (z, z[:, :1].contiguous(), z[:1], z[0]):
+        found, overlap = traced(added, part(a, 1).contiguous(), b, residual)
+        near(found, a.flatten(0, 1).double() @ b.double() + residual)
+        assert fused(overlap) == [AG]
+
 
 if __name__ == "__main__":
     main(CASES)
