@@ -425,13 +425,13 @@ class SharedGather:
     def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
         """Return the output of one of the layers."""
         index = next(i for i, each in enumerate(self.layers) if each is layer)
-        counts = not torch.compiler.is_compiling() and not x.is_inference()  # writes to x are not counted elsewhere
-        read = [x, *(p for each in self.layers for p in each.parameters())]
-        seen = [(id(y), y._version if counts else 0) for y in read]
+        counts = not torch.compiler.is_compiling()
+        read = [x, *(p for each in self.layers for p in each.parameters())] if counts else []
+        seen = [(id(y), 0 if y.is_inference() else y._version) for y in read]  # there writes are not counted
         state = (*seen, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
         if self.input is not x or self.state != state or self.outputs[index] is None:
             self.input, self.state, self.outputs = x, state, [*columns(x, self.layers)]
-            self.number += 1
+            self.number += counts
         result = self.outputs[index]
         assert result is not None, "it was computed"
         self.outputs[index] = None
