@@ -34,8 +34,8 @@ demo: $(READY)
 test: lint
 	@echo "==> pytest: the tests, $(JOBS) at a time"
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not alone"
-	@echo "==> pytest: the tests of ranks that die or stand still, two files at a time: they mostly wait"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m alone tests/runtime/test_processes.py tests/runtime/test_torchrun.py
+	@echo "==> pytest: the tests of ranks that die or stand still, one at a time: they have seconds to notice"
+	@$(BIN)/python -m pytest -q -m alone tests/runtime/test_processes.py tests/runtime/test_torchrun.py
 
 lint: $(READY)
 	@echo "==> ruff: style and formatting"
