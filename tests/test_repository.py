@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure import long_signatures, modules
+
 ROOT = Path(__file__).parent.parent
 
 # Joined from parts so that this file passes its own test.
@@ -113,6 +115,13 @@ def types_of(path: Path) -> set[str]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
     return {name for name in found if TYPE_NAME.fullmatch(name)}
+
+
+def test_no_function_takes_more_than_twelve_arguments() -> None:
+    texts = modules(ROOT)
+    long = [at for name, text in texts.items() for at in long_signatures(name, text)]
+    assert any("(Triton)" in at for at in long), "signatures are read"
+    assert not [at for at in long if "(Triton)" not in at], "a group of arguments is a type that has no name yet"
 
 
 def test_one_name_is_one_type() -> None:
