@@ -64,6 +64,30 @@ def test_only_knobs_reads_the_variables_of_hostir() -> None:
     assert not found, "\n".join(found)
 
 
+def loaded_with(module: str, seen: dict[str, None]) -> dict[str, None]:
+    """The modules that importing one loads: those that its own statements import, and so on within hostir."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if module in seen or not path.exists():
+        return seen | {module: None}
+    seen |= {module: None}
+    for node in ast.parse(path.read_text()).body:
+        names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{name}" for name in names)]
+        for name in names:
+            seen = loaded_with(name, seen)
+    return seen
+
+
+def test_triton_is_loaded_only_where_its_kernels_run() -> None:
+    loaded: dict[str, None] = {}
+    for module in ("hostir.runtime.executor", "hostir.runtime.cuda.machine", "hostir.choice", "hostir.torch"):
+        loaded = loaded_with(module, loaded)
+    assert "torch" in loaded, "imports are followed"
+    assert "triton" not in loaded, [*loaded]
+
+
 def test_every_example_has_a_main() -> None:
     without = [relative(path) for path in (ROOT / "examples").glob("*.py") if "main" not in functions_of(path)]
     assert not without, "an example is run by its main()"

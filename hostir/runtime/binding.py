@@ -11,8 +11,7 @@ import torch
 
 from hostir.ir.machine import Done
 from hostir.ir.regions import dense_strides
-from hostir.runtime.kernels.flags import with_rows
-from hostir.runtime.kernels.layout import row_pieces
+from hostir.runtime.kernels.layout import row_pieces, with_rows
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
 from hostir.runtime.sharding import torch_dtype

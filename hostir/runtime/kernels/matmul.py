@@ -12,27 +12,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.flags import (
-    DoneFlags,
-    Pushed,
-    PushKernel,
-    ReadyFlags,
-    block_rows,
-    done_rows,
-    pushed_rows,
-    with_rows,
-)
-from hostir.runtime.kernels.layout import (
-    INTERPRETED,
-    Compiled,
-    bind_thread,
-    check_device,
-    collapse,
-    descriptor_strides,
-    launching,
-    limits,
-    rows_or_copy,
-)
+from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
+from hostir.runtime.kernels.flags import DoneFlags, Pushed, PushKernel, ReadyFlags, block_rows, done_rows, pushed_rows
+from hostir.runtime.kernels.layout import collapse, descriptor_strides, rows_or_copy, with_rows
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
 from hostir.runtime.kernels.scaled import FlatScales, of_blocks
 from hostir.runtime.kernels.table import Again

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from hostir.runtime.kernels import aten
+from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
 from hostir.runtime.kernels.flags import (
     MISSED,
     Awaited,
@@ -28,15 +29,7 @@ from hostir.runtime.kernels.flags import (
     raise_flags,
     stores_ended,
 )
-from hostir.runtime.kernels.layout import (
-    INTERPRETED,
-    Compiled,
-    bind_thread,
-    check_device,
-    collapse,
-    launching,
-    limits,
-)
+from hostir.runtime.kernels.layout import collapse
 from hostir.runtime.kernels.matmul import workspace
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
 from hostir.runtime.kernels.table import Again

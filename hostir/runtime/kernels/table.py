@@ -11,8 +11,7 @@ import torch
 
 from hostir.ir.source import did_you_mean, error
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.flags import with_all_rows
-from hostir.runtime.kernels.layout import collapse, rows
+from hostir.runtime.kernels.layout import collapse, rows, with_all_rows
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
@@ -367,7 +366,7 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 
 def _triton_kernels(device_type: str) -> dict[str, Kernel]:
     try:  # only here: where nobody asks for Triton, it need not be installed
-        from hostir.runtime.kernels.layout import INTERPRETED
+        from hostir.runtime.kernels.devices import INTERPRETED
     except ImportError as problem:
         hint = f"pip install triton, or {ATEN}"
         raise error(f"kernels='triton' cannot be loaded: {problem}", hint=hint) from None

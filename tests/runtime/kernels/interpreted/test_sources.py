@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hostir.runtime.kernels import matmul as matmul_module
 from hostir.runtime.kernels import reduce as module
+from hostir.runtime.kernels.devices import Limits
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts, timeout_error
-from hostir.runtime.kernels.layout import Limits
 from hostir.runtime.kernels.reduce import DTYPES, reduce_sum
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled
 from tests.runtime.kernels.interpreted.test_done import Watched
