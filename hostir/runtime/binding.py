@@ -30,6 +30,7 @@ from hostir.runtime.unroll import (
     unroll,
 )
 
+MAX_PLANS = 16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is soon made
 Step = Callable[[], object]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # of the second to the first
 AddUp = Callable[..., object]  # as aten.add_up

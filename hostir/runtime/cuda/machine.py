@@ -21,12 +21,13 @@ from torch._C._distributed_c10d import (
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import homes
-from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
+from hostir.runtime.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
+from hostir.runtime.kernels.flags import Words
 from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, late_streams
 from hostir.runtime.sharding import torch_dtype
@@ -178,6 +179,7 @@ class CudaMachine:
         self.kernels = kernels
         self.groups = groups
         self.timeouts = Timeouts(groups.rank)
+        self.words = Words(device, MAX_PLANS + 1)  # an executor drops the oldest plan when it has made the new one
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
@@ -252,7 +254,7 @@ class CudaPlan:
         if self.memory is not None:
             self.one_sided = CudaOneSided(
                 *(unrolled, self.memory, machine.device, self.registers, self.streams),
-                *(machine.kernels, machine.kernel, machine.timeouts),
+                *(machine.kernels, machine.kernel, machine.timeouts, machine.words),
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)

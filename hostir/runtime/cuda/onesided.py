@@ -41,7 +41,7 @@ from hostir.runtime.unroll import (
 )
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags, Words
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
 # No stream may poll or raise a flag of a call before the previous call has ended.
@@ -153,6 +153,7 @@ class CudaOneSided:
         kernels: the kernels by kind of computation.
         kernel: returns the kernel of one computation, for its stream.
         timeouts: receives the timeouts of kernels that wait for flags.
+        words: device memory for the numbers that kernels read.
     """
 
     def __init__(
@@ -165,13 +166,15 @@ class CudaOneSided:
         kernels: Mapping[str, Kernel],
         kernel: Callable[[ComputeOp], Kernel],
         timeouts: Timeouts,
+        words: Words,
     ) -> None:
         self.unrolled = unrolled
         self.memory = memory
         self.device = device
         self.registers = registers
         self.streams = streams
-        self.kernels, self.kernel, self.timeouts = kernels, kernel, timeouts
+        self.kernels, self.kernel, self.timeouts, self.words = kernels, kernel, timeouts, words
+        self.push_kernels = 0  # how many there are so far
         self.rank = unrolled.rank
         self.flow_control = flow_control_of(unrolled, memory)
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
@@ -282,7 +285,8 @@ class CudaOneSided:
     def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> PushKernel:
         from hostir.runtime.kernels.flags import Piece, PushKernel  # which needs Triton
 
-        return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
+        self.push_kernels += 1
+        return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms, self.words, self.push_kernels)
 
     def signal(self, op: SignalOp) -> Step | None:
         """Return the step that raises a flag; None if the call raises it earlier, or stream order makes it needless."""
