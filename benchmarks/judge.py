@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import hostir as hi
 from benchmarks.harness import table, write
-from benchmarks.mutation import Kept, digest
+from benchmarks.mutation import Kept, begin, digest
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests import mutation
@@ -97,7 +97,7 @@ def at_random(given: argparse.Namespace) -> Iterator[Done]:
     )
     last = time.monotonic() + given.seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
+    with spawn.Pool(given.workers, begin) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
         bar, left = progress.add_task("programs", total=given.programs), given.programs
         batches = iter(lambda: [next(works) for _ in range(given.workers)], [])
@@ -131,7 +131,7 @@ def compiled(given: argparse.Namespace) -> list[list[str]]:
     works = [cases[at : at + CHUNK] for at in range(0, len(cases), CHUNK)]
     counts, wrong = Counter[str](), dict[str, list[str]]()
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool:
+    with spawn.Pool(given.workers, begin) as pool:
         for verdicts in pool.imap_unordered(partial(judged, patience=given.patience), works):
             for v in verdicts:
                 counts[v.case.program.name] += 1
@@ -170,7 +170,7 @@ def mutated(given: argparse.Namespace) -> list[mutation.Verdict]:
     Random(0).shuffle(works)
     last = time.monotonic() + given.seconds
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool:
+    with spawn.Pool(given.workers, begin) as pool:
         judge = partial(of_mutants, calls=given.calls, patience=given.patience)
         for found in pool.imap_unordered(judge, works):
             for mutant, verdict in found:
