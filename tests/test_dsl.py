@@ -179,6 +179,7 @@ def test_what_is_no_program_is_refused_by_name(call: Callable[[], object], messa
         (lambda: hi.Executor(ag_matmul()), "not a host program"),
         (lambda: hi.Executor(ag_matmul().program()), "@ag_matmul is a fusion"),
         (lambda: hi.Executor(hi.lower(ag_matmul()), machine="cloud"), "unknown machine 'cloud'"),
+        (lambda: hi.rms_norm(one([4]), eps=10**400), r"eps is 1000+\.\.\.0+\n"),  # no float is as large
     ],
 )
 def test_a_mistake_in_an_argument_is_shown_at_the_users_line(call: Callable[[], object], message: str) -> None:

@@ -310,8 +310,7 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
     if torch.is_autocast_enabled(x.device.type):  # it would narrow the product, whatever its dtype is to be
         with torch.autocast(x.device.type, enabled=False):
             return weight_gradient(x, dy, axis, dtype_name, linear)
-    x, dy = (t.movedim(axis, 0) if 0 < axis < t.ndim - 1 else t for t in (x, dy))
-    x, dy = (t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (x, dy))
+    x, dy = ((t.movedim(axis, 0) if 0 < axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
     left, right = (dy.t(), x) if linear else (x.t(), dy)
     dtype = getattr(torch, dtype_name)
     if dtype == x.dtype:

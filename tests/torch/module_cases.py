@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module, style
 from torch.utils.checkpoint import checkpoint
@@ -275,6 +275,13 @@ def replicated_ends_are_all_reduces() -> None:
     up(x).sum().backward()  # of the weights alone
     near(full(up.weight.grad), x.double().sum(0).expand(16, 8))
     near(gated(x), exact_gated(gated, x))
+    row, w, dy = leaf(whole(8)), leaf(part(whole(16, 8), 0)), part(whole(16), 0)  # one token, without an axis for it
+    hi.torch.column_parallel_linear(row, w, tp, gather_dim=None).backward(dy)
+    near(w.grad, torch.outer(dy.double(), row.double()))
+    near(row.grad, hi.torch.all_reduce((dy.double() @ w.double()).detach(), tp))
+    frozen = leaf(row)
+    hi.torch.column_parallel_linear(frozen, w.detach(), tp, gather_dim=None).backward(dy)
+    near(frozen.grad, row.grad.double())
 
 
 def exact_gated(mlp: GatedMLP, x: Tensor) -> Tensor:
@@ -344,7 +351,7 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
         (true_y * weights).sum().backward()
         # A number on the border goes to its other neighbour, 1/12 away, if it was computed otherwise: of bf16, rounded
         # several times, one in ten (3 %); on tensor cores, which add up fp8 in some 14 bits, one in 500 (0.4 %).
-        bound = 0.1 if dtype == torch.bfloat16 else 2e-2 if DEVICE == "cuda" else 1e-3
+        bound = 4e-2 if dtype == torch.bfloat16 else 1e-2 if DEVICE == "cuda" else 1e-3
         gradients = {n: (full(model.get_parameter(n).grad), p.grad) for n, p in rounded_alone.named_parameters()}
         pairs = {"y": (y, part(true_y, axis)), "dx": (mine.grad, part(given.grad, axis)), **gradients}
         off = {name: ((found.double() - true).norm() / true.norm()).item() for name, (found, true) in pairs.items()}
@@ -361,6 +368,9 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
         hi.torch.row_parallel_linear(x, w, tp, reduce="all", fp8=True)
     with pytest.raises(hi.HostIRError, match="products in fp8 are not summed"), hi.torch.install(strict=True):
         parallelize_module(nn.Linear(16, 8), tp, RowwiseParallel(fp8=True))
+    for layer in (hi.torch.column_parallel_linear, hi.torch.row_parallel_linear):
+        with pytest.raises(hi.HostIRError, match=r"input of torch\.float32 and weights of torch\.bfloat16"):
+            layer(part(x, 0), w.bfloat16(), tp, fp8=True)
     for made in (QKVParallelLinear(16, 16, 8, tp, fp8=True), GatedMLP(16, 32, tp, fp8=True)):
         ys = made(part(x[:, :16], 0))
         for found in (ys,) if isinstance(ys, Tensor) else ys:
@@ -456,6 +466,17 @@ def fully_shard_and_checkpoints() -> None:
             optimizer.zero_grad()
     for name, value in model.state_dict().items():
         near(value.full_tensor(), true.state_dict()[name])
+    layer = ColumnParallelLinear.from_linear(same(nn.Linear(8, 8, bias=False)), mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    x, dy = whole(2, 16, 8).bfloat16(), whole(2, 16, 8).bfloat16()
+    for _ in range(2):  # added up in f32, as docs/models.md says
+        (layer(leaf(x[dp].chunk(2)[tp])) * dy[dp].chunk(2, 1)[tp]).sum().backward()
+    exact = sum((dy[i].double().t() @ x[i].double()).bfloat16().double() for i in range(2))
+    assert layer.weight.grad.dtype == torch.float32
+    error = (layer.weight.grad.full_tensor().double() - exact).abs() / exact.abs().max()
+    assert error.max() <= 2**-8  # where a sum rounds to the neighbour
+    assert error.median() <= 1e-6
 
 
 @case
