@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import hostir as hi
 import hostir.torch
 from hostir.runtime.binding import MAX_PLANS
+from hostir.runtime.executor import MAX_BOUND
 from hostir.torch import (
     all_gather_matmul,
     all_reduce,
@@ -286,7 +287,7 @@ def held() -> dict[str, int]:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
-    assert all(len(e.bound) <= len(e.plans) <= MAX_PLANS for e in executors)
+    assert all(len(e.plans) <= MAX_PLANS and len(e.bound) <= MAX_BOUND for e in executors)
     return {
         "allocated": torch.cuda.memory_allocated() if DEVICE == "cuda" else min(alive() for _ in range(3)),
         "symmetric": hi.torch.report().symmetric_bytes[group()],
