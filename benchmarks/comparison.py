@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import math
 import sys
 import tempfile
 import time
@@ -302,6 +303,8 @@ class Judge:
     ) -> None:
         self.sample, self.exact, self.unfused = sample, exact, unfused
         self.error = self.error_of(unfused)
+        if not math.isfinite(self.error):  # nothing would be wrong beside it
+            raise WrongResultError("torch's own result holds NaN or infinity")
         self.bound = MARGIN * max(map(self.error_of, (unfused, *alike)))
 
     def rows_of(self, c: torch.Tensor) -> torch.Tensor:
@@ -327,10 +330,10 @@ class Judge:
         if lost := int((~c.isfinite()).any(dim=1).sum()):
             raise WrongResultError(f"{lost} rows hold NaN or infinity")
         error = self.error_of(c)
-        if error > self.bound:
+        if not error <= self.bound:
             raise WrongResultError(f"error {error:.2e}, and torch's is {self.error:.2e}")
         away = (c - self.unfused).float().norm(dim=1) / self.unfused.float().norm(dim=1)
-        if far := int((away > ROW_MARGIN * self.bound).sum()):
+        if far := int((~(away <= ROW_MARGIN * self.bound)).sum()):
             furthest = f"row {int(away.argmax())} by {float(away.max()):.1e}"
             raise WrongResultError(f"{far} rows differ from torch's, {furthest}")
         return error / self.error if self.error else 1.0

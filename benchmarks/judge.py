@@ -1,13 +1,16 @@
 """Whether programs that the checker accepts are right on real CPU processes, one of which is slow.
 
     python -m benchmarks.judge --programs 100                                    a first look
-    python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all of it
+    python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all right programs
+    python -m benchmarks.judge --programs 0 --mutants 4000 --calls-by-hand 0     mutants of compiled programs
     python -m benchmarks.judge --programs 100 --promise one_stream               with a checker that believes too much
 
 Random programs that the checker accepts and that have no synchronisation to spare (`tests/random_programs.py`), the
 hand-written ones of `tests/cases/counterexamples`, and what the compiler makes of every pattern (`tests/mutation.py`),
 run on processes (`tests/real_ranks.py`). Each call's outputs must have the bits that simulated ranks give in program
-order.
+order. So must those of the mutants of compiled programs (`tests/mutants.py`) that the checker accepts: an order that it
+believes in, and that processes do not keep, shows there too. Their verdicts can be kept as those of
+`benchmarks.mutation`, so that a later call, with the same file, goes on.
 """
 
 from __future__ import annotations
@@ -22,20 +25,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import hostir as hi
 from benchmarks.harness import table, write
+from benchmarks.mutation import Kept, begin, digest
 from hostir.ir.program import Program
-from tests.mutation import originals
+from hostir.ir.source import HostIRError
+from tests import mutation
+from tests.mutants import Mutant
+from tests.mutation import every_mutant, originals, sample
 from tests.random_programs import Accepts, accepted, loosened
 from tests.real_ranks import CALLS, Case, judged
 
 HAND_WRITTEN = Path(__file__).parents[1] / "tests" / "cases" / "counterexamples"
 SIZES = {"five_rounds": {"N": 10}}
 CHUNK = 10  # programs that one job of processes runs
+MUTANTS = 40  # of which one job runs those that are accepted
 CALLS_BY_HAND = 200
 RANKS = (2, 3, 4)
 
@@ -88,7 +97,7 @@ def at_random(given: argparse.Namespace) -> Iterator[Done]:
     )
     last = time.monotonic() + given.seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
+    with spawn.Pool(given.workers, begin) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
         bar, left = progress.add_task("programs", total=given.programs), given.programs
         batches = iter(lambda: [next(works) for _ in range(given.workers)], [])
@@ -122,7 +131,7 @@ def compiled(given: argparse.Namespace) -> list[list[str]]:
     works = [cases[at : at + CHUNK] for at in range(0, len(cases), CHUNK)]
     counts, wrong = Counter[str](), dict[str, list[str]]()
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(given.workers, torch.set_num_threads, (1,)) as pool:
+    with spawn.Pool(given.workers, begin) as pool:
         for verdicts in pool.imap_unordered(partial(judged, patience=given.patience), works):
             for v in verdicts:
                 counts[v.case.program.name] += 1
@@ -132,6 +141,56 @@ def compiled(given: argparse.Namespace) -> list[list[str]]:
         [name, str(n), str(n * given.calls), "; ".join(wrong.get(name, ["the same bits"]))]
         for name, n in sorted(counts.items())
     ]
+
+
+def of_mutants(some: Sequence[Mutant], calls: int, patience: float) -> list[tuple[Mutant, mutation.Verdict | None]]:
+    """What the checker says of each, None where it cannot be read, and how those that it accepts ran on processes."""
+    found: list[tuple[Mutant, mutation.Verdict | None]] = []
+    cases: dict[Mutant, Case] = {}
+    for mutant in some:
+        try:
+            program = hi.parse(mutant.text, mutant.of)
+        except HostIRError:
+            found.append((mutant, None))
+            continue
+        if said := mutation.errors(hi.check(program)):
+            found.append((mutant, mutation.Verdict(mutant, findings=said)))
+            continue
+        cases[mutant] = Case(program, int(digest(mutant.text), 16) % 1_000_003, calls)
+    verdicts = zip(cases, judged(list(cases.values()), patience), strict=True)
+    return found + [(mutant, mutation.Verdict(mutant, guilt=str(v) if v.wrong else "")) for mutant, v in verdicts]
+
+
+def mutated(given: argparse.Namespace) -> list[mutation.Verdict]:
+    """Verdicts on so many mutants of compiled programs, even over the kinds of edits, until the time is over."""
+    kept, chosen = Kept(given.verdicts, given.calls), sample(every_mutant(originals()), given.mutants)
+    left = [mutant for mutant in chosen if digest(mutant.text) not in kept.found]
+    left.sort(key=lambda mutant: mutant.text.partition("program")[0])  # one job runs programs on as many ranks
+    works = [left[at : at + MUTANTS] for at in range(0, len(left), MUTANTS)]
+    Random(0).shuffle(works)
+    last = time.monotonic() + given.seconds
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(given.workers, begin) as pool:
+        judge = partial(of_mutants, calls=given.calls, patience=given.patience)
+        for found in pool.imap_unordered(judge, works):
+            for mutant, verdict in found:
+                kept.add(mutant, verdict)
+            if time.monotonic() > last:
+                break
+    return kept.of(chosen)
+
+
+def by_kind(verdicts: Sequence[mutation.Verdict], calls: int) -> list[list[str]]:
+    """A row for each kind of edit, and one for all."""
+    kinds = sorted({v.mutant.kind for v in verdicts})
+    groups = [("all mutants", verdicts), *((kind, [v for v in verdicts if v.mutant.kind == kind]) for kind in kinds)]
+    rows = []
+    for name, group in groups:
+        run = sum(not v.findings for v in group)
+        rows.append(
+            [name, *map(str, (len(group), len(group) - run, run, run * calls, sum(bool(v.guilt) for v in group)))]
+        )
+    return rows
 
 
 def counted(done: Iterable[Done]) -> list[list[str]]:
@@ -145,15 +204,28 @@ def counted(done: Iterable[Done]) -> list[list[str]]:
     return rows
 
 
+def keep(folder: Path, said: str, text: str) -> None:
+    """Writes what goes wrong into a folder, and says where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{'_'.join(said.split(':')[0].split())}.hir"
+    path.write_text(f"// {said}\n{text}")
+    print(f"{said}\n  kept in {path}", file=sys.stderr, flush=True)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Runs all, prints the tables and writes them; 1 where a program that the checker accepts goes wrong."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--programs", type=int, default=100, help="random programs, at least")
+    options.add_argument("--programs", type=int, default=100, help="random programs, at least; 0: none")
     options.add_argument("--calls", type=int, default=CALLS, help="of each random program")
     options.add_argument("--calls-by-hand", type=int, default=CALLS_BY_HAND, help="of each hand-written one; 0: none")
     options.add_argument("--compiled", action="store_true", help="also what the compiler makes of every pattern")
+    options.add_argument("--mutants", type=int, default=0, help="of compiled programs, even over the kinds")
+    resume = "verdicts on mutants that are not judged again; new ones go to the first file"
+    options.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
     options.add_argument("--first", type=int, default=0, help="the first seed")
-    options.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are drawn")
+    options.add_argument(
+        "--seconds", type=float, default=float("inf"), help="after which no more are drawn, or mutants tried"
+    )
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--patience", type=float, default=20.0, help="seconds that a communication may stand still")
     options.add_argument("--promise", default="", help="one of tests/promises.py, which the checker believes")
@@ -180,20 +252,29 @@ def main(given: Sequence[str] | None = None) -> int:
         texts.append(table(["compiled", "programs", "calls", "how"], rows))
         data["compiled"] = rows
         print(texts[-1], flush=True)
-    begun, done = time.perf_counter(), []
-    for each in at_random(chosen):
-        done.append(each)
-        for said, text in each.wrong:
-            chosen.keep.mkdir(parents=True, exist_ok=True)
-            name = "_".join(said.split(":")[0].split())
-            (chosen.keep / f"{name}.hir").write_text(f"// {said}\n{text}")
-            print(f"{said}\n  kept in {chosen.keep / name}.hir", file=sys.stderr, flush=True)
+    if chosen.mutants:
+        verdicts = mutated(chosen)
+        rows = by_kind(verdicts, chosen.calls)
+        for v in (v for v in verdicts if v.guilt):
+            said = f"mutant {digest(v.mutant.text)} of {v.mutant.of}: {v.mutant.what}: {v.guilt}"
+            keep(chosen.keep, said, v.mutant.text)
             failures.append(said)
-    seconds = time.perf_counter() - begun
-    texts.append(table(["ranks", "seeds", "accepted and run", "calls", "wrong"], counted(done)))
-    texts.append(f"Random programs: {seconds:.0f} s on {chosen.workers} workers.")
-    print("\n\n".join(texts[-2:]))
-    data |= {"random": counted(done), "seconds": round(seconds), "wrong": failures}
+        texts.append(table(["edit", "mutants", "refused", "accepted and run", "calls", "wrong"], rows))
+        data["mutants"] = rows
+        print(texts[-1], flush=True)
+    if chosen.programs:
+        begun, done = time.perf_counter(), []
+        for each in at_random(chosen):
+            done.append(each)
+            for said, text in each.wrong:
+                keep(chosen.keep, said, text)
+                failures.append(said)
+        seconds = time.perf_counter() - begun
+        texts.append(table(["ranks", "seeds", "accepted and run", "calls", "wrong"], counted(done)))
+        texts.append(f"Random programs: {seconds:.0f} s on {chosen.workers} workers.")
+        print("\n\n".join(texts[-2:]))
+        data |= {"random": counted(done), "seconds": round(seconds)}
+    data["wrong"] = failures
     if chosen.out:
         write(chosen.out, "Accepted programs on real processes", "\n\n".join([*texts, *failures]), data)
     return int(bool(failures))

@@ -17,6 +17,7 @@ over several calls, also on other machines with the same sources, of which the l
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -47,13 +48,19 @@ def judged(found: Sequence[Mutant], seeds: int, jobs: int, seconds: float) -> It
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last = time.monotonic() + seconds
     spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in whatever state they are
-    with spawn.Pool(jobs, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
+    with spawn.Pool(jobs, begin) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
         verdicts = pool.imap_unordered(partial(of_mutant, seeds=seeds), found, chunksize=4)
         for each in progress.track(verdicts, total=len(found), description="mutants"):
             yield each
             if time.monotonic() > last:
                 return
+
+
+def begin() -> None:
+    """Prepares a worker: one thread, and no look at what modules hold whenever Python collects cycles."""
+    torch.set_num_threads(1)
+    gc.freeze()
 
 
 def of_mutant(mutant: Mutant, seeds: int) -> tuple[Mutant, Verdict | None]:

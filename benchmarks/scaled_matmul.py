@@ -314,6 +314,7 @@ class GatheredAsRankOf(Gathered):
             self.bytes = self.shared(self.row.M // self.ranks, self.row.K // self.dtype.itemsize)
             self.theirs = self.of_peer(self.bytes, 1 - self.rank) if self.on_gpu else torch.empty_like(self.bytes)
             self.a = self.bytes.view(F8)
+            self.pulled = torch.empty_like(self.whole).view(self.dtype)  # what results are held against stays as it is
         super().renew()
 
     def about(self) -> Result:
@@ -332,8 +333,8 @@ class GatheredAsRankOf(Gathered):
 
     def pull(self) -> None:
         """Copies of as many shards from the peer, which nobody waits for."""
-        for block in self.whole.chunk(self.ranks)[1:]:
-            block.view(self.dtype).copy_(self.theirs)
+        for block in self.pulled.chunk(self.ranks)[1:]:
+            block.copy_(self.theirs)
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
         for way in arrivals.WAYS:

@@ -7,8 +7,9 @@ touches, a warm call.
 Lines are code, docstrings, comments, imports and blank ones. A list of classes kept by hand is an `isinstance`, a
 `case`, or the keys and items of a literal that name classes of statements, or of operations of an unrolled program, in
 a room that should ask them for what they do: check, runtime or choice. The files that a new statement touches are those
-that docs/extending.md changes, as a test does. A warm call is `executor(a, b, out=(c,))` of a
-program that one CPU process runs, for the fourth time; its chain is the deepest stack of hostir's own functions.
+that docs/extending.md changes, as a test does. The parameters of a method are those that a call gives, not `self`. A
+warm call is `executor(a, b, out=(c,))` of a program that one CPU process runs, for the fourth time; its chain is the
+deepest stack of hostir's own functions.
 """
 
 from __future__ import annotations
@@ -128,12 +129,15 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def long_signatures(name: str, text: str) -> Iterator[str]:
-    """Functions of more parameters than anyone can keep apart; those of Triton's are apart."""
+    """Functions that take more arguments than anyone can keep apart; those of Triton's are apart."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            arguments = node.args
-            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
-            kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = node.args
+            names = [
+                p.arg for p in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if p
+            ]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
             if count > LONG:
                 yield f"{name}:{node.lineno}: {node.name}, {count}{' (Triton)' if kernel else ''}"
 

@@ -206,6 +206,7 @@ def main() -> None:
     import hostir.choice.measure
     import hostir.cli.run
     import hostir.runtime.executor
+    import hostir.runtime.kernels.reduce  # with Triton and the matmul
     import hostir.torch  # noqa: F401
     from hostir.ir.parser import tree_of
 

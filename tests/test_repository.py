@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure import long_signatures, modules
+
 ROOT = Path(__file__).parent.parent
 
 # Joined from parts so that this file passes its own test.
@@ -62,6 +64,30 @@ def test_only_knobs_reads_the_variables_of_hostir() -> None:
     assert not found, "\n".join(found)
 
 
+def loaded_with(module: str, seen: dict[str, None]) -> dict[str, None]:
+    """The modules that importing one loads: those that its own statements import, and so on within hostir."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if module in seen or not path.exists():
+        return seen | {module: None}
+    seen |= {module: None}
+    for node in ast.parse(path.read_text()).body:
+        names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{name}" for name in names)]
+        for name in names:
+            seen = loaded_with(name, seen)
+    return seen
+
+
+def test_triton_is_loaded_only_where_its_kernels_run() -> None:
+    loaded: dict[str, None] = {}
+    for module in ("hostir.runtime.executor", "hostir.runtime.cuda.machine", "hostir.choice", "hostir.torch"):
+        loaded = loaded_with(module, loaded)
+    assert "torch" in loaded, "imports are followed"
+    assert "triton" not in loaded, [*loaded]
+
+
 def test_every_example_has_a_main() -> None:
     without = [relative(path) for path in (ROOT / "examples").glob("*.py") if "main" not in functions_of(path)]
     assert not without, "an example is run by its main()"
@@ -113,6 +139,13 @@ def types_of(path: Path) -> set[str]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
     return {name for name in found if TYPE_NAME.fullmatch(name)}
+
+
+def test_no_function_takes_more_than_twelve_arguments() -> None:
+    texts = modules(ROOT)
+    long = [at for name, text in texts.items() for at in long_signatures(name, text)]
+    assert any("(Triton)" in at for at in long), "signatures are read"
+    assert not [at for at in long if "(Triton)" not in at], "a group of arguments is a type that has no name yet"
 
 
 def test_one_name_is_one_type() -> None:

@@ -104,13 +104,16 @@ class Chunks:
         if addend is not None and at >= 0 and not addend.tensor.axes[at].extent.is_one:
             addend = self.rows(self.chunk(addend, chunk, views, at), team.rank, views, at)
         total = Sum(sums, sent, 0, addend=addend, activation=self.activation, span=s.span)
-        total = replace(total, ready=self.sent.flags, epoch=_epoch(chunk), first=team.rank, own=mine)
         index = host.index("i")
         peer = team.peer(Bin("+", index, Lit(1)))
         others = team.ranks - 1
         before: list[Statement] = []
         if self.product is None:  # while bytes travel, no SM is held
-            before = [self.each(index, others, [WaitSignal(self.sent.flags, peer, _epoch(chunk), span=s.span)])]
+            slot = made(Select(sent, self.named("slot"), team.rank, span=s.span), views)
+            waits = self.each(index, others, [WaitSignal(self.sent.flags, peer, _epoch(chunk), span=s.span)])
+            before = [self.sent.put(mine, slot, team.rank), waits]
+        else:
+            total = replace(total, ready=self.sent.flags, epoch=_epoch(chunk), first=team.rank, own=mine)
         turn: list[ViewStatement] = []
         theirs = self.rows(out, peer, turn)
         wait = WaitSignal(self.summed, peer, _epoch(chunk), span=s.span)

@@ -588,7 +588,6 @@ class ScatteredRows:
             self.blocks.add_up()
         else:
             maker = maker_of_rows(self.host.program, self.scatter)
-            self.blocks.wait_for_all()
             why = f"{NOT_OVERLAPPED}: the {maker.keyword()} that makes the rows raises no flags for it" if maker else ""
-            self.blocks.add_up(why)
+            self.blocks.add_up(why, polls=False)
         self.transfers.join()

@@ -286,9 +286,10 @@ class Peers:
     def add_up(self) -> None:
         """Add the sums of what all ranks have sent."""
         for _, scattered in self.scattered:
-            if not self.computations:
-                scattered.wait_for_all()
-            scattered.add_up()
+            if self.computations:
+                scattered.add_up()
+            else:
+                scattered.add_up("", polls=False)
 
 
 class GatheredShards:

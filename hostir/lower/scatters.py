@@ -109,22 +109,31 @@ class ScatteredBlocks:
         wait = None if done is None else WaitSignal(done, awaited, ARRIVED, span=s.span)
         return Blocks(source, target, tuple(views), flag, index, self.count, tuple(in_turn), wait)
 
-    def wait_for_all(self) -> None:
-        """Make the caller's stream wait for what all other ranks send."""
-        index, others = self.host.index("i"), self.team.ranks - 1
-        flag = modulo(Bin("+", _times(self.team.peer(Lit(1)), self.each), index), self.each * self.team.ranks)
-        waits = (self.transfers.wait(flag),)
-        self.host.body.append(For(index.value, Size(others * self.each), waits, span=self.scatter.span))
+    def add_up(self, note: str = "each block when all ranks have sent it", *, polls: bool = True) -> None:
+        """Add the sum over all ranks, and what it computes at once.
 
-    def add_up(self, note: str = "each block when all ranks have sent it") -> None:
-        """Add the sum over all ranks, each block of it when they have sent theirs, and what it computes at once."""
+        `polls`: its kernel waits for each block, and holds the SMs until then. Otherwise the stream waits for all that
+        is sent, while this rank's own rows are copied to their place among it.
+        """
         host, s, rank = self.host, self.scatter, self.team.rank
-        result, addend, activation = epilogue(host, s.out)
-        out = self.target(result)
         own: list[ViewStatement] = []
         mine = self.mine(host.values[s.x.name], own)
+        if not polls:
+            slot = made(Select(self.transfers.buffer, self.named("slot"), rank, span=s.span), own)
+            host.body += [*own, self.transfers.put(mine, slot, rank), self.wait_for_all()]
+        result, addend, activation = epilogue(host, s.out)
+        out = self.target(result)
         total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
-        host.body += [*own, replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)]
+        if polls:
+            host.body += own
+            total = replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)
+        host.body.append(total)
+
+    def wait_for_all(self) -> For:
+        """Return the waits of the current stream for what all other ranks send."""
+        index, others = self.host.index("i"), self.team.ranks - 1
+        flag = modulo(Bin("+", _times(self.team.peer(Lit(1)), self.each), index), self.each * self.team.ranks)
+        return For(index.value, Size(others * self.each), (self.transfers.wait(flag),), span=self.scatter.span)
 
     def mine(self, full: Value, views: list[ViewStatement]) -> Value:
         """Return what this rank itself adds to its sum: a view of its rows, added to `views`."""

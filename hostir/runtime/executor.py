@@ -39,7 +39,7 @@ from hostir.runtime.arguments import (
     warn_of_copies,
     written_inputs,
 )
-from hostir.runtime.binding import places
+from hostir.runtime.binding import MAX_PLANS, places
 from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
 from hostir.runtime.cuda.streams import CallOrder, communication_order, queues
@@ -82,7 +82,6 @@ def untraced(function: F) -> F:
 # Remember what is known of a call, for later calls with the same kinds of tensors.
 
 Plan = CudaPlan | GlooPlan
-MAX_PLANS = 16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is soon made
 MAX_BOUND = 256  # bound calls that an executor keeps, the latest used ones
 
 
@@ -666,6 +665,8 @@ class Executor:
             raise self._blamed(refused) from refused.__cause__
         warn_of_copies(unrolled)
         shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
+        if self._order is not None:
+            self._order.follow()  # the plan writes tables where dropped plans had theirs, which calls may still read
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace, *shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers what the fallbacks call
@@ -89,40 +89,46 @@ def _fused_all_gather_scaled_matmul(torchs: Callable[..., Any]) -> Callable[...,
     return kernel
 
 
+class ScaledScatter(NamedTuple):
+    """The arguments of torch's `fused_scaled_matmul_reduce_scatter`, as in its schema.
+
+    `output_shape` is that of the product, whose axis `orig_scatter_dim` is scattered; None: the rows of A, the columns
+    of B.
+    """
+
+    A: Tensor
+    B: Tensor
+    A_scale: Tensor
+    B_scale: Tensor
+    reduce_op: str
+    orig_scatter_dim: int
+    scatter_dim_after_maybe_reshape: int
+    group_name: str
+    output_shape: list[int] | None
+    bias: Tensor | None = None
+    result_scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+
+
 def _fused_scaled_matmul_reduce_scatter(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(
-        A: Tensor,
-        B: Tensor,
-        A_scale: Tensor,
-        B_scale: Tensor,
-        reduce_op: str,
-        orig_scatter_dim: int,
-        scatter_dim_after_maybe_reshape: int,
-        group_name: str,
-        output_shape: list[int] | None,
-        bias: Tensor | None = None,
-        result_scale: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        use_fast_accum: bool = False,
-    ) -> Tensor:
-        library.check_scatter(A, B, reduce_op, scatter_dim_after_maybe_reshape)
-        shape = output_shape or [*A.shape[:-1], B.shape[1]]
-        if not 0 <= orig_scatter_dim < len(shape):
+    def kernel(*arguments: Any) -> Tensor:
+        given = ScaledScatter(*arguments)
+        library.check_scatter(given.A, given.B, given.reduce_op, given.scatter_dim_after_maybe_reshape)
+        shape = given.output_shape or [*given.A.shape[:-1], given.B.shape[1]]
+        if not 0 <= given.orig_scatter_dim < len(shape):
             raise ValueError("Invalid scatter dim for 3D+ output tensor")
-        operands = A, B, A_scale, B_scale
-        dims = orig_scatter_dim, scatter_dim_after_maybe_reshape
-        rest = bias, result_scale, out_dtype, use_fast_accum
-        fallback = lambda: torchs(*operands, reduce_op, *dims, group_name, [*shape], *rest)  # noqa: E731
-        op = operator(f"symm_mem::{SCALED_SCATTER}", group_name, fallback)
+        fallback = lambda: torchs(*given._replace(output_shape=[*shape]))  # noqa: E731
+        op = operator(f"symm_mem::{SCALED_SCATTER}", given.group_name, fallback)
         return op.run(
             lambda: scaled.scaled_matmul_reduce_scatter(
-                *(op, A, B, A_scale, B_scale),
-                average=reduce_op == "avg",
-                axis=orig_scatter_dim,
+                *(op, *given[:4]),
+                average=given.reduce_op == "avg",
+                axis=given.orig_scatter_dim,
                 output_shape=shape,
-                bias=bias,
-                out_dtype=out_dtype,
-                fast=use_fast_accum,
+                bias=given.bias,
+                out_dtype=given.out_dtype,
+                fast=given.use_fast_accum,
             )
         )
 

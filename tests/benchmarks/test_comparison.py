@@ -383,6 +383,13 @@ def test_a_wrong_result_is_not_timed(wrong: Any, said: str) -> None:
         held.check(Candidate("some", "eager", True, lambda: wrong(exact.bfloat16())))
 
 
+def test_nothing_is_held_against_nan() -> None:
+    held, exact = judge()
+    spoilt = exact.bfloat16().index_fill(0, torch.tensor([3]), torch.nan)
+    with pytest.raises(WrongResultError, match="torch's own result holds NaN"):
+        Judge(held.sample, held.exact, spoilt)
+
+
 # Programs ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize("way", arrivals.WAYS, ids=lambda way: way.name)

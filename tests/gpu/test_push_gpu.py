@@ -97,7 +97,7 @@ def test_a_product_stores_its_rows_to_peers_and_raises_flags_behind_them(
     for peers in (Peers.of(out, [0] * 7, M), Peers.of(out, [*range(0, M, height)][1:] or [0], height)):
 
         def both(peers: Peers = peers) -> None:
-            multiply(a, b, out, transpose_b=transpose_b, pushed=peers.push)
+            multiply(a, b.t() if transpose_b else b, out, pushed=peers.push)
 
         both()
         split = parts()

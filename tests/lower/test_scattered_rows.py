@@ -573,9 +573,8 @@ fusion @alone(%p: f32[6, 4] partial(tp)) -> (%y) {
     fusion = parse(text)
     program = hi.lower(fusion, strategy)
     assert [s.keyword() for s in program.walk() if isinstance(s, TensorOp)] == ["sum"]
-    assert [s.sms for s in program.walk() if isinstance(s, Put)] == [16 if strategy == "push" else 0]
-    waits = [s for s in program.walk() if isinstance(s, WaitSignal)]
-    assert len(waits) == (strategy != "push")
+    assert [s.sms for s in program.walk() if isinstance(s, Put)] == ([16] if strategy == "push" else [0, 0])
+    assert len(waiting(program)) == (strategy == "push") == (not any(isinstance(s, WaitSignal) for s in program.walk()))
     hold(fusion, program, range(3))
     assert convicted(program, 2) == ""
 

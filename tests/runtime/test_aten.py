@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hostir.ir.op import REGISTRY
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import TensorOp
-from hostir.runtime.kernels import aten
-from hostir.runtime.kernels import layout as launch
+from hostir.runtime.kernels import aten, devices
 from hostir.runtime.kernels.aten import KERNELS
 from hostir.runtime.kernels.table import kernel_table
 from tests.runtime.kernels.checking import (
@@ -215,7 +214,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(devices, "INTERPRETED", False)
     with pytest.raises(HostIRError, match=r"(?s)'triton' on a CPU.*TRITON_INTERPRET=1"):
         kernel_table("triton", "cpu")
     assert set(kernel_table("triton", "cuda")) == set(KERNELS) | {

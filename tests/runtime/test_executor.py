@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hostir.runtime.executor import MAX_PLANS, Executor, run
+from hostir.runtime.binding import MAX_PLANS
+from hostir.runtime.executor import Executor, run
 from hostir.runtime.gloo.machine import GlooPlan
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.trace import Trace

@@ -10,7 +10,7 @@ import torch
 
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.aten import KERNELS, LEAST_SCALE
-from hostir.runtime.kernels.table import scaled_matmul_by_blocks
+from hostir.runtime.kernels.table import BY_BLOCKS
 
 F8, F8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = float("nan"), float("inf")
@@ -146,4 +146,4 @@ def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused() -
     scales = torch.zeros(3, 2, 1).transpose(0, 1)
     ready: Any = object()  # flags that are not looked at
     with pytest.raises(HostIRError, match="lie with several strides"):
-        scaled_matmul_by_blocks(torch.zeros(2, 3, 16), a, b, scales, torch.zeros(1, 16), ready=ready)
+        BY_BLOCKS["scaled_matmul_by_blocks"](torch.zeros(2, 3, 16), a, b, scales, torch.zeros(1, 16), ready=ready)

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
 import hostir.torch
+from hostir.runtime.binding import MAX_PLANS
+from hostir.runtime.executor import MAX_BOUND
 from hostir.torch import (
     all_gather_matmul,
     all_reduce,
@@ -280,16 +282,15 @@ def alive() -> int:
 
 
 def held() -> dict[str, int]:
-    """The bytes that this process has allocated on the device, those of symmetric memory, and what executors keep."""
+    """The bytes that this process has allocated on the device, and those of symmetric memory."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
+    assert all(len(e.plans) <= MAX_PLANS and len(e.bound) <= MAX_BOUND for e in executors)
     return {
         "allocated": torch.cuda.memory_allocated() if DEVICE == "cuda" else min(alive() for _ in range(3)),
         "symmetric": hi.torch.report().symmetric_bytes[group()],
-        "plans": sum(len(e.plans) for e in executors),
-        "calls": sum(len(e.bound) for e in executors),
     }
 
 

@@ -21,12 +21,13 @@ from torch._C._distributed_c10d import (
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.arguments import homes
-from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
+from hostir.runtime.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
+from hostir.runtime.kernels.flags import Words
 from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, late_streams
 from hostir.runtime.sharding import torch_dtype
@@ -178,6 +179,7 @@ class CudaMachine:
         self.kernels = kernels
         self.groups = groups
         self.timeouts = Timeouts(groups.rank)
+        self.words = Words(device, MAX_PLANS + 1)  # an executor drops the oldest plan when it has made the new one
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
@@ -243,7 +245,7 @@ class CudaPlan:
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
-        self.freed_later: list[FreeOp] | None = None  # those behind a product that its copies will be bound with
+        self.freed_later: list[FreeOp] | None = None  # those behind what will be bound with a later operation
         self.awaited_at_once = awaited_at_once(unrolled)
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
@@ -252,7 +254,7 @@ class CudaPlan:
         if self.memory is not None:
             self.one_sided = CudaOneSided(
                 *(unrolled, self.memory, machine.device, self.registers, self.streams),
-                *(machine.kernels, machine.kernel, machine.timeouts),
+                *(machine.kernels, machine.kernel, machine.timeouts, machine.words),
             )
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
@@ -412,8 +414,14 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
-        if self.one_sided is not None and id(op) in self.one_sided.products:
+        products, normed = (self.one_sided.products, self.one_sided.normed) if self.one_sided else ({}, {})
+        both = normed.get(id(op))
+        if id(op) in products or (both is not None and op is both.total):
             self.freed_later = []
+            return
+        if both is not None:
+            self.here(both.total, self.flagged.compute(both.total, both.norm))
+            self.free_now()
             return
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.compute(op))
@@ -445,9 +453,7 @@ class CudaPlan:
             return pushes is not None
         if pushed is not None:
             self.here(pushed.product, self.flagged.pushed_product(pushed.product, pushes))
-            freed, self.freed_later = self.freed_later or [], None
-            for each in freed:
-                self.add_free(each)
+            self.free_now()
         else:
             self.here(pushes.ops[0], self.flagged.push(pushes))
         return True
@@ -501,6 +507,12 @@ class CudaPlan:
                 registers[i] = None
 
         self.append(op, step)
+
+    def free_now(self) -> None:
+        """Free what was to be freed behind the kernel that has just been bound."""
+        freed, self.freed_later = self.freed_later or [], None
+        for each in freed:
+            self.add_free(each)
 
     def mark(self, op: Op, buffer: int) -> None:
         """Tell the allocator which streams may still use a buffer when it is freed."""

@@ -13,7 +13,16 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import PushedProduct, Pushes, Step, bind_compute, completed, compute_block, copy_here
+from hostir.runtime.binding import (
+    NormedSum,
+    PushedProduct,
+    Pushes,
+    Step,
+    bind_compute,
+    completed,
+    compute_block,
+    copy_here,
+)
 from hostir.runtime.cuda.memory import CREDITS, Slot, flow_control_of, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels import aten
@@ -32,7 +41,7 @@ from hostir.runtime.unroll import (
 )
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags, Words
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
 # No stream may poll or raise a flag of a call before the previous call has ended.
@@ -144,6 +153,7 @@ class CudaOneSided:
         kernels: the kernels by kind of computation.
         kernel: returns the kernel of one computation, for its stream.
         timeouts: receives the timeouts of kernels that wait for flags.
+        words: device memory for the numbers that kernels read.
     """
 
     def __init__(
@@ -156,13 +166,15 @@ class CudaOneSided:
         kernels: Mapping[str, Kernel],
         kernel: Callable[[ComputeOp], Kernel],
         timeouts: Timeouts,
+        words: Words,
     ) -> None:
         self.unrolled = unrolled
         self.memory = memory
         self.device = device
         self.registers = registers
         self.streams = streams
-        self.kernels, self.kernel, self.timeouts = kernels, kernel, timeouts
+        self.kernels, self.kernel, self.timeouts, self.words = kernels, kernel, timeouts, words
+        self.push_kernels = 0  # how many there are so far
         self.rank = unrolled.rank
         self.flow_control = flow_control_of(unrolled, memory)
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
@@ -176,6 +188,8 @@ class CudaOneSided:
         products = [each for each in PushedProduct.of(unrolled, runs) if self.pushing_kernel(each.product) is not None]
         self.products = {id(op): each for each in products for op in (each.product, *each.pushes.ops)}
         self.behind_products = {id(each.reader) for each in products}
+        normed = [n for n in NormedSum.of(unrolled) if self.by_blocks_kernel(n.total) is not None]
+        self.normed = {id(op): each for each in normed for op in (each.total, each.norm)}
         self.barriers: list[BarrierOp] = []  # all but those that credits replace
 
     @cached_property
@@ -271,7 +285,8 @@ class CudaOneSided:
     def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> PushKernel:
         from hostir.runtime.kernels.flags import Piece, PushKernel  # which needs Triton
 
-        return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms)
+        self.push_kernels += 1
+        return PushKernel(self.device, [Piece(*each) for each in pieces], size, sms, self.words, self.push_kernels)
 
     def signal(self, op: SignalOp) -> Step | None:
         """Return the step that raises a flag; None if the call raises it earlier, or stream order makes it needless."""
@@ -318,8 +333,8 @@ class CudaOneSided:
         )
 
     # Computations by blocks ---------------------------------------------------------------------------------------
-    def compute(self, op: ComputeOp) -> Step:
-        """Return the step of a computation that waits for flags or raises them.
+    def compute(self, op: ComputeOp, norm: ComputeOp | None = None) -> Step:
+        """Return the step of a computation that waits for flags or raises them; perhaps with the norm: see `NormedSum`.
 
         That is one kernel, which polls and raises them by itself, or else one for each block. Without a kernel that
         polls, a product directly after this rank's copies by SMs and without own rows waits for all blocks at once, and
@@ -327,23 +342,31 @@ class CudaOneSided:
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
-        kernel, ready = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks"), op.ready
+        kernel, ready = self.by_blocks_kernel(op), op.ready
         if kernel is not None:
-            return self.in_one_kernel(op, kernel)
+            return self.in_one_kernel(op, kernel, norm)
         if ready is not None and ready.overlapped_sms and ready.own is None and op.done is None:
             return self.after_all_blocks(op, ready)
         return self.by_blocks(op)
 
-    def in_one_kernel(self, op: ComputeOp, kernel: Kernel) -> Step:
-        registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
-        own = NONE if op.ready is None or op.ready.own is None else op.ready.own
+    def by_blocks_kernel(self, op: ComputeOp) -> Kernel | None:
+        """Return the kernel that polls and raises flags of blocks by itself, if there is one."""
+        return kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks")
+
+    def in_one_kernel(self, op: ComputeOp, kernel: Kernel, norm: ComputeOp | None) -> Step:
+        registers, out, options = self.registers, op.out, dict(op.options)
+        more = {"own": NONE if op.ready is None or op.ready.own is None else op.ready.own}
+        if norm is not None:
+            options |= norm.options
+            more |= {"normed": norm.out, "weight": next(iter(norm.operands[1:]), NONE)}
         flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
 
-        def by_blocks(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
-            return kernel(out, *operands, own=own, **flags, **options)
+        def by_blocks(out: torch.Tensor, *tensors: torch.Tensor | None) -> Again | None:
+            named = dict(zip(more, tensors, strict=False))
+            return kernel(out, *tensors[len(more) :], **named, **flags, **options)
 
-        call = repeating(by_blocks)
-        return lambda: call(registers[out], registers[own], *[registers[x] for x in operands])
+        call, read = repeating(by_blocks), (*more.values(), *op.operands)
+        return lambda: call(registers[out], *[registers[x] for x in read])
 
     def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
         """Return the flags that the kernel of an operation polls, if any."""

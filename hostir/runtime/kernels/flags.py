@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,72 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.kernels.layout import (
-    INTERPRETED,
-    Compiled,
-    bind_thread,
-    check_device,
-    launching,
-    limits,
-    rows,
-    rows_or_copy,
-)
-
-# Blocks ---------------------------------------------------------------------------------------------------------------
-# The rows of one block of a tensor, for computations that proceed block by block.
-
-
-def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
-    """Return the rows of one of `blocks` equal blocks of `x`, as views.
-
-    One view `[rows, K]` if the rows of both tensors have a single stride, else several views. `x` and `other`, whose
-    leading axes are equal, are cut alike.
-    """
-    flat = rows(x)
-    if flat is not None and rows(other) is not None:
-        height = len(flat) // blocks
-        return [flat[block * height : (block + 1) * height]]
-    height = x.shape[:-1].numel() // blocks
-    return _rows_of(x, block * height, (block + 1) * height)
-
-
-def with_rows(
-    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own: torch.Tensor | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of views: rows of one of equal blocks of `out`, and the rows of `a`, or `own`, to multiply."""
-    outs = block_of(out, a, block, blocks)
-    if own is None:
-        return list(zip(outs, block_of(a, out, block, blocks), strict=True))
-    parts = rows_or_copy(own).split([part.shape[:-1].numel() for part in outs])
-    return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
-
-
-def with_all_rows(
-    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own: torch.Tensor | None = None
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return `with_rows` of every block, with `own` for block `first`, at less host time than one by one."""
-    outs, parts = rows(out), rows(a)
-    if outs is None or parts is None or not len(outs):
-        return [with_rows(out, a, block, blocks, own if block == first else None) for block in range(blocks)]
-    height = len(outs) // blocks
-    pairs = list(zip(outs.split(height), parts.split(height), strict=True))
-    if own is not None:
-        pairs[first] = pairs[first][0], rows_or_copy(own)
-    return [[pair] for pair in pairs]
-
-
-def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """Return rows `start` to before `stop` of the flattened leading axes, as views of several axes."""
-    inner = x.shape[1:-1].numel()
-    if start == stop:
-        return []
-    if start % inner == 0 and stop % inner == 0:
-        return [x[start // inner : stop // inner]]
-    cuts = [
-        (i, max(start - i * inner, 0), min(stop - i * inner, inner)) for i in range(start // inner, -(-stop // inner))
-    ]
-    return [part for i, low, high in cuts for part in _rows_of(x[i], low, high)]
-
+from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
 
 # Waiting for blocks ---------------------------------------------------------------------------------------------------
 # Rows that arrive while a kernel runs: each block of rows has a flag, and programs of the kernel wait for it.
@@ -552,10 +488,36 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
         tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
-def _numbers(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Return integers on a device, for what is issued to the current stream from now on; the host waits for nothing."""
-    found = torch.tensor(rows, dtype=torch.int64, device="cpu")  # whatever the default device is
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+_compiled: dict[tuple[object, ...], Compiled] = {}  # the kernels of all pushes: a new one needs no compiler
+
+
+class Words:
+    """Device memory for numbers that kernels read, for several owners from the first one on: further ones take no more.
+
+    Args:
+        device: on which the numbers are.
+        owners: how many live at a time; if there are more, memory for as many again is allocated.
+    """
+
+    def __init__(self, device: torch.device, owners: int) -> None:
+        self.device, self.owners = device, owners
+        self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
+        """Return int64 numbers, on 128 bytes, that are the owner's while it lives; the host waits for nothing.
+
+        They are there for what the current stream does from now on. It must be behind all that earlier owners do.
+        Memory is for as many owners at each `place`, of which a plan has one for each of its kernels.
+        """
+        size = -(-len(numbers) // 16) * 16
+        free = self.free.setdefault((place, size), [])
+        if not free:
+            free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
+        words = free.pop()
+        weakref.finalize(owner, free.append, words).atexit = False
+        given = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        given = given.pin_memory() if self.device.type == "cuda" else given
+        return words[: len(given)].copy_(given, non_blocking=True)
 
 
 class PushKernel:
@@ -571,48 +533,65 @@ class PushKernel:
         pieces: what to copy where, in the order of the flags.
         size: of each piece, in bytes.
         sms: the number of SMs to use; all of them if the device has fewer.
+        words: where its table is; by default in memory of its own.
+        place: of the kernel in its plan, see `Words`.
     """
 
-    def __init__(self, device: torch.device, pieces: Sequence[Piece], size: int, sms: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        pieces: Sequence[Piece],
+        size: int,
+        sms: int,
+        words: Words | None = None,
+        place: int = 0,
+    ) -> None:
         self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
         self.count = len(pieces)
         raised = [piece.flag for piece in pieces if piece.flag]
         assert len(set(raised)) == len(raised), "flags rise in any order: one cannot rise twice"
         self.together = min(max(BATCH // max(size, 1), 1), MAX_PIECES, self.count)
-        rows = ((p.offset, p.target, p.flag, p.epoch) for p in pieces)
-        self.table = _numbers([*zip(*rows, strict=True)], device)
-        self.arrived = torch.zeros(-(-self.count // self.together), dtype=torch.int32, device=device)
+        columns = zip(*((p.offset, p.target, p.flag, p.epoch) for p in pieces), strict=True)
+        numbers = [*(n for column in columns for n in column), *[0] * self.count]
+        self.table = (words or Words(device, 1)).of(self, numbers, place)
+        self.arrived = self.table[4 * self.count :].view(torch.int32)[: -(-self.count // self.together)]
         self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would idle
         self.alignment = size  # all sizes and addresses, ored: their common low zero bits
         for piece in pieces:
             self.alignment |= piece.offset | piece.target
-        self.compiled: dict[bool, Compiled] = {}  # by whether everything is aligned to 16 bytes
         self.offsets, self.kind = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
-        self.made: dict[bool, tuple[object, ...]] = {}
+        self.launches: dict[bool, tuple[Compiled, tuple[object, ...]]] = {}  # by whether all is aligned to 16 bytes
 
     def __call__(self, source: torch.Tensor) -> None:
         """Copy from the memory of `source`."""
         aligned = (self.alignment | source.data_ptr()) % 16 == 0
-        if aligned not in self.compiled:
-            self._compile(source, aligned)
+        if aligned not in self.launches and not self._prepare(source, aligned):
             return
         bind_thread(self.device)
-        compiled = self.compiled[aligned]
-        compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *self.made[aligned]))
+        compiled, made = self.launches[aligned]
+        compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *made))
 
-    def _compile(self, source: torch.Tensor, aligned: bool) -> None:
-        """Launch through Triton, which compiles if needed; the interpreter has no other way."""
+    def _prepare(self, source: torch.Tensor, aligned: bool) -> bool:
+        """Prepare launches, or launch through Triton, which compiles; the interpreter has no other way.
+
+        Returns whether the kernel is still to be launched.
+        """
         width = 8 if aligned else source.element_size()
         unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
         block = 32 * WARPS * PER_THREAD // width
         sizes = (self.size // width, self.count, self.together)
         dependents = not INTERPRETED and limits(self.device).tma
         constants = (unit, block, aligned, triton.next_power_of_2(self.together), self.groups, dependents)
+        made = self.table.data_ptr(), self.arrived.data_ptr(), *sizes, *constants
+        key = self.device, sizes[0] < 1 << 31, source.data_ptr() % 16 == 0, *constants
+        if key in _compiled:
+            self.launches[aligned] = _compiled[key], made
+            return True
         with launching(self.device):
             kernel = push_kernel[(self.sms,)](source, self.table, self.arrived, *sizes, *constants, num_warps=WARPS)
         if not INTERPRETED:
-            self.compiled[aligned] = Compiled(kernel)
-            self.made[aligned] = (self.table.data_ptr(), self.arrived.data_ptr(), *sizes, *constants)
+            self.launches[aligned] = _compiled.setdefault(key, Compiled(kernel)), made
+        return False
 
 
 # Copies to peers by the kernel that makes the rows --------------------------------------------------------------------

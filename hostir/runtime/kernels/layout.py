@@ -1,139 +1,14 @@
-"""Devices that kernels run on, and memory layouts of tensors as kernels see them."""
+"""Memory layouts of tensors as kernels see them: merged axes, rows, blocks of rows, and what TMA can describe."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import inspect
 import itertools
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
-import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Devices --------------------------------------------------------------------------------------------------------------
-# A kernel runs in Triton's interpreter or on a GPU, within the limits of that GPU.
-
-# Triton decides this when a kernel is decorated, so once for the life of the process.
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
-# The interpreter keeps the program index in a global and patches triton.language while it runs.
-_interpreter_lock = threading.Lock()
-
-
-class _Thread(threading.local):
-    bound = False
-
-
-_thread = _Thread()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The resources of a device that a kernel can use.
-
-    Fields:
-        sms: number of SMs, which is the number of programs of a persistent grid.
-        shared_memory: bytes of shared memory that one program may use.
-        tma: whether the device has the Tensor Memory Accelerator (TMA; Hopper and later).
-        fp8: whether its tensor cores multiply 8-bit floats (Ada, Hopper and later).
-    """
-
-    sms: int
-    shared_memory: int
-    tma: bool
-    fp8: bool
-
-
-@functools.cache
-def limits(device: torch.device) -> Limits:
-    """Return the limits of `device`. The interpreter claims three SMs, so that its programs loop over tiles."""
-    if INTERPRETED:
-        return Limits(sms=3, shared_memory=1 << 30, tma=True, fp8=True)
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return Limits(
-        sms=properties["multiprocessor_count"],
-        shared_memory=properties["max_shared_mem"],
-        tma=torch.cuda.get_device_capability(device) >= (9, 0),
-        fp8=torch.cuda.get_device_capability(device) >= (8, 9),
-    )
-
-
-def check_device(**tensors: torch.Tensor | None) -> torch.device:
-    """Return the one device of all `tensors` that are not None.
-
-    Raises ValueError if they are on several devices, or on the CPU while Triton compiles for GPUs.
-    """
-    devices = {name: t.device for name, t in tensors.items() if t is not None}
-    device = next(iter(devices.values()))
-    if any(other != device for other in devices.values()):
-        found = ", ".join(f"{name} on {where}" for name, where in devices.items())
-        raise ValueError(f"expected all tensors on one device, got {found}")
-    if not INTERPRETED and device.type != "cuda":
-        raise ValueError(f"Triton kernels need CUDA tensors, got {device.type}; on a CPU, set TRITON_INTERPRET=1 first")
-    return device
-
-
-@contextlib.contextmanager
-def _interpreting() -> Iterator[None]:
-    # Overflow and NaN are silent on a GPU, so numpy, which the interpreter computes with, must be silent as well.
-    with _interpreter_lock, np.errstate(all="ignore"):
-        yield
-
-
-def launching(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager for launches on `device`: it makes the device current, or locks the interpreter."""
-    return _interpreting() if INTERPRETED else torch.cuda.device(device)
-
-
-def bind_thread(device: torch.device) -> None:
-    """Bind the CUDA context of `device`, the current one, to this thread.
-
-    CUDA does so at a thread's first call of the CUDA runtime; encoding a descriptor is a call of the driver.
-    """
-    if not _thread.bound:
-        torch.cuda.mem_get_info(device)
-        _thread.bound = True
-
-
-class Compiled:
-    """A compiled kernel, launched with arguments of the types that it was compiled for.
-
-    Triton's own launch inspects every argument to find the kernel that fits, and encodes every descriptor. Reusing both
-    from an earlier launch saves most of the host time.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg  # needs a driver
-
-        self._function, self._metadata = kernel.function, kernel.packed_metadata
-        self._described = kernel.metadata.tensordesc_meta
-        self._encode = make_tensordesc_arg
-        self._launch = copy.copy(kernel.run)
-        if self._described:  # remove the wrapper with which Triton encodes descriptors
-            self._launch.launch = inspect.getclosurevars(kernel.run.launch).nonlocals["launcher"]
-        self.stream = triton.runtime.driver.active.get_current_stream  # from a device index to a stream handle
-
-    def encoded(self, number: int, descriptor: TensorDescriptor) -> Sequence[Any]:
-        """Return the arguments that encode descriptor `number`. They hold the tensor's address, not the tensor."""
-        return tuple(self._encode(descriptor, self._described[number] if self._described else None))
-
-    def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Launch with all arguments: tensors as addresses, descriptors encoded, constants as they were compiled."""
-        self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
-
-
-# Layouts --------------------------------------------------------------------------------------------------------------
-# Memory layouts of tensors, as kernels see them: merged axes, row views, and what TMA can describe.
-
-# The widest stride a tensor map can hold, in bytes (CUDA driver API, cuTensorMapEncodeTiled).
-_STRIDE_LIMIT = 1 << 40
+# Rows -----------------------------------------------------------------------------------------------------------------
+# Axes that merge, and views of the rows of a tensor.
 
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
@@ -202,6 +77,68 @@ def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, cou
         left, index = divmod(left, size)
         offset += index * stride
     return t.as_strided((count, t.shape[-1]), (levels[-1][1], t.stride(-1)), offset)
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+# The rows of one block of a tensor, for computations that proceed block by block.
+
+
+def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
+    """Return the rows of one of `blocks` equal blocks of `x`, as views.
+
+    One view `[rows, K]` if the rows of both tensors have a single stride, else several views. `x` and `other`, whose
+    leading axes are equal, are cut alike.
+    """
+    flat = rows(x)
+    if flat is not None and rows(other) is not None:
+        height = len(flat) // blocks
+        return [flat[block * height : (block + 1) * height]]
+    height = x.shape[:-1].numel() // blocks
+    return _rows_of(x, block * height, (block + 1) * height)
+
+
+def with_rows(
+    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs of views: rows of one of equal blocks of `out`, and the rows of `a`, or `own`, to multiply."""
+    outs = block_of(out, a, block, blocks)
+    if own is None:
+        return list(zip(outs, block_of(a, out, block, blocks), strict=True))
+    parts = rows_or_copy(own).split([part.shape[:-1].numel() for part in outs])
+    return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
+
+
+def with_all_rows(
+    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own: torch.Tensor | None = None
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return `with_rows` of every block, with `own` for block `first`, at less host time than one by one."""
+    outs, parts = rows(out), rows(a)
+    if outs is None or parts is None or not len(outs):
+        return [with_rows(out, a, block, blocks, own if block == first else None) for block in range(blocks)]
+    height = len(outs) // blocks
+    pairs = list(zip(outs.split(height), parts.split(height), strict=True))
+    if own is not None:
+        pairs[first] = pairs[first][0], rows_or_copy(own)
+    return [[pair] for pair in pairs]
+
+
+def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    """Return rows `start` to before `stop` of the flattened leading axes, as views of several axes."""
+    inner = x.shape[1:-1].numel()
+    if start == stop:
+        return []
+    if start % inner == 0 and stop % inner == 0:
+        return [x[start // inner : stop // inner]]
+    cuts = [
+        (i, max(start - i * inner, 0), min(stop - i * inner, inner)) for i in range(start // inner, -(-stop // inner))
+    ]
+    return [part for i, low, high in cuts for part in _rows_of(x[i], low, high)]
+
+
+# Descriptors ----------------------------------------------------------------------------------------------------------
+
+# The widest stride a tensor map can hold, in bytes (CUDA driver API, cuTensorMapEncodeTiled).
+_STRIDE_LIMIT = 1 << 40
 
 
 def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:

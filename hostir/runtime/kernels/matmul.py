@@ -12,28 +12,11 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.flags import (
-    DoneFlags,
-    Pushed,
-    PushKernel,
-    ReadyFlags,
-    block_rows,
-    done_rows,
-    pushed_rows,
-    with_rows,
-)
-from hostir.runtime.kernels.layout import (
-    INTERPRETED,
-    Compiled,
-    bind_thread,
-    check_device,
-    collapse,
-    descriptor_strides,
-    launching,
-    limits,
-    rows_or_copy,
-)
+from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
+from hostir.runtime.kernels.flags import DoneFlags, Pushed, PushKernel, ReadyFlags, block_rows, done_rows, pushed_rows
+from hostir.runtime.kernels.layout import collapse, descriptor_strides, rows_or_copy, with_rows
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
+from hostir.runtime.kernels.scaled import FlatScales, of_blocks
 from hostir.runtime.kernels.table import Again
 from hostir.runtime.kernels.tiles import (
     INTERPRETER,
@@ -76,9 +59,7 @@ class Rows:
         )
 
 
-def check(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool, scaled: bool
-) -> None:
+def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, scaled: bool) -> None:
     """Raise TypeError or ValueError unless dtypes and shapes are those of a matmul, of 8-bit operands if `scaled`."""
     dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
     found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -90,8 +71,8 @@ def check(
         raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
     if b.ndim != 2:
         raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
-    N, K = b.shape if transpose_b else reversed(b.shape)
-    wanted = f"[..., {K}] @ {'transposed ' if transpose_b else ''}{list(b.shape)}"
+    K, N = b.shape
+    wanted = f"[..., {K}] @ {[K, N]}"
     if a.ndim == 0 or a.shape[-1] != K:
         raise ValueError(f"matmul expects {wanted}, got a of shape {list(a.shape)}")
     if out.shape != (*a.shape[:-1], N):
@@ -153,12 +134,12 @@ class Described:
 
 
 def describe(
-    a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
 ) -> list[Described] | str:
-    """Return the TMA layouts of `a`, `weight` `[K, N]`, `out` and `own`, or the reason why there are none."""
-    K, N = weight.shape
-    transposed = isinstance(descriptor_strides(weight, weight.shape, weight.stride()), str)
-    seen = weight.t() if transposed else weight
+    """Return the TMA layouts of `a`, `b` `[K, N]`, `out` and `own`, or the reason why there are none."""
+    K, N = b.shape
+    transposed = isinstance(descriptor_strides(b, b.shape, b.stride()), str)
+    seen = b.t() if transposed else b
     single = rows.batches == 1
     leading = (rows.batches, rows.M)[single:]
     matrices = {
@@ -241,7 +222,7 @@ def _captured(device: torch.device, tickets: int) -> torch.Tensor:
 # Prepared launches: for known layouts a call costs little host time.
 
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # a, b, out, own
-Vectors = tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]  # a bias; scales of a and of b
+Vectors = tuple[torch.Tensor | None, FlatScales | None]  # a bias; the scales of a and of b
 
 _NO_FLAGS = (None,) * 5  # the arguments of the kernel from `flags` to `polls`, if rows are ready
 _NOT_RAISED = (None,) * 3  # from `raised_flags` to `raised_height`, if no flags rise
@@ -408,17 +389,17 @@ class MatmulLaunch:
         bias, scales = vectors
         added = self._vectors(
             None if bias is None else bias.data_ptr(),
-            None if scales is None else (scales[0].data_ptr(), scales[1].data_ptr()),
+            None if scales is None else (scales.of_a.data_ptr(), scales.of_b.data_ptr()),
         )
         copies: tuple[Any, ...] | None = None
         if pushed is not None:
             copies = (pushed.table.data_ptr(), pushed.arrived.data_ptr(), pushed.count, self.pushed_block)
         return (*operands, *added, *self._order(ready, done), *waits, *raised, copies)
 
-    def _vectors(self, bias: Any, scales: tuple[Any, Any] | None) -> tuple[Bias | None, Scales | None]:
+    def _vectors(self, bias: Any, scales: Sequence[Any] | None) -> tuple[Bias | None, Scales | None]:
         """Return the arguments `bias` and `scales`, of tensors or addresses."""
         added = None if bias is None else Bias(bias, self.bias_step)
-        return added, None if scales is None else Scales(*scales, *self.scale_steps)
+        return added, None if scales is None else Scales(*scales[:2], *self.scale_steps)
 
     def _descriptor(self, number: int, tensor: torch.Tensor) -> Any:
         assert self.described is not None
@@ -500,9 +481,8 @@ def matmul(
     Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit.
     """
     multiply(
-        *(a, b, out),
+        *(a, b.transpose(0, -1) if transpose_b else b, out),
         bias=bias,
-        transpose_b=transpose_b,
         ready=ready,
         done=done,
         own=own,
@@ -518,14 +498,12 @@ def multiply(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    transpose_b: bool = False,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    fast: bool = False,
+    scales: FlatScales | None = None,
     adds: bool = False,
     pushed: PushKernel | None = None,
 ) -> Again | None:
@@ -533,9 +511,7 @@ def multiply(
 
     None if more than one launch was needed, if a setting may change what is launched, or if the kernel was compiled.
 
-    With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` and `fast` are for 8-bit
-    operands: see `hostir.runtime.kernels.scaled`. The scales are of a, `[rows, 1]` or
-    `[rows, K / 128]` with all rows of `a`, and of b, `[1, N]` or `[K / 128, N / 128]`; strides may be 0.
+    With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` are for 8-bit operands.
 
     `pushed`: copies of pieces of `out`, of whole rows each, which the kernel makes itself, from registers; at its end
     it raises their flags. `out` must be dense, and there are no flags of `ready` or `done`.
@@ -545,16 +521,16 @@ def multiply(
     if own is not None and not own.is_contiguous():
         own, moved = rows_or_copy(own), True
     kind = (
-        *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias), transpose_b),
+        *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias)),
         *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
         None if done is None else (_layout(done.flags), _narrow(done.epoch)),
-        *(use_descriptors, tile, tf32, fast, None if scales is None else tuple(map(_layout, scales)), adds),
-        None if pushed is None else pushed.kind,
+        None if scales is None else (_layout(scales.of_a), _layout(scales.of_b), scales.fast),
+        *(use_descriptors, tile, tf32, adds, None if pushed is None else pushed.kind),
     )
     call = _calls.get(kind)
     if call is None:
-        matrices, vectors, how = (a, b, out, own), (bias, scales), (use_descriptors, tile, tf32, fast)
-        call = _prepare(matrices, vectors, transpose_b, ready, done, *how, adds, pushed)
+        how = use_descriptors, tile, tf32, adds
+        call = _prepare((a, b, out, own), (bias, scales), ready, done, *how, pushed)
         if call is None:
             if adds:
                 return None
@@ -604,21 +580,19 @@ def _narrow(epoch: int) -> bool:
 def _prepare(
     matrices: Matrices,
     vectors: Vectors,
-    transpose_b: bool,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     use_descriptors: bool | None,
     tile: Tile | None,
     tf32: bool,
-    fast: bool,
     adds: bool,
     pushed: PushKernel | None,
 ) -> MatmulLaunch | None:
     """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
     (a, b, out, own), (bias, scales) = matrices, vectors
-    scale_a, scale_b = scales or (None, None)
+    scale_a, scale_b, fast = scales or (None, None, False)
     device = check_device(a=a, b=b, out=out, bias=bias, own=own, scale_a=scale_a, scale_b=scale_b)
-    check(a, b, out, bias, transpose_b, scales is not None)
+    check(a, b, out, bias, scales is not None)
     block = None if ready is None else block_rows(ready, out)
     raised_block = None if done is None else done_rows(done, out)
     if pushed is not None and (ready is not None or done is not None):
@@ -629,8 +603,7 @@ def _prepare(
         check_own(own, a, block)
         if own.shape[:-1].numel() < MIN_OWN_ROWS:
             own = None
-    weight = b.t() if transpose_b else b
-    K, N = weight.shape
+    K, N = b.shape
     if out.numel() == 0 or (K == 0 and ready is None and done is None):
         return None
     rows = rows_of(a, out)
@@ -643,15 +616,15 @@ def _prepare(
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
         use_descriptors = False
-    described = _described((a, weight, out, own), rows, use_descriptors)
+    described = _described((a, b, out, own), rows, use_descriptors)
     if described is None and own is not None and use_descriptors is None:
-        described = _described((a, weight, out, None), rows, None)
+        described = _described((a, b, out, None), rows, None)
         own = own if described is None else None
     copies_own = has_own and own is None
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
-    blockwise = scales is not None and (scales[0].shape[1], *scales[1].shape) != (1, 1, N)
+    blockwise = scales is not None and of_blocks(scales, N)
     stepwise = scales is not None and not fast
     name, result = _dtype_name(a, tf32, stepwise or blockwise), out.element_size()
     gemm = Gemm(rows.M, N, K, name, rows.batches, block, own is not None, overlapped > 0, result)
@@ -667,7 +640,7 @@ def _prepare(
     grid = Grid.of(tile, gemm)
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
-        described = _described((a, weight, out, own), rows, use_descriptors)
+        described = _described((a, b, out, own), rows, use_descriptors)
     biased_batch = bias is not None and grid.batches > 1
     if biased_batch or adds:
         tile = tile.fitting(
@@ -683,7 +656,7 @@ def _prepare(
     strides = Strides(None, None, None, None)
     if described is None:
         of_a, of_out = (rows.a_batch, rows.a_row, a.stride(-1)), (rows.out_batch, rows.out_row, out.stride(-1))
-        strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(weight.stride()), of_out)
+        strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(b.stride()), of_out)
     halved = tile.n // 2 if tile.halves else tile.n
     tickets, group = left + grid.early, tile.group
     counts = -(-tickets // _LINE) * _LINE
@@ -698,7 +671,7 @@ def _prepare(
         described=described,
         blocks=((tile.m, tile.k), (tile.k, tile.n), (tile.m, halved), (tile.m, tile.k)),
         bias_step=0 if bias is None else bias.stride(0),
-        scale_steps=() if scales is None else (*scales[0].stride(), *scales[1].stride()),
+        scale_steps=() if scales is None else (*scales.of_a.stride(), *scales.of_b.stride()),
         block=block,
         raised_block=raised_block,
         schedule=(grid.tiles - left, left, plan.parts) if slots else None,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from hostir.runtime.kernels.devices import INTERPRETED
 from hostir.runtime.kernels.flags import (
     MISSED,
     Awaited,
@@ -18,7 +19,6 @@ from hostir.runtime.kernels.flags import (
     stores_ended,
     wait_for_rows,
 )
-from hostir.runtime.kernels.layout import INTERPRETED
 from hostir.runtime.kernels.tiles import SCALE_BLOCK
 
 # Conversions ----------------------------------------------------------------------------------------------------------

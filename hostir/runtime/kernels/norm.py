@@ -7,11 +7,18 @@ import triton
 import triton.language as tl
 
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.layout import check_device, launching, rows
+from hostir.runtime.kernels.devices import check_device, launching
+from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
 
 MAX_WIDTH = 16384  # elements of a row that registers hold; longer rows are read twice
+
+
+@triton.jit
+def inverse_rms(squares, columns, eps):
+    """Return `1 / sqrt(mean + eps)` of the squares of a row, all others of which are 0."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), columns.to(tl.float32)) + eps))
 
 
 @triton.jit
@@ -39,7 +46,7 @@ def _rms_norm_kernel(
             at = start + column
             more = to_float32(tl.load(x + row * x_row + at.to(tl.int64) * x_column, mask=at < columns, other=0.0))
             squares += more * more
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), columns.to(tl.float32)) + eps))
+    scale = inverse_rms(squares, columns, eps)
     for start in range(0, columns, WIDTH):
         at = start + column
         far = at.to(tl.int64)

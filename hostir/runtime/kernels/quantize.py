@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.layout import check_device, launching, rows
+from hostir.runtime.kernels.devices import check_device, launching
+from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from hostir.runtime.kernels.layout import rows_or_copy
 from hostir.runtime.kernels.tiles import SCALE_BLOCK as BLOCK
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
+    from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags
     from hostir.runtime.kernels.table import Again
     from hostir.runtime.kernels.tiles import Tile
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 # The scales of a product: for whole tensors, for rows of a and columns of b, or for blocks.
 
 ScalePair = tuple[torch.Tensor, torch.Tensor]
+
+
+class FlatScales(NamedTuple):
+    """The scales of 8-bit operands as `flat_scales` returns them, and whether sums are fast, as of `scaled_matmul`."""
+
+    of_a: torch.Tensor
+    of_b: torch.Tensor
+    fast: bool
 
 
 def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> ScalePair:
@@ -45,7 +53,7 @@ def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
     )
 
 
-def of_blocks(scales: ScalePair, N: int) -> bool:
+def of_blocks(scales: ScalePair | FlatScales, N: int) -> bool:
     """Whether scales that `flat_scales` returned are those of blocks, for `N` columns."""
     return (scales[0].shape[1], *scales[1].shape) != (1, 1, N)
 
@@ -91,7 +99,6 @@ def scaled_matmul(
     own: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
-    pushed: PushKernel | None = None,
 ) -> Again | None:
     """Compute `out[..., n] = sum over k of (scale_a * a[..., k]) * (scale_b * b[k, n]) (+ bias[n])` in Triton.
 
@@ -108,7 +115,6 @@ def scaled_matmul(
             has. Else, and always block-wise, they add up those of 128 elements, and the sums are added in float32.
         ready, done, own, use_descriptors, tile: as in `hostir.runtime.kernels.matmul.matmul`. Block-wise, the columns
             and steps of the tile must divide 128.
-        pushed: as in `hostir.runtime.kernels.matmul.multiply`.
 
     Returns what `hostir.runtime.kernels.matmul.multiply` does. Raises TypeError and ValueError as `matmul` does, and
     for scales that do not fit, or a GPU without tensor cores for 8-bit floats.
@@ -124,9 +130,7 @@ def scaled_matmul(
         own=own,
         use_descriptors=use_descriptors,
         tile=tile,
-        scales=scales,
-        fast=fast,
-        pushed=pushed,
+        scales=FlatScales(*scales, fast),
     )
     return None if copied else again
 

@@ -11,8 +11,7 @@ import torch
 
 from hostir.ir.source import did_you_mean, error
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.flags import with_all_rows
-from hostir.runtime.kernels.layout import collapse, rows
+from hostir.runtime.kernels.layout import collapse, rows, with_all_rows
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
@@ -66,7 +65,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
     With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
     also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
-    `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`.
+    `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`;
+    the last one may compute the `rms_norm` of its rows as well.
     Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`, contractions
     also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
     `scaled_matmul_pushed`, with the option `pushed`.
@@ -87,63 +87,6 @@ def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str
     return aten.KERNELS if result == torch.float64 else table
 
 
-def matmul_by_blocks(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    addend: torch.Tensor | None = None,
-    *,
-    ready: ReadyFlags | None = None,
-    done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
-) -> Again | None:
-    """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, each block of the flattened rows once its flag is up.
-
-    An addend is `out` itself, to which the product is added. Raises the flags of `done` behind blocks of `out`. Raises
-    HostIRError if the blocks do not fit the slices of a tensor whose leading axes do not merge: see `_contract_ready`.
-    """
-    return _contract_by_blocks(out, a, _product(b, None, False, _adds(out, addend)), ready, done, own)
-
-
-def linear_by_blocks(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    ready: ReadyFlags | None = None,
-    done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
-) -> Again | None:
-    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_by_blocks`."""
-    return _contract_by_blocks(out, a, _product(weight, bias, True), ready, done, own)
-
-
-def scaled_matmul_by_blocks(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    fast: bool = False,
-    ready: ReadyFlags | None = None,
-    done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
-) -> Again | None:
-    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_by_blocks`.
-
-    Raises HostIRError for scales that it would have to copy before their rows are there.
-    """
-    if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
-        raise error(
-            "the scales of rows that a matmul waits for lie with several strides",
-            expected="scales of all rows in one piece, as gathered",
-        )
-    return _contract_by_blocks(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast), ready, done, own)
-
-
 def sum_by_blocks(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -154,41 +97,50 @@ def sum_by_blocks(
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs."""
-    from hostir.runtime.kernels.reduce import add_up  # loads Triton: only where it is used
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs.
 
-    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
-
-
-BY_BLOCKS: Mapping[str, Kernel] = {
-    f.__name__: f for f in (matmul_by_blocks, linear_by_blocks, scaled_matmul_by_blocks, sum_by_blocks)
-}
-
-
-def matmul_pushed(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None, *, pushed: PushKernel
-) -> Again | None:
-    """Compute `out[..., N] = a[..., K] @ b[K, N]` in Triton, and what `pushed` does with `out`, dense, in one kernel.
-
-    If the leading axes of `a` do not merge, that is another kernel behind it.
+    With `normed` also that of `out`, as `rms_norm` does: in one kernel if the leading axes of `normed` merge.
     """
-    return _contract_pushed(out, a, _product(b, None, False, _adds(out, addend)), pushed)
+    from hostir.runtime.kernels.reduce import RowNorm, add_up  # loads Triton: only where it is used
+
+    flat = None if normed is None else rows(normed)
+    norm = None if flat is None else RowNorm(flat, weight, eps)
+    again = add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own, norm=norm)
+    if normed is None or norm is not None:
+        return again
+    _rms_norm(normed, out, weight, eps=eps)
+    return None
 
 
-def linear_pushed(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    pushed: PushKernel,
-) -> Again | None:
-    """Compute `out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once; else as `matmul_pushed`."""
-    return _contract_pushed(out, a, _product(weight, bias, True), pushed)
+# Contractions in Triton -----------------------------------------------------------------------------------------------
+# A contraction is what multiplies rows with a right side; the kernels that do so wait for flags, raise them, or copy.
+
+Multiply = Callable[..., Again | None]  # f(out, a, row, **flags): of rows that begin with number `row` of all
+RightSide = Callable[..., Multiply]  # f(out, a, *others, **options), as a kernel: computes nothing yet
 
 
-def scaled_matmul_pushed(
+def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Multiply:
+    """Multiply with `b` `[K, N]`; an addend is `out` itself, to which the product is added."""
+    assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
+    return _product(b, adds=addend is not None)
+
+
+def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Multiply:
+    """Multiply with the transpose of `weight` `[N, K]`, and add `bias` `[N]`; rounded once."""
+    return _product(weight.t(), bias=bias)
+
+
+def _product(b: torch.Tensor, **options: Any) -> Multiply:
+    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
+
+    return lambda out, a, row, **flags: multiply(a, b, out, **options, **flags)
+
+
+def _scaled_matmul(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -197,85 +149,97 @@ def scaled_matmul_pushed(
     bias: torch.Tensor | None = None,
     *,
     fast: bool = False,
-    pushed: PushKernel,
-) -> Again | None:
-    """Compute as `hostir.runtime.kernels.scaled.scaled_matmul`; else as `matmul_pushed`."""
-    return _contract_pushed(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast), pushed)
-
-
-PUSHED: Mapping[str, Kernel] = {f.__name__: f for f in (matmul_pushed, linear_pushed, scaled_matmul_pushed)}
-
-
-# A contraction with its right side: f(out, a, row, **flags), of rows that begin with number `row` of all.
-Multiply = Callable[..., Again | None]
-
-
-def _product(b: torch.Tensor, bias: torch.Tensor | None, transpose_b: bool, adds: bool = False) -> Multiply:
-    from hostir.runtime.kernels.matmul import multiply  # loads Triton: only where it is used
-
-    def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
-        return multiply(a, b, out, bias=bias, transpose_b=transpose_b, adds=adds, **flags)
-
-    return product
-
-
-def _adds(out: torch.Tensor, addend: torch.Tensor | None) -> bool:
-    """Whether a product is added to its result: an addend is this and nothing else."""
-    assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
-    return addend is not None
-
-
-def _scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    fast: bool,
 ) -> Multiply:
-    from hostir.runtime.kernels.scaled import readable, scaled_matmul
+    """Multiply as `hostir.runtime.kernels.scaled.scaled_matmul`."""
+    from hostir.runtime.kernels.matmul import multiply
+    from hostir.runtime.kernels.scaled import FlatScales, readable
 
     along_k, (of_a, of_b), copied = readable(a, b, scale_a, scale_b)
 
     def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
-        mine = of_a[row : row + a.shape[:-1].numel()].view(*a.shape[:-1], -1)
-        again = scaled_matmul(out, a, along_k, mine, of_b, bias, fast=fast, **flags)
+        if flags.get("ready") is not None and scale_a.numel() > 1 and rows(scale_a) is None:
+            raise error(  # a copy would be made before the rows are there
+                "the scales of rows that a matmul waits for lie with several strides",
+                expected="scales of all rows in one piece, as gathered",
+            )
+        scales = FlatScales(of_a[row : row + a.shape[:-1].numel()], of_b, fast)
+        again = multiply(a, along_k, out, bias=bias, scales=scales, **flags)
         return None if copied else again
 
     return product
 
 
-def _contract_by_blocks(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    product: Multiply,
-    ready: ReadyFlags | None,
-    done: DoneFlags | None,
-    own: torch.Tensor | None,
-) -> Again | None:
-    """Compute a contraction block by block, in one launch if the leading axes of `a` and `out` merge.
+CONTRACTIONS: Mapping[str, RightSide] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
 
-    Else flags are raised together, by a launch of their own behind the others.
+
+def _whole(right_side: RightSide) -> Kernel:
+    """Return the kernel that computes a contraction whose rows are all ready."""
+
+    def kernel(out: torch.Tensor, a: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Again | None:
+        return _contract(out, a, right_side(out, a, *others, **options))
+
+    return kernel
+
+
+def _by_blocks(right_side: RightSide) -> Kernel:
+    """Return the kernel that begins each block of rows once its flag of `ready` is up, and raises the flags of `done`.
+
+    `own` are rows of a block that needs no flag. It is one launch if the leading axes of `a` and `out` merge; else the
+    flags of `done` are raised together, by a launch of their own behind the others. The kernel raises HostIRError if
+    the blocks do not fit the slices of a tensor whose leading axes do not merge (see `_contract_ready`), and for scales
+    that it would have to copy before their rows are there.
     """
-    from hostir.runtime.kernels.flags import raise_flags
 
-    if (own is None and _merges(out, a)) or (own is not None and ready and _in_whole_batches(out, a, len(ready.flags))):
-        return product(out, a, 0, ready=ready, done=done, own=own)
-    if ready is None:
+    def kernel(
+        out: torch.Tensor,
+        a: torch.Tensor,
+        *others: torch.Tensor | None,
+        ready: ReadyFlags | None = None,
+        done: DoneFlags | None = None,
+        own: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Again | None:
+        from hostir.runtime.kernels.flags import raise_flags
+
+        product = right_side(out, a, *others, **options)
+        if _merges(out, a) if own is None else ready and _in_whole_batches(out, a, len(ready.flags)):
+            return product(out, a, 0, ready=ready, done=done, own=own)
+        if ready is None:
+            _contract(out, a, product)
+        else:
+            _contract_ready(out, a, product, 0, ready, own)
+        if done is not None:
+            raise_flags(done, None if ready is None else ready.timeouts)
+        return None
+
+    return kernel
+
+
+def _pushed(right_side: RightSide) -> Kernel:
+    """Return the kernel that computes a contraction and what `pushed` does with `out`, which is dense, as well.
+
+    If the leading axes of `a` do not merge, that is another kernel behind it.
+    """
+
+    def kernel(
+        out: torch.Tensor, a: torch.Tensor, *others: torch.Tensor | None, pushed: PushKernel, **options: Any
+    ) -> Again | None:
+        product = right_side(out, a, *others, **options)
+        if _merges(out, a):
+            return product(out, a, 0, pushed=pushed)
         _contract(out, a, product)
-    else:
-        _contract_ready(out, a, product, 0, ready, own)
-    if done is not None:
-        raise_flags(done, None if ready is None else ready.timeouts)
-    return None
+        pushed(out)
+        return None
+
+    return kernel
 
 
-def _contract_pushed(out: torch.Tensor, a: torch.Tensor, product: Multiply, pushed: PushKernel) -> Again | None:
-    if _merges(out, a):
-        return product(out, a, 0, pushed=pushed)
-    _contract(out, a, product)
-    pushed(out)
-    return None
+WHOLE: Mapping[str, Kernel] = {kind: _whole(each) for kind, each in CONTRACTIONS.items()}
+BY_BLOCKS: Mapping[str, Kernel] = {
+    **{f"{kind}_by_blocks": _by_blocks(each) for kind, each in CONTRACTIONS.items()},
+    "sum_by_blocks": sum_by_blocks,
+}
+PUSHED: Mapping[str, Kernel] = {f"{kind}_pushed": _pushed(each) for kind, each in CONTRACTIONS.items()}
 
 
 def _contract_ready(
@@ -348,27 +312,6 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
     return None
 
 
-def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Again | None:
-    return _contract(out, a, _product(b, None, False, _adds(out, addend)))
-
-
-def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Again | None:
-    return _contract(out, a, _product(weight, bias, True))
-
-
-def _scaled_matmul(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    fast: bool = False,
-) -> Again | None:
-    return _contract(out, a, _scaled_product(a, b, scale_a, scale_b, bias, fast))
-
-
 def _scaled_matmul_of_either(
     out: torch.Tensor,
     a: torch.Tensor,
@@ -379,11 +322,11 @@ def _scaled_matmul_of_either(
     *,
     fast: bool = False,
 ) -> Again | None:
-    """Compute as `_scaled_matmul`, by torch's library where it takes such operands."""
+    """Compute a scaled product by torch's library where it takes such operands, else in Triton."""
     from hostir.runtime.kernels.scaled import library_takes, scaled_matmul_of_library
 
     if not library_takes(out, a, b, scale_a, scale_b, bias):
-        return _scaled_matmul(out, a, b, scale_a, scale_b, bias, fast=fast)
+        return WHOLE["scaled_matmul"](out, a, b, scale_a, scale_b, bias, fast=fast)
     scaled_matmul_of_library(out, a, b, scale_a, scale_b, bias, fast=fast)
     return None
 
@@ -411,26 +354,20 @@ _BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quanti
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
 
-def _sum(
-    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
-) -> Again | None:
-    return sum_by_blocks(out, x, addend, axis=axis, activation=activation)
-
-
 def _sum_of_few(
     out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
 ) -> Again | None:
-    """Compute as `_sum` if `x` is a few tensors one after another, which torch sums slowly; else by torch."""
+    """Compute as `sum_by_blocks` if `x` is a few tensors one after another, which torch sums slowly; else by torch."""
     from hostir.runtime.kernels.reduce import adds_in_order
 
     if adds_in_order(x, out, axis):
-        return _sum(out, x, addend, axis=axis, activation=activation)
+        return sum_by_blocks(out, x, addend, axis=axis, activation=activation)
     aten.sum(out, x, addend, axis=axis, activation=activation)
     return None
 
 
 # Kernels that may return a function that repeats the call, see `repeating`.
-REPEATABLE: tuple[Kernel, ...] = (_matmul, _linear, _scaled_matmul, _scaled_matmul_of_either, _sum, _sum_of_few)
+REPEATABLE: tuple[Kernel, ...] = (*WHOLE.values(), _scaled_matmul_of_either, sum_by_blocks, _sum_of_few)
 # Kernels that call cuBLAS, at least for some operands.
 BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, _scaled_matmul_of_either)
 
@@ -442,7 +379,7 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 
 def _triton_kernels(device_type: str) -> dict[str, Kernel]:
     try:  # only here: where nobody asks for Triton, it need not be installed
-        from hostir.runtime.kernels.layout import INTERPRETED
+        from hostir.runtime.kernels.devices import INTERPRETED
     except ImportError as problem:
         hint = f"pip install triton, or {ATEN}"
         raise error(f"kernels='triton' cannot be loaded: {problem}", hint=hint) from None
@@ -453,5 +390,4 @@ def _triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    contractions: dict[str, Kernel] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
-    return {**contractions, "sum": _sum, **_BY_ROWS}
+    return {**WHOLE, "sum": sum_by_blocks, **_BY_ROWS}

@@ -182,6 +182,7 @@ _POINTERS_8_BIT = (
 INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
 
 
+@functools.lru_cache(maxsize=256)
 def candidates(
     dtype: str, *, descriptors: bool = True, shared_memory: int = 227 << 10, result: int | None = None
 ) -> tuple[Tile, ...]:
@@ -419,17 +420,22 @@ SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
 def alike(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
-    """Return a gemm that stands for all with as many of each of these tiles; itself where tiles span blocks.
+    """Return a gemm that stands for all with as many of each of these tiles; itself where none is known to.
 
     To choose a tile takes milliseconds, and numbers of rows may never repeat.
     """
-    step, block = min(tile.m for tile in tiles), gemm.block
+    heights, block = {tile.m for tile in tiles}, gemm.block
+    step = min(heights)
     if block is None:
         return replace(gemm, m=-(-gemm.m // step) * step)
-    if gemm.batches > 1 or gemm.m % block or not (gemm.separate or block >= max(tile.m for tile in tiles)):
+    blocks, rest = divmod(gemm.m, block)
+    spans = not gemm.separate and block < max(heights)  # tiles that are higher than a block span several
+    if gemm.batches > 1 or rest or (spans and step % blocks):
         return gemm
+    step //= blocks if spans else 1
     high = -(-block // step) * step
-    return replace(gemm, m=gemm.m // block * high, block=high)
+    high -= spans and high > block and high in heights  # or these tiles would span no blocks any more
+    return replace(gemm, m=blocks * high, block=high)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hostir.runtime.kernels import matmul as matmul_module
-from hostir.runtime.kernels.layout import limits
+from hostir.runtime.kernels.devices import limits
 from hostir.runtime.kernels.matmul import matmul, matmul_reference
 from hostir.runtime.kernels.reduce import reduce_sum, reduce_sum_reference
 from hostir.runtime.kernels.tiles import Tile, candidates

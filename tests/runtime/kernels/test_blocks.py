@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hostir.runtime.kernels.flags import with_all_rows, with_rows
+from hostir.runtime.kernels.layout import with_all_rows, with_rows
 
 DENSE, PERMUTED, SLICES = (0, 1, 2, 3), (2, 1, 0, 3), (1, 0, 2, 3)
 

@@ -11,7 +11,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.layout import Compiled
+from hostir.runtime.kernels.devices import Compiled
 from hostir.runtime.kernels.matmul import matmul
 
 

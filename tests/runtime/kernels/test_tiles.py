@@ -58,6 +58,9 @@ def test_few_tiles_are_chosen_for_many_numbers_of_rows():
     tiles = candidates("bf16")
     gemms = [Gemm(8 * n, 3584, 8192, "bf16", block=n, separate=True) for n in range(1, 1025)]
     assert len({alike(gemm, tiles) for gemm in gemms}) == 1024 // 64
+    for blocks in (2, 4, 8):  # which tiles may span
+        few = {alike(Gemm(blocks * n, 3584, 8192, "bf16", block=n), tiles) for n in range(1, 257)}
+        assert len(few) <= 256 * blocks // 64 + 3
     for gemm in (gemms[130], gemms[300]):
         each = 2.5 + gemm.block * gemm.k * 2 / 390e3  # as is assumed for the choice, which other times may not suit
         arrivals = [0.0, *(15.0 + each * i for i in range(1, 8))]

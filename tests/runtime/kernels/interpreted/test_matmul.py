@@ -181,7 +181,7 @@ def bf16(*shape: int) -> torch.Tensor:
             (bf16(4, 7), bf16(8, 4), bf16(4, 4)),
             {},
         ),
-        (ValueError, r"@ transposed \[4, 8\]", (bf16(4, 7), bf16(4, 8), bf16(4, 4)), {"transpose_b": True}),
+        (ValueError, r"@ \[8, 4\]", (bf16(4, 7), bf16(4, 8), bf16(4, 4)), {"transpose_b": True}),
         (ValueError, r"gives \[4, 4\], but out has shape \[4, 5\]", (bf16(4, 8), bf16(8, 4), bf16(4, 5)), {}),
         (ValueError, r"bias of shape \[4\]", (bf16(4, 8), bf16(8, 4), bf16(4, 4)), {"bias": bf16(8)}),
         (ValueError, "overlaps itself", (bf16(4, 8), bf16(8, 4), bf16(1, 4).expand(4, 4)), {}),

@@ -9,7 +9,7 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from hostir.runtime.kernels import flags as push
-from hostir.runtime.kernels.flags import Piece, PushKernel
+from hostir.runtime.kernels.flags import Piece, PushKernel, Words
 from tests.runtime.kernels.pushing import Job
 
 
@@ -77,6 +77,26 @@ def test_one_kernel_serves_sources_that_lie_differently() -> None:
         source = memory[start : start + 40]
         kernel(source)
         assert torch.equal(target, source)
+
+
+def test_kernels_that_come_and_go_take_no_more_memory() -> None:
+    words, source, target = Words(torch.device("cpu"), owners=3), torch.randn(64), torch.zeros(64)
+    held: list[list[PushKernel]] = []
+    memory = set()
+    for step in range(12):
+        size = 4 * (step + 1)
+        pieces = [Piece(n * size, target.data_ptr() + n * size) for n in range(1 + step % 3)]
+        held.append([PushKernel(torch.device("cpu"), pieces, size, 2, words, place) for place in range(2)])
+        rows = [kernel.table.data_ptr() for plan in held for kernel in plan]
+        assert len(set(rows)) == len(rows)
+        assert not any((row - min(rows)) % 64 for row in rows)
+        memory |= {kernel.table.untyped_storage().data_ptr() for kernel in held[-1]}
+        assert len(memory) == 2
+        del held[: len(held) - 2]
+        target.zero_()
+        for kernel in held[-1]:
+            kernel(source)
+        assert torch.equal(target[: len(pieces) * (step + 1)], source[: len(pieces) * (step + 1)])
 
 
 def test_programs_are_as_many_groups_as_have_a_batch_at_most() -> None:
