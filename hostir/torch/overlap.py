@@ -460,13 +460,15 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     reduce_op = argument(scatter, 1, "reduce_op")
     if reduce_op not in ("sum", "avg"):
         raise LeftAlone(f"its sum is {reduce_op!r}")
-    if len(shape) < 2 or axis == len(shape) - 1:
-        raise LeftAlone("it scatters columns" if len(shape) > 1 else f"it scatters a tensor of {len(shape)} axes")
-    products = [*products_before(given, divided=given is not scatter.args[0])]
-    moved = not all(is_trivial(size) for size in shape[:axis])
+    if len(shape) < 2:
+        raise LeftAlone(f"it scatters a tensor of {len(shape)} axes")
+    products, columns = [*products_before(given, divided=given is not scatter.args[0])], axis == len(shape) - 1
+    moved = columns or not all(is_trivial(size) for size in shape[:axis])
     where = reduce_op, axis if moved else 0, group_of(scatter, 3)
     with graph.inserting_before(wait):
         if any(product.target is SCALED for product in products):
+            if columns:
+                raise LeftAlone("it scatters columns of a scaled product")
             op, operands = ops.scaled_matmul_reduce_scatter.default, one_scaled(products)
             bias, fast = argument(products[0], 4, "bias"), argument(products[0], 7, "use_fast_accum", False)
             if moved:

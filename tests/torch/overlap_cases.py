@@ -155,7 +155,7 @@ def products_of_fp8() -> None:
         y = funcol.all_gather_tensor(x if dtype is None else x.view(torch.uint8), axis, group())  # gloo knows no fp8
         return y if dtype is None else y.view(dtype)
 
-    for axes, axis, mode in ((2, 0, "one"), (3, 0, "replicated"), (3, 1, "sharded")):
+    for axes, axis, mode in ((2, 0, "one"), (3, 0, "replicated"), (3, 1, "sharded"), (2, 1, "one")):
         whole_a, b = whole(*(16, 32) if axes == 2 else (4, 16, 32)).to(f8), whole(16, 32).to(f8).t()
         rows = whole(*whole_a.shape[:-1], 1).exp() if mode != "one" else torch.tensor(0.25)
         columns = whole(1, 16).exp() if mode != "one" else torch.tensor(0.5)
@@ -178,12 +178,14 @@ def products_of_fp8() -> None:
         (total, y), overlap = traced(gather, a, b, of_a, columns)
         near(y, exact)
         torch.testing.assert_close(total, whole_a.to(bf16).sum())
-        assert fused(overlap) == [SCALED_AG] * (1 + (mode == "sharded")), overlap.report
-        assert "1 product and the gathered tensor" in str(overlap.report)
+        fits = axis < axes - 1
+        assert fused(overlap) == [SCALED_AG * fits] * (1 + (mode == "sharded")), overlap.report
+        assert ("1 product and the gathered tensor" if fits else "the products sum over") in str(overlap.report)
         assert ("the scales of all_gather" in str(overlap.report)) == (mode == "sharded")
         y, overlap = traced(scatter, whole_a, b, rows, columns)
         near(y, part(exact, axis) * RANKS)
-        assert fused(overlap) == [SCALED_RS], overlap.report
+        assert fused(overlap) == [SCALED_RS * fits], overlap.report
+        assert ("it scatters columns of a scaled product" in str(overlap.report)) != fits
 
 
 @case
@@ -215,7 +217,7 @@ def inductor_runs_what_the_pass_makes() -> None:
 @case
 def all_gathers_of_torchs_tests() -> None:
     for axes, axis, return_a in itertools.product((2, 3), (0, 1, 2), (True, False)):
-        if axis >= axes or (axis and not return_a):
+        if axis >= axes:
             continue
         whole_a, b = whole(*(64, 32) if axes == 2 else (2, 64, 32)), whole(32, 16)
 
@@ -248,9 +250,7 @@ def reduce_scatters_of_torchs_tests() -> None:
 
         found, overlap = traced(function, a, b)
         near(found, part(a.double() @ b.double(), axis) * (RANKS if op == "sum" else 1))
-        fits = axis < axes - 1
-        assert fused(overlap) == [RS * fits]
-        assert ("it scatters columns" in str(overlap.report)) != fits
+        assert fused(overlap) == [RS]
 
 
 @case
@@ -318,6 +318,18 @@ def several_gathers_of_one_graph() -> None:
         found, overlap = traced(added, part(a, 1).contiguous(), b, residual)
         near(found, a.flatten(0, 1).double() @ b.double() + residual)
         assert fused(overlap) == [AG]
+
+    def between(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        full = funcol.all_gather_tensor(funcol.all_gather_tensor(a, 0, group()) @ b, 0, group())
+        full = full / full.square().sum().sqrt()
+        rows = funcol.reduce_scatter_tensor(full, "sum", 0, group())
+        return funcol.reduce_scatter_tensor(rows @ c, "sum", 0, group())
+
+    a = whole(8, 16)
+    found, overlap = traced(between, part(a, 0), b, c)
+    product = a.double() @ b.double()
+    near(found, part(product / product.norm() * RANKS**0.5 @ c.double(), 0) * RANKS)
+    assert fused(overlap) == [AG, "", "", RS]
 
 
 if __name__ == "__main__":
