@@ -3,12 +3,13 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= 2
+RANKS ?= 4
 
 BIN := .venv/bin
 READY := .venv/.ready
 EXAMPLE := examples/ag_matmul.py
 SMALL := --set M=64 --set K=32 --set N=32
-TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node 4
+TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node $(RANKS)
 
 # Simulated ranks and torchrun's processes share the cores: more threads in each only get in each other's way.
 export OMP_NUM_THREADS ?= 1
@@ -26,7 +27,7 @@ demo: $(READY)
 	@$(BIN)/hostir run $(EXAMPLE) --compare --kernels aten
 	@echo "==> 3/5 the same with the Triton kernels, in Triton's interpreter and small"
 	@TRITON_INTERPRET=1 $(BIN)/hostir run $(EXAMPLE) $(SMALL) --compare --kernels triton
-	@echo "==> 4/5 under torchrun it runs on 4 processes with gloo and ATen"
+	@echo "==> 4/5 under torchrun it runs on $(RANKS) processes with gloo and ATen"
 	@$(TORCHRUN) -m hostir run $(EXAMPLE) --compare --device cpu --kernels aten
 	@echo "==> 5/5 the same with the Triton kernels, in Triton's interpreter and small"
 	@TRITON_INTERPRET=1 $(TORCHRUN) -m hostir run $(EXAMPLE) $(SMALL) --compare --device cpu --kernels triton

@@ -34,12 +34,7 @@ import torch
 from benchmarks.harness import environment, table, write
 from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
 from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.scaled import (
-    library_takes,
-    scaled_matmul,
-    scaled_matmul_of_library,
-    scaled_matmul_reference,
-)
+from hostir.runtime.kernels.scaled import scaled_by_library, scaled_matmul, scaled_matmul_reference
 from hostir.runtime.kernels.tiles import Gemm, Tile, candidates, choose
 
 ROWS = (64, 512, 2048, 4096, 8192, 16384)
@@ -264,8 +259,8 @@ def measure_scaled(
     of_columns = [scale.t().contiguous().t() for scale in scales]  # as cuBLAS reads scales of blocks, without a copy
 
     def library() -> object:
-        if scaled != "blocks" and library_takes(theirs, a, b, *scales):
-            return scaled_matmul_of_library(theirs, a, b, *scales, fast=fast)
+        if scaled != "blocks" and scaled_by_library(theirs, a, b, *scales, fast=fast):
+            return theirs
         return torch._scaled_mm(a, b, *of_columns, out_dtype=DTYPE, out=theirs)
 
     def ours(tile: Tile) -> object:

@@ -13,12 +13,7 @@ from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts
 from hostir.runtime.kernels.matmul import DTYPES, DTYPES_8_BIT
 from hostir.runtime.kernels.matmul import _by_stream as workspaces
-from hostir.runtime.kernels.scaled import (
-    library_takes,
-    scaled_matmul,
-    scaled_matmul_of_library,
-    scaled_matmul_reference,
-)
+from hostir.runtime.kernels.scaled import scaled_by_library, scaled_matmul, scaled_matmul_reference
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.kernels.tiles import Tile, candidates
 from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded
@@ -68,12 +63,10 @@ def test_the_error_is_at_most_that_of_torch(M, N, K, mode, fast):
         a, b, of_a, of_b = given
         wide = of_a.repeat_interleave(128, 1), of_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :N]
         theirs.copy_((a.float() * wide[0]) @ (b.float() * wide[1]))
-        if library_takes(out, *given):
-            scaled_matmul_of_library(out.fill_(math.nan), *given)
+        if scaled_by_library(out.fill_(math.nan), *given):
             assert_as_accurate(out, theirs, exact, magnitude(*given))
     else:
-        assert library_takes(theirs, *given)
-        scaled_matmul_of_library(theirs, *given, fast=fast)
+        assert scaled_by_library(theirs, *given, fast=fast)
     for use_descriptors in descriptor_modes():
         for tile in (None, *tiles_for(mode, fast, descriptors=use_descriptors)[:3]):
             scaled_matmul(out.fill_(math.nan), *given, fast=fast, use_descriptors=use_descriptors, tile=tile)
@@ -132,7 +125,7 @@ def test_nan_infinity_zero_rows_and_scales_of_zero_are_as_in_torch(mode, fast):
     if mode == "blocks":
         theirs = scaled_matmul_reference(a, b, of_a, of_b, None, BF16)
     else:
-        scaled_matmul_of_library(theirs, a, b, of_a, of_b, fast=fast)
+        assert scaled_by_library(theirs, a, b, of_a, of_b, fast=fast)
     torch.testing.assert_close(out, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 

@@ -27,7 +27,7 @@ from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
-from hostir.runtime.kernels.flags import Words
+from hostir.runtime.kernels.layout import Words
 from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, late_streams
 from hostir.runtime.sharding import torch_dtype

@@ -41,7 +41,8 @@ from hostir.runtime.unroll import (
 )
 
 if TYPE_CHECKING:
-    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags, Words
+    from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
+    from hostir.runtime.kernels.layout import Words
 
 # The beginning of a call ----------------------------------------------------------------------------------------------
 # No stream may poll or raise a flag of a call before the previous call has ended.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hostir.runtime.kernels.layout import rows
-from hostir.runtime.kernels.scaled import library_takes, scaled_matmul_of_library, scaled_matmul_reference
+from hostir.runtime.kernels.scaled import scaled_by_library, scaled_matmul_reference
 from hostir.runtime.kernels.tiles import SCALE_BLOCK
 
 # torch's settings that let cuBLAS add up the parts of split-K in the dtype of the result.
@@ -139,8 +139,7 @@ def scaled_matmul(
     By torch's library where that takes such operands, else in float64. Tensor-wise and row-wise scales may be G along
     K, one for each K/G elements, as the reference on whole tensors has them. `fast` is for the library.
     """
-    if out.dtype != torch.float64 and library_takes(out, a, b, scale_a, scale_b, bias):
-        scaled_matmul_of_library(out, a, b, scale_a, scale_b, bias, fast=fast)
+    if out.dtype != torch.float64 and scaled_by_library(out, a, b, scale_a, scale_b, bias, fast=fast):
         return
     scale_a, scale_b = scale_a.float(), scale_b.float()  # all are f64 where the reference is
     groups, K, columns = scale_a.shape[-1], a.shape[-1], -(-out.shape[-1] // SCALE_BLOCK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
+from hostir.runtime.kernels.layout import Words
 
 # Waiting for blocks ---------------------------------------------------------------------------------------------------
 # Rows that arrive while a kernel runs: each block of rows has a flag, and programs of the kernel wait for it.
@@ -489,35 +489,6 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
 
 
 _compiled: dict[tuple[object, ...], Compiled] = {}  # the kernels of all pushes: a new one needs no compiler
-
-
-class Words:
-    """Device memory for numbers that kernels read, for several owners from the first one on: further ones take no more.
-
-    Args:
-        device: on which the numbers are.
-        owners: how many live at a time; if there are more, memory for as many again is allocated.
-    """
-
-    def __init__(self, device: torch.device, owners: int) -> None:
-        self.device, self.owners = device, owners
-        self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
-        """Return int64 numbers, on 128 bytes, that are the owner's while it lives; the host waits for nothing.
-
-        They are there for what the current stream does from now on. It must be behind all that earlier owners do.
-        Memory is for as many owners at each `place`, of which a plan has one for each of its kernels.
-        """
-        size = -(-len(numbers) // 16) * 16
-        free = self.free.setdefault((place, size), [])
-        if not free:
-            free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
-        words = free.pop()
-        weakref.finalize(owner, free.append, words).atexit = False
-        given = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
-        given = given.pin_memory() if self.device.type == "cuda" else given
-        return words[: len(given)].copy_(given, non_blocking=True)
 
 
 class PushKernel:

@@ -1,8 +1,9 @@
-"""Memory layouts of tensors as kernels see them: merged axes, rows, blocks of rows, and what TMA can describe."""
+"""Memory as kernels see it: layouts of tensors (merged axes, blocks of rows, what TMA can describe), and numbers."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -165,3 +166,35 @@ def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[
         legal.insert(0, stride)
         span = size * stride
     return legal
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """Device memory for numbers that kernels read, for several owners from the first one on: further ones take no more.
+
+    Args:
+        device: on which the numbers are.
+        owners: how many live at a time; if there are more, memory for as many again is allocated.
+    """
+
+    def __init__(self, device: torch.device, owners: int) -> None:
+        self.device, self.owners = device, owners
+        self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
+        """Return int64 numbers, on 128 bytes, that are the owner's while it lives; the host waits for nothing.
+
+        They are there for what the current stream does from now on. It must be behind all that earlier owners do.
+        Memory is for as many owners at each `place`, of which a plan has one for each of its kernels.
+        """
+        size = -(-len(numbers) // 16) * 16
+        free = self.free.setdefault((place, size), [])
+        if not free:
+            free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
+        words = free.pop()
+        weakref.finalize(owner, free.append, words).atexit = False
+        given = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        given = given.pin_memory() if self.device.type == "cuda" else given
+        return words[: len(given)].copy_(given, non_blocking=True)

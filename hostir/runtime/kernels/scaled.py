@@ -157,16 +157,21 @@ def _takes_blocks(device: torch.device) -> bool:
     return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def library_takes(
+def scaled_by_library(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> bool:
-    """Whether `torch._scaled_mm` computes this product on its GPU, without copies of more than scales."""
-    K, N, narrow = a.shape[-1], b.shape[1], (torch.bfloat16, torch.float16)
+    """Compute as `scaled_matmul` by `torch._scaled_mm` on a GPU, and return whether it does so.
+
+    It does for operands that it takes without copies of more than scales; else nothing is written.
+    """
+    K, N = a.shape[-1], b.shape[1]
     if not out.is_cuda or out.numel() == 0 or K == 0 or K % _QUANTUM or N % _QUANTUM:
         return False
     if b.stride(0) != 1 or a.stride(-1) != 1 or a.dtype == b.dtype == torch.float8_e5m2:
@@ -177,40 +182,35 @@ def library_takes(
     strides = (flat_a.stride(0), b.stride(1), flat_out.stride(0) * out.element_size())
     if any(stride % 16 for stride in strides) or any(t.data_ptr() % 16 for t in (a, b, out)):
         return False
-    if scale_a.numel() == scale_b.numel() == 1:
-        return bias is None or (out.dtype in narrow and bias.dtype == out.dtype)
-    if out.dtype != torch.bfloat16 or (bias is not None and bias.dtype != torch.bfloat16):
+    scales = _scales_of_library(out, a, b, scale_a, scale_b, bias)
+    if scales is None:
         return False
-    if not of_blocks(flat_scales(a, b, scale_a, scale_b), N):
-        return True
-    # cuBLAS reads four scales at once, along the rows of a and along K.
-    fours = flat_a.shape[0] % 4 == 0 and K % (4 * BLOCK) == 0 and N % BLOCK == 0
-    return fours and bias is None and _takes_blocks(out.device)
+    added = None if bias is None else bias.contiguous()
+    torch._scaled_mm(flat_a, b, *scales, added, out_dtype=out.dtype, use_fast_accum=fast, out=flat_out)
+    return True
 
 
-def scaled_matmul_of_library(
+def _scales_of_library(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    fast: bool = False,
-) -> None:
-    """Compute as `scaled_matmul` by `torch._scaled_mm`, for operands that it takes."""
+    bias: torch.Tensor | None,
+) -> ScalePair | None:
+    """Return the scales as `torch._scaled_mm` reads them; None if it has no product with these and the bias."""
+    of_bias = out.dtype if bias is None else bias.dtype
     if scale_a.numel() == scale_b.numel() == 1:
-        of_a, of_b = scale_a.reshape(()), scale_b.reshape(())
-    else:
-        of_a, of_b = scales = flat_scales(a, b, scale_a, scale_b)
-        if of_blocks(scales, b.shape[1]):  # which cuBLAS reads by columns
-            of_a, of_b = of_a.t().contiguous().t(), of_b.t().contiguous().t()
-        else:
-            of_a, of_b = of_a.contiguous(), of_b.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    torch._scaled_mm(
-        *(rows_or_copy(a), b, of_a, of_b, bias),
-        out_dtype=out.dtype,
-        use_fast_accum=fast,
-        out=rows_or_copy(out),
-    )
+        takes = bias is None or of_bias == out.dtype in (torch.bfloat16, torch.float16)
+        return (scale_a.reshape(()), scale_b.reshape(())) if takes else None
+    if {out.dtype, of_bias} != {torch.bfloat16}:
+        return None
+    K, N = b.shape
+    of_a, of_b = scales = flat_scales(a, b, scale_a, scale_b)
+    if not of_blocks(scales, N):
+        return of_a.contiguous(), of_b.contiguous()
+    # cuBLAS reads scales of blocks by columns, four at once, along the rows of a and along K.
+    fours = len(of_a) % 4 == 0 and K % (4 * BLOCK) == 0 and N % BLOCK == 0
+    if not fours or bias is not None or not _takes_blocks(out.device):
+        return None
+    return of_a.t().contiguous().t(), of_b.t().contiguous().t()

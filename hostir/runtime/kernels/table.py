@@ -12,6 +12,7 @@ import torch
 from hostir.ir.source import did_you_mean, error
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels.layout import collapse, rows, with_all_rows
+from hostir.runtime.kernels.scaled import FlatScales, readable, scaled_by_library
 
 if TYPE_CHECKING:
     from hostir.runtime.kernels.flags import DoneFlags, PushKernel, ReadyFlags
@@ -152,7 +153,6 @@ def _scaled_matmul(
 ) -> Multiply:
     """Multiply as `hostir.runtime.kernels.scaled.scaled_matmul`."""
     from hostir.runtime.kernels.matmul import multiply
-    from hostir.runtime.kernels.scaled import FlatScales, readable
 
     along_k, (of_a, of_b), copied = readable(a, b, scale_a, scale_b)
 
@@ -312,23 +312,11 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
     return None
 
 
-def _scaled_matmul_of_either(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    fast: bool = False,
-) -> Again | None:
+def _scaled_matmul_of_either(out: torch.Tensor, *operands: Any, fast: bool = False) -> Again | None:
     """Compute a scaled product by torch's library where it takes such operands, else in Triton."""
-    from hostir.runtime.kernels.scaled import library_takes, scaled_matmul_of_library
-
-    if not library_takes(out, a, b, scale_a, scale_b, bias):
-        return WHOLE["scaled_matmul"](out, a, b, scale_a, scale_b, bias, fast=fast)
-    scaled_matmul_of_library(out, a, b, scale_a, scale_b, bias, fast=fast)
-    return None
+    if scaled_by_library(out, *operands, fast=fast):
+        return None
+    return WHOLE["scaled_matmul"](out, *operands, fast=fast)
 
 
 def _row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:

@@ -9,7 +9,8 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from hostir.runtime.kernels import flags as push
-from hostir.runtime.kernels.flags import Piece, PushKernel, Words
+from hostir.runtime.kernels.flags import Piece, PushKernel
+from hostir.runtime.kernels.layout import Words
 from tests.runtime.kernels.pushing import Job
 
 

@@ -94,7 +94,8 @@ def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
 def test_tiles_whose_rows_are_waited_for_are_split_alike(own, early, sms, most):
-    use_descriptors = (own + early + most) % 2 == 0  # both ways with every value of the others
+    use_descriptors = (own + early + most) % 2 == 0  # both ways with every value of the others, and so both tiles
+    config = dataclasses.replace(TILES[(early + most) % 2], parts=most, early_blocks=early)
     blocks, height, K, N = 3, 64 if own else 32, 208, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
@@ -104,12 +105,10 @@ def test_tiles_whose_rows_are_waited_for_are_split_alike(own, early, sms, most):
     ready = ReadyFlags(torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=1)
     out = torch.full((blocks * height, N), math.nan)
     with multiprocessors(sms):
-        for config in TILES[:2]:
-            poisoned()
-            config = dataclasses.replace(config, parts=most, early_blocks=early)
-            matmul(a, b, out.fill_(math.nan), ready=ready, own=mine, use_descriptors=use_descriptors, tile=config)
-            assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
-            assert torch.equal(out, whole @ b)
+        poisoned()
+        matmul(a, b, out, ready=ready, own=mine, use_descriptors=use_descriptors, tile=config)
+        assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
+    assert torch.equal(out, whole @ b)
     poisoned()
 
 

@@ -61,11 +61,14 @@ def test_a_product_that_waits_is_there_where_triton_suits_the_device(policy, dev
     )
 
 
-@pytest.mark.parametrize("first", [0, 1, -1])
-@pytest.mark.parametrize(
-    ("order", "blocks"), [((0, 1, 2), 4), ((1, 0, 2), 12), ((1, 0, 2), 4), ((2, 0, 1), 2), ((2, 0, 1), 20)]
+KINDS = ("matmul", "linear", "linear with a bias")
+ROWS = ((0, 1, 2), 4), ((1, 0, 2), 12), ((1, 0, 2), 4), ((2, 0, 1), 2), ((2, 0, 1), 20)
+
+
+@pytest.mark.parametrize(  # each kind with all rows, and with each first block
+    ("kind", "order", "blocks", "first"),
+    [(KINDS[(i + j) % 3], *rows, (0, 1, -1)[j]) for i, rows in enumerate(ROWS) for j in range(3)],
 )
-@pytest.mark.parametrize("kind", ["matmul", "linear", "linear with a bias"])
 def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, blocks, first):
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     b = filled((8, 6), torch.float32, integers=True)
