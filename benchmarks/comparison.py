@@ -302,10 +302,10 @@ class Judge:
         self, sample: torch.Tensor, exact: torch.Tensor, unfused: torch.Tensor, alike: Sequence[torch.Tensor] = ()
     ) -> None:
         self.sample, self.exact, self.unfused = sample, exact, unfused
-        self.error = self.error_of(unfused)
-        if not math.isfinite(self.error):  # nothing would be wrong beside it
+        errors = [self.error_of(c) for c in (unfused, *alike)]
+        if not all(map(math.isfinite, errors)):  # nothing would be wrong beside it
             raise WrongResultError("torch's own result holds NaN or infinity")
-        self.bound = MARGIN * max(map(self.error_of, (unfused, *alike)))
+        self.error, self.bound = errors[0], MARGIN * max(errors)
 
     def rows_of(self, c: torch.Tensor) -> torch.Tensor:
         """A candidate's result as rows in the order of `unfused`."""

@@ -21,18 +21,21 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice, takewhile
+from multiprocessing.pool import Pool
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import hostir as hi
 from benchmarks.harness import table, write
-from benchmarks.mutation import Kept, begin, digest
+from benchmarks.mutation import Kept, begin, comment, digest
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from tests import mutation
@@ -47,6 +50,7 @@ CHUNK = 10  # programs that one job of processes runs
 MUTANTS = 40  # of which one job runs those that are accepted
 CALLS_BY_HAND = 200
 RANKS = (2, 3, 4)
+Of, Found = TypeVar("Of"), TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,18 @@ def tried(work: Work) -> Done:
     return Done(work, len(cases), wrong)
 
 
+def in_batches(
+    pool: Pool, function: Callable[[Of], Found], works: Iterable[Of], workers: int, last: float
+) -> Iterator[Found]:
+    """What a function gives for each work, in any order, until a time.
+
+    All that has begun ends: a worker that is ended leaves its job of ranks behind.
+    """
+    left = iter(works)
+    while time.monotonic() <= last and (batch := list(islice(left, workers))):
+        yield from pool.imap_unordered(function, batch)
+
+
 def at_random(given: argparse.Namespace) -> Iterator[Done]:
     """Runs at least so many random programs, as many on 2 ranks as on 3 or 4."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -97,17 +113,15 @@ def at_random(given: argparse.Namespace) -> Iterator[Done]:
     )
     last = time.monotonic() + given.seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    left = given.programs
+    wanted = takewhile(lambda _: left > 0, works)
     with spawn.Pool(given.workers, begin) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
-        bar, left = progress.add_task("programs", total=given.programs), given.programs
-        batches = iter(lambda: [next(works) for _ in range(given.workers)], [])
-        for batch in batches:
-            for done in pool.imap_unordered(tried, batch):
-                left -= done.run
-                progress.update(bar, advance=done.run)
-                yield done
-            if left <= 0 or time.monotonic() > last:
-                return
+        bar = progress.add_task("programs", total=given.programs)
+        for done in in_batches(pool, tried, wanted, given.workers, last):
+            left -= done.run
+            progress.update(bar, advance=done.run)
+            yield done
 
 
 def by_hand(calls: int, patience: float) -> Iterator[tuple[Program, str, int, int, str]]:
@@ -163,7 +177,10 @@ def of_mutants(some: Sequence[Mutant], calls: int, patience: float) -> list[tupl
 
 def mutated(given: argparse.Namespace) -> list[mutation.Verdict]:
     """Verdicts on so many mutants of compiled programs, even over the kinds of edits, until the time is over."""
-    kept, chosen = Kept(given.verdicts, given.calls), sample(every_mutant(originals()), given.mutants)
+    kept, chosen = (
+        Kept(given.verdicts, calls_on_processes=given.calls),
+        sample(every_mutant(originals()), given.mutants),
+    )
     left = [mutant for mutant in chosen if digest(mutant.text) not in kept.found]
     left.sort(key=lambda mutant: mutant.text.partition("program")[0])  # one job runs programs on as many ranks
     works = [left[at : at + MUTANTS] for at in range(0, len(left), MUTANTS)]
@@ -172,11 +189,8 @@ def mutated(given: argparse.Namespace) -> list[mutation.Verdict]:
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(given.workers, begin) as pool:
         judge = partial(of_mutants, calls=given.calls, patience=given.patience)
-        for found in pool.imap_unordered(judge, works):
-            for mutant, verdict in found:
-                kept.add(mutant, verdict)
-            if time.monotonic() > last:
-                break
+        for mutant, verdict in chain.from_iterable(in_batches(pool, judge, works, given.workers, last)):
+            kept.add(mutant, verdict)
     return kept.of(chosen)
 
 
@@ -208,7 +222,7 @@ def keep(folder: Path, said: str, text: str) -> None:
     """Writes what goes wrong into a folder, and says where."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{'_'.join(said.split(':')[0].split())}.hir"
-    path.write_text(f"// {said}\n{text}")
+    path.write_text(comment(said) + text)
     print(f"{said}\n  kept in {path}", file=sys.stderr, flush=True)
 
 
@@ -232,6 +246,8 @@ def main(given: Sequence[str] | None = None) -> int:
     options.add_argument("--keep", type=Path, default=Path("/tmp/judge"), help="folder for what goes wrong")
     options.add_argument("--out", type=Path, help="writes .json and .md there")
     chosen = options.parse_args(given)
+    if chosen.mutants and chosen.promise:
+        options.error("--promise is for random programs alone: mutants are judged by the checker as it is")
     torch.set_num_threads(1)
 
     failures: list[str] = []

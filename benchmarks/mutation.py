@@ -70,12 +70,16 @@ def of_mutant(mutant: Mutant, seeds: int) -> tuple[Mutant, Verdict | None]:
 class Kept:
     """Verdicts on texts that earlier calls have judged; new ones are added to the first of the files.
 
-    Raises SystemExit for files that other sources, or other numbers of schedules, have given.
+    Args:
+        files: of which each may be missing.
+        tried: how each was judged: a number, under a name that tells it from other ways to judge.
+
+    Raises SystemExit for files that other sources, other ways or other numbers have given.
     """
 
-    def __init__(self, files: Sequence[Path], seeds: int) -> None:
+    def __init__(self, files: Sequence[Path], **tried: int) -> None:
         self.files, self.found = files, dict[str, dict[str, Any] | None]()
-        head = json.dumps({"sources": digest_of_sources(), "seeds": seeds})
+        head = json.dumps({"sources": digest_of_sources(), **tried})
         for path in files:
             first, *lines = path.read_text().splitlines() if path.exists() else [head]
             if first != head:
@@ -151,6 +155,11 @@ def report(verdicts: Sequence[Verdict]) -> str:
     )
 
 
+def comment(said: str) -> str:
+    """Some lines as comments of a program."""
+    return "".join(f"// {line}\n" for line in said.split("\n"))
+
+
 def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
     """Writes the text of every miss, and of every one rejected without a conviction, to look at."""
     paths = []
@@ -161,7 +170,7 @@ def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
         path = folder / v.outcome.replace(" ", "_") / f"{v.mutant.kind.replace(' ', '_')}-{v.mutant.of}-{digest}.hir"
         said = [f"{v.mutant.kind}: {v.mutant.what}", *filter(None, [v.guilt]), *v.findings]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"// {line}\n" for text in said for line in text.split("\n")) + v.mutant.text)
+        path.write_text(comment("\n".join(said)) + v.mutant.text)
         paths.append(path)
     return paths
 
@@ -211,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--out", type=Path, help="writes .json and .md there")
     given = options.parse_args(arguments)
 
-    begun, programs, kept = time.perf_counter(), originals(), Kept(given.verdicts, given.seeds)
+    begun, programs, kept = time.perf_counter(), originals(), Kept(given.verdicts, seeds=given.seeds)
     unchanged = [Mutant(ORIGINAL, p.name, "", str(p)) for p in programs]
     found = every_mutant(programs)
     chosen = sample(found, given.limit or len(found))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import math
 import os
 from typing import Any
 
@@ -230,7 +231,7 @@ def compare(model: nn.Module, alone: nn.Module, loss: Tensor, tokens: Tensor, st
     errors = {}
     for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         errors[name] = ((full(mine.grad) - theirs.grad).norm() / theirs.grad.norm()).item()
-    worst = max(errors, key=errors.__getitem__)
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     text = f", off one rank's by {off:.0e}, gradients by up to {errors[worst]:.0e}"
     if not (off <= bounds[0] and all(error <= bounds[1] for error in errors.values())):  # NaN is within no bound
         raise SystemExit(f"loss {loss:.6f}{text} ({worst}); the bounds are {bounds}")

@@ -7,6 +7,7 @@ process does it, without the threads of this one.
 from __future__ import annotations
 
 import ast
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,21 @@ def test_the_checker_refuses_what_each_promise_would_let_pass() -> None:
 
 def test_real_ranks_show_each_promise_to_be_false() -> None:
     assert fresh(promised).keys() == PROMISES.keys()
+
+
+def test_what_is_kept_of_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import judge
+    from benchmarks.mutation import Kept
+
+    simulated = tmp_path / "simulated.jsonl"
+    Kept([simulated], seeds=4)
+    with pytest.raises(SystemExit, match="judge anew"):
+        judge.mutated(Namespace(verdicts=[simulated], calls=4))
+    judge.keep(tmp_path, "mutant 1 of x: moved\nbehind it", HANGS)
+    assert hi.parse((tmp_path / "mutant_1_of_x.hir").read_text()).name == "hangs"
+    with pytest.raises(SystemExit):
+        judge.main(["--mutants", "1", "--promise", "one_stream"])
+    assert "--promise is for random programs alone" in capsys.readouterr().err
 
 
 def test_a_program_that_hangs_is_named_and_those_behind_it_run() -> None:

@@ -203,9 +203,7 @@ def column_parallel_linear(
     axis = 0 if gather_dim is None else axis_of(x, gather_dim, "gather_dim")
     x, *weights = ready(x, *weights)
     if gather_dim is None:
-        rows = x if x.dim() > 1 else x[None]
-        products = call("replicated_linear", [rows, *weights], rows, weights, name)
-        products = [y if x.dim() > 1 else y[0] for y in products]
+        products = call("replicated_linear", [x, *weights], x, weights, name)
     elif fp8:
         products = float8.column_linear(x, weights, axis, name)
     else:

@@ -649,7 +649,7 @@ def _(
 def _linears_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     x, weights, ctx.group = inputs
-    ctx.dtypes = [grad_dtype(w) for w in weights]
+    ctx.single, ctx.dtypes = x.dim() == 1, [grad_dtype(w) for w in weights]
     ctx.save_for_backward(x if any(ctx.dtypes) else None, *[w if x.requires_grad else None for w in weights])
 
 
@@ -658,6 +658,8 @@ def _linears_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any, .
     x, *weights = ctx.saved_tensors
     used = [i for i, dy in enumerate(d_products) if dy is not None]
     dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
+    if ctx.single:  # as a matrix of one row
+        x, dys = None if x is None else x[None], [dy[None] for dy in dys]
     d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
     found: list[Tensor] = []
     if not ctx.needs_input_grad[0]:
@@ -670,7 +672,7 @@ def _linears_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any, .
         d_x = call("matmul_all_reduce", both, *both, ctx.group)
     for i in used:
         d_ws[i] = found.pop(0) if ctx.dtypes[i] else None
-    return d_x, d_ws, None
+    return d_x[0] if d_x is not None and ctx.single else d_x, d_ws, None
 
 
 differentiable("replicated_linear", (_linears_backward, _linears_setup))

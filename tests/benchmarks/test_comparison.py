@@ -385,9 +385,12 @@ def test_a_wrong_result_is_not_timed(wrong: Any, said: str) -> None:
 
 def test_nothing_is_held_against_nan() -> None:
     held, exact = judge()
-    spoilt = exact.bfloat16().index_fill(0, torch.tensor([3]), torch.nan)
-    with pytest.raises(WrongResultError, match="torch's own result holds NaN"):
-        Judge(held.sample, held.exact, spoilt)
+    right = exact.bfloat16()
+    for special in (torch.nan, torch.inf):
+        spoilt = right.index_fill(0, torch.tensor([3]), special)
+        for unfused, *alike in ([spoilt], [right, spoilt], [right, right, spoilt]):
+            with pytest.raises(WrongResultError, match="torch's own result holds NaN"):
+                Judge(held.sample, held.exact, unfused, alike)
 
 
 # Programs ---------------------------------------------------------------------------------------------------------

@@ -18,25 +18,25 @@ UNREAD = Mutant("swap", "p", "swapped", "three")
 
 def test_verdicts_of_earlier_calls_are_merged_and_not_asked_for_again(tmp_path: Path) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-    Kept([first], 200).add(CAUGHT.mutant, CAUGHT)
-    later = Kept([second, first], 200)
+    Kept([first], seeds=200).add(CAUGHT.mutant, CAUGHT)
+    later = Kept([second, first], seeds=200)
     later.add(MISSED.mutant, MISSED)
     later.add(UNREAD, None)
     with second.open("a") as ended:
         ended.write('["half a li')
-    both = Kept([first, second], 200)
+    both = Kept([first, second], seeds=200)
     assert both.of([CAUGHT.mutant, MISSED.mutant, UNREAD]) == [CAUGHT, MISSED]
     assert len(both.found) == 3
     assert "| swap | 2 | 2 | 0 | 1 | 1 | 0 | 0 | 0 |" in report(both.of([CAUGHT.mutant, MISSED.mutant]))
 
 
 def test_verdicts_of_other_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Kept([tmp_path / "kept.jsonl"], 200)
+    Kept([tmp_path / "kept.jsonl"], seeds=200)
     with pytest.raises(SystemExit, match="judge anew"):
-        Kept([tmp_path / "kept.jsonl"], 100)
+        Kept([tmp_path / "kept.jsonl"], seeds=100)
     monkeypatch.setattr(mutation, "digest_of_sources", lambda: "other")
     with pytest.raises(SystemExit, match="judge anew"):
-        Kept([tmp_path / "kept.jsonl"], 200)
+        Kept([tmp_path / "kept.jsonl"], seeds=200)
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b"])

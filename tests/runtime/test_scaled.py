@@ -141,9 +141,17 @@ def test_a_given_scale_that_is_too_small_saturates() -> None:
     assert q.float().tolist() == [[448.0, -448.0, 1.0, 448.0]]
 
 
-def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused() -> None:
-    a, b = torch.zeros(2, 3, 128, dtype=F8), torch.zeros(16, 128, dtype=F8).t()
+def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hostir.runtime.kernels import matmul  # loads Triton
+    from hostir.runtime.kernels.flags import ReadyFlags
+
+    launched: list[Any] = []
+    monkeypatch.setattr(matmul, "multiply", lambda *operands, **options: launched.append(operands))
+    a, b = torch.zeros(3, 2, 128, dtype=F8).transpose(0, 1), torch.zeros(16, 128, dtype=F8).t()
     scales = torch.zeros(3, 2, 1).transpose(0, 1)
-    ready: Any = object()  # flags that are not looked at
-    with pytest.raises(HostIRError, match="lie with several strides"):
-        BY_BLOCKS["scaled_matmul_by_blocks"](torch.zeros(2, 3, 16), a, b, scales, torch.zeros(1, 16), ready=ready)
+    ready = ReadyFlags(torch.zeros(3, dtype=torch.int32), 1, torch.zeros(3, 2, dtype=torch.int64), first=1)
+    out = torch.zeros(2, 3, 16)
+    for own in (None, torch.zeros(2, 128, dtype=F8)):  # own rows are multiplied first, and wait for nothing
+        with pytest.raises(HostIRError, match="lie with several strides"):
+            BY_BLOCKS["scaled_matmul_by_blocks"](out, a, b, scales, torch.zeros(1, 16), ready=ready, own=own)
+    assert not launched

@@ -282,6 +282,13 @@ def replicated_ends_are_all_reduces() -> None:
     frozen = leaf(row)
     hi.torch.column_parallel_linear(frozen, w.detach(), tp, gather_dim=None).backward(dy)
     near(frozen.grad, row.grad.double())
+    for given in (leaf(row), row.detach()):
+        mine = leaf(w)
+        (y,) = torch.ops.hostir.replicated_linear(given, [mine], tp.get_group().group_name)
+        y.backward(dy)
+        near(mine.grad, w.grad.double())
+        if given.requires_grad:
+            near(given.grad, row.grad.double())
 
 
 def exact_gated(mlp: GatedMLP, x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from examples import llama
 from tests.launch import launch
@@ -66,6 +68,20 @@ def test_memory_that_grows_with_new_numbers_of_tokens_is_an_error(monkeypatch: p
     monkeypatch.setattr(llama, "loss_of", lambda model, tokens: (kept.append(tokens), loss_of(model, tokens))[1])
     with pytest.raises(SystemExit, match="bytes and symmetric bytes were"):
         llama.main(arguments.split())
+
+
+def test_a_gradient_that_is_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    model, alone, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2)
+    monkeypatch.setattr(llama, "loss_of", loss_of)
+    loss = loss_of(model, x)
+    model.bias.grad.fill_(torch.nan)
+    with pytest.raises(SystemExit, match=r"gradients by up to nan \(bias\)"):
+        llama.compare(model, alone, loss, x, model.state_dict())
 
 
 def test_runs_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

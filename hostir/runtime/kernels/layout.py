@@ -173,7 +173,7 @@ def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[
 
 
 class Words:
-    """Device memory for numbers that kernels read, for several owners from the first one on: further ones take no more.
+    """A pool of small device arrays (tables and counters of kernels), allocated for all plans of an executor at once.
 
     Args:
         device: on which the numbers are.
@@ -185,7 +185,7 @@ class Words:
         self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
-        """Return int64 numbers, on 128 bytes, that are the owner's while it lives; the host waits for nothing.
+        """Return int64 numbers, aligned to 128 bytes, that are the owner's while it lives; the host waits for nothing.
 
         They are there for what the current stream does from now on. It must be behind all that earlier owners do.
         Memory is for as many owners at each `place`, of which a plan has one for each of its kernels.

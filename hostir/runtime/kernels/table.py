@@ -157,11 +157,6 @@ def _scaled_matmul(
     along_k, (of_a, of_b), copied = readable(a, b, scale_a, scale_b)
 
     def product(out: torch.Tensor, a: torch.Tensor, row: int, **flags: Any) -> Again | None:
-        if flags.get("ready") is not None and scale_a.numel() > 1 and rows(scale_a) is None:
-            raise error(  # a copy would be made before the rows are there
-                "the scales of rows that a matmul waits for lie with several strides",
-                expected="scales of all rows in one piece, as gathered",
-            )
         scales = FlatScales(of_a[row : row + a.shape[:-1].numel()], of_b, fast)
         again = multiply(a, along_k, out, bias=bias, scales=scales, **flags)
         return None if copied else again
@@ -186,8 +181,7 @@ def _by_blocks(right_side: RightSide) -> Kernel:
 
     `own` are rows of a block that needs no flag. It is one launch if the leading axes of `a` and `out` merge; else the
     flags of `done` are raised together, by a launch of their own behind the others. The kernel raises HostIRError if
-    the blocks do not fit the slices of a tensor whose leading axes do not merge (see `_contract_ready`), and for scales
-    that it would have to copy before their rows are there.
+    the blocks do not fit the slices of a tensor whose leading axes do not merge (see `_contract_ready`).
     """
 
     def kernel(
@@ -215,6 +209,24 @@ def _by_blocks(right_side: RightSide) -> Kernel:
     return kernel
 
 
+def _scaled_matmul_by_blocks(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    *others: torch.Tensor | None,
+    ready: ReadyFlags | None = None,
+    **options: Any,
+) -> Again | None:
+    """As `_by_blocks`; raises HostIRError for scales that it would have to copy before their rows are there."""
+    if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
+        raise error(
+            "the scales of rows that a matmul waits for lie with several strides",
+            expected="scales of all rows in one piece, as gathered",
+        )
+    return _by_blocks(_scaled_matmul)(out, a, b, scale_a, *others, ready=ready, **options)
+
+
 def _pushed(right_side: RightSide) -> Kernel:
     """Return the kernel that computes a contraction and what `pushed` does with `out`, which is dense, as well.
 
@@ -237,6 +249,7 @@ def _pushed(right_side: RightSide) -> Kernel:
 WHOLE: Mapping[str, Kernel] = {kind: _whole(each) for kind, each in CONTRACTIONS.items()}
 BY_BLOCKS: Mapping[str, Kernel] = {
     **{f"{kind}_by_blocks": _by_blocks(each) for kind, each in CONTRACTIONS.items()},
+    "scaled_matmul_by_blocks": _scaled_matmul_by_blocks,
     "sum_by_blocks": sum_by_blocks,
 }
 PUSHED: Mapping[str, Kernel] = {f"{kind}_pushed": _pushed(each) for kind, each in CONTRACTIONS.items()}
