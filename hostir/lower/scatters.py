@@ -2,7 +2,7 @@
 
 Every rank has a buffer with room for one shard from each rank. A rank puts the rows that another rank is to have in its
 own place there, and that rank adds up its places in the order of ranks. So sums have the same bits in every run, and
-each is rounded once. A rank's own rows are added where they are.
+each is rounded once. A sum that waits for what is sent adds a rank's own rows where they are.
 """
 
 from __future__ import annotations

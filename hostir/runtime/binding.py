@@ -341,7 +341,9 @@ def _product_before(unrolled: UnrolledProgram, before: Sequence[Op], pushes: Pus
 # A program has a row at a time. That saves a kernel and a read of the sum; many rows are faster in two kernels, which
 # share the elements out among all SMs.
 
-MAX_NORMED_BYTES = 128 << 10  # of a row of all sources: half of the registers of an SM
+# Of a row, rounded up to a power of 2: elements, and bytes of all sources, half of the registers of an SM. More spills.
+MAX_NORMED_COLUMNS = 16 << 10
+MAX_NORMED_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -372,9 +374,10 @@ def _normed_sum(unrolled: UnrolledProgram, total: Op, norm: Op, copied: Set[int]
         return None
     layouts, buffers, symmetric = unrolled.layouts, unrolled.buffers, set(unrolled.symmetric)
     out, (x, *weights) = layouts[total.out], norm.operands
-    rows, sources = prod(out.shape[:-1]), layouts[total.operands[0]].shape[0]
-    size = sources * prod(out.shape[-1:]) * unrolled.dtypes[out.buffer].bytes
-    if layouts[x] != out or not 0 < rows <= MAX_PUSHED_ROWS or not 0 < size <= MAX_NORMED_BYTES:
+    if layouts[x] != out or not prod(out.shape) or prod(out.shape[:-1]) > MAX_PUSHED_ROWS:
+        return None
+    sources, width = layouts[total.operands[0]].shape[0], 1 << (out.shape[-1] - 1).bit_length()
+    if width > MAX_NORMED_COLUMNS or sources * width * unrolled.dtypes[out.buffer].bytes > MAX_NORMED_BYTES:
         return None
     of_sum, of_weights = {buffers[r] for r in (*total.reads, total.out)}, {buffers[r] for r in weights}
     if of_weights & {buffers[total.out], *symmetric} or buffers[norm.out] in of_sum | of_weights | copied | symmetric:

@@ -293,7 +293,7 @@ def test_a_sum_and_the_norm_of_its_rows_that_comes_next_may_be_one_kernel(betwee
 
 
 def test_only_few_and_short_rows_are_normed_by_their_sum() -> None:
-    longest = MAX_NORMED_BYTES // (4 * 4)
+    longest = MAX_NORMED_BYTES // (4 * 4)  # a power of 2
     assert sums(SUM, NORM, rows=MAX_PUSHED_ROWS, columns=longest)
     assert not sums(SUM, NORM, rows=MAX_PUSHED_ROWS + 4)
     assert not sums(SUM, NORM, columns=longest + 1)

@@ -311,22 +311,27 @@ def _signal(flag, epoch):
     tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), epoch.to(tl.int64), sem="release", scope="sys")
 
 
+_compiled: dict[tuple[object, ...], Compiled] = {}  # signals and pushes, by what they are compiled for, of all plans
+
+
 class SignalKernel:
     """A kernel that sets the int64 at the address `flag` to `epoch`."""
 
     def __init__(self, device: torch.device, flag: int, epoch: int) -> None:
         self.device, self.arguments = device, (flag, epoch)
-        self.compiled: Compiled | None = None
+        self.key = device, *(n.bit_length() > 31 for n in self.arguments)  # Triton passes larger numbers in 64 bits
 
     def __call__(self, stream: torch.cuda.Stream | None) -> None:
         """Launch on a stream; None in the interpreter, which has no streams."""
-        if self.compiled is None or stream is None:
+        compiled = _compiled.get(self.key)
+        if compiled is None or stream is None:
             with launching(self.device), torch.cuda.stream(stream):
                 kernel = _signal[(1,)](*self.arguments, num_warps=1)
-            self.compiled = None if INTERPRETED else Compiled(kernel)
+            if not INTERPRETED:
+                _compiled[self.key] = Compiled(kernel)
             return
         bind_thread(self.device)
-        self.compiled.launch(1, stream.cuda_stream, self.arguments)
+        compiled.launch(1, stream.cuda_stream, self.arguments)
 
 
 # The end of a call ----------------------------------------------------------------------------------------------------
@@ -486,9 +491,6 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
         flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
         epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
         tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
-
-
-_compiled: dict[tuple[object, ...], Compiled] = {}  # the kernels of all pushes: a new one needs no compiler
 
 
 class PushKernel:

@@ -1,4 +1,4 @@
-"""Memory as kernels see it: layouts of tensors (merged axes, blocks of rows, what TMA can describe), and numbers."""
+"""Tensors as kernels see them: merged axes, rows, blocks of rows, what TMA can describe, and numbers for kernels."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[
     return legal
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------
+# Numbers of plans -----------------------------------------------------------------------------------------------------
+# What kernels read of a plan, in memory that all plans of an executor share.
 
 
 class Words:

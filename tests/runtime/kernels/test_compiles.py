@@ -439,7 +439,7 @@ def test_a_sum_moves_16_bytes_at_a_time_and_spills_next_to_nothing(sources, dtyp
     assert kernel.metadata.spilled <= 16, "numbers that change from block to block"
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation):
     kernel = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation)
     ptx = kernel.asm["ptx"]
@@ -448,7 +448,7 @@ def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activat
     assert kernel.metadata.spilled <= 32, "numbers that change from block to block"
 
 
-@pytest.mark.parametrize(("sources", "dtype", "block"), [(2, "bf16", 16384), (8, "bf16", 8192), (2, "fp32", 8192)])
+@pytest.mark.parametrize(("sources", "dtype", "block"), [(8, "bf16", 8192), (2, "fp32", 16384)])
 def test_a_sum_that_norms_its_rows_moves_16_bytes_at_a_time_and_spills_nothing(sources, dtype, block):
     kernel = compiled_sum(sources, dtype=dtype, block=block, warps=16, own=1, activation="relu", norm=True)
     ptx, each = kernel.asm["ptx"], block * (4 if dtype == "fp32" else 2) // (32 * 16 * 16)
