@@ -3,8 +3,9 @@
 `begin` starts one command, or the ranks of a job, whose store it holds; `launch` waits until they end. Most commands of
 tests take less time than the imports.
 
-A process begins as `python COMMAND...` would, apart from the modules that are there already. Where tests are about the
-start itself (imports, torchrun, the commands of the README) they start processes anew.
+A process begins as `python COMMAND...` would, apart from the modules that are there already, and looks for garbage
+less often. Where tests are about the start itself (imports, torchrun, the commands of the README) they start processes
+anew.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ def main() -> None:
     tree_of("hostir 1\nmesh @one [rank] = 0\nfusion @none() -> () {\n}\n", "")  # makes the parser, once for all
     gc.collect()
     gc.freeze()  # or each fork copies all pages when it ends
+    gc.set_threshold(50_000, 10, 10)  # as in tests/conftest.py; it took a tenth of the time of ranks
     request, ends = served(socket.socket(fileno=int(sys.argv[1])))
     os.chdir(request["cwd"])
     os.environ.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -333,53 +332,3 @@ def _product_before(unrolled: UnrolledProgram, before: Sequence[Op], pushes: Pus
     if any(x.offset % columns or prod(x.shape) % columns for x in sources):
         return None
     return None if tensors & {buffers[copy.out] for copy, _ in pushes.copies} else op
-
-
-# Sums of few rows and their norms -------------------------------------------------------------------------------------
-# A sum that waits for what peers send, and the norm of its rows that comes next, may be one kernel.
-#
-# A program has a row at a time. That saves a kernel and a read of the sum; many rows are faster in two kernels, which
-# share the elements out among all SMs.
-
-# Of a row, rounded up to a power of 2: elements, and bytes of all sources, half of the registers of an SM. More spills.
-MAX_NORMED_COLUMNS = 16 << 10
-MAX_NORMED_BYTES = 128 << 10
-
-
-@dataclass(frozen=True)
-class NormedSum:
-    """A sum of few rows that waits for flags, and the norm of its rows that comes next on its stream.
-
-    One kernel may do both, in the place of the norm. It may begin before copies that precede it have ended, so they
-    must not read what the norm writes; and the weights must be there, whatever the flags say. Memory that is freed
-    between the two is to be freed after the kernel.
-    """
-
-    total: ComputeOp
-    norm: ComputeOp
-
-    @classmethod
-    def of(cls, unrolled: UnrolledProgram) -> list[NormedSum]:
-        """Return all of a program."""
-        pairs = pairwise(op for op in unrolled.ops if not op.defines and not op.frees)
-        copied = {unrolled.buffers[op.x] for op in unrolled.ops if isinstance(op, CopyOp)}
-        return [found for a, b in pairs if (found := _normed_sum(unrolled, a, b, copied)) is not None]
-
-
-def _normed_sum(unrolled: UnrolledProgram, total: Op, norm: Op, copied: Set[int]) -> NormedSum | None:
-    """Return a sum and the norm of its rows, if these are they and one kernel may do both; else None."""
-    if not isinstance(total, ComputeOp) or not isinstance(norm, ComputeOp) or total.stream != norm.stream:
-        return None
-    if (total.kind, norm.kind) != ("sum", "rms_norm") or total.ready is None or total.done is not None:
-        return None
-    layouts, buffers, symmetric = unrolled.layouts, unrolled.buffers, set(unrolled.symmetric)
-    out, (x, *weights) = layouts[total.out], norm.operands
-    if layouts[x] != out or not prod(out.shape) or prod(out.shape[:-1]) > MAX_PUSHED_ROWS:
-        return None
-    sources, width = layouts[total.operands[0]].shape[0], 1 << (out.shape[-1] - 1).bit_length()
-    if width > MAX_NORMED_COLUMNS or sources * width * unrolled.dtypes[out.buffer].bytes > MAX_NORMED_BYTES:
-        return None
-    of_sum, of_weights = {buffers[r] for r in (*total.reads, total.out)}, {buffers[r] for r in weights}
-    if of_weights & {buffers[total.out], *symmetric} or buffers[norm.out] in of_sum | of_weights | copied | symmetric:
-        return None
-    return NormedSum(total, norm)

@@ -11,12 +11,10 @@ import torch
 
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels import matmul as workspace
-from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
 from hostir.runtime.kernels.norm import rms_norm
 from hostir.runtime.kernels.reduce import reduce_sum
-from hostir.runtime.kernels.table import sum_by_blocks
 from hostir.runtime.kernels.tiles import Tile
 from tests.runtime.kernels.checking import (
     assert_as_accurate,
@@ -281,26 +279,6 @@ def test_norms_of_rows_are_torchs_rounded_once(columns, dtype):
         rms_norm(out, x, scale, eps=1e-5)
         wide = torch.nn.functional.rms_norm(x.float(), [columns], None if scale is None else scale.float(), 1e-5)
         torch.testing.assert_close(out, wide.to(dtype), rtol=max(2e-6, torch.finfo(dtype).eps), atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("sources", "columns", "dtype"),
-    [(2, 16384, torch.bfloat16), (8, 8192, torch.bfloat16), (4, 5000, torch.float16), (2, 8192, torch.float32)],
-)
-def test_rows_of_a_sum_are_normed_by_the_kernel_that_adds_them_up(sources, columns, dtype):
-    weight, flags = torch.randn(columns, device=CUDA).to(dtype), torch.ones(sources, dtype=torch.int64, device=CUDA)
-    for height in (1, 16, 64):
-        x = torch.randn(sources, height, columns, device=CUDA).to(dtype)
-        rest, out, plain, normed = (torch.full_like(x[0], math.nan) for _ in range(4))
-        ready = ReadyFlags(flags, 1, no_timeouts(sources, CUDA))
-        for again in (False, True):  # compiled, then launched without Triton
-            x.normal_()
-            rest.normal_()
-            sum_by_blocks(out, x, rest, axis=0, ready=ready, normed=normed, weight=weight, eps=1e-5)
-            reduce_sum(x, plain, 0, addend=rest)
-            assert torch.equal(out, plain), again
-            rms_norm(plain, out, weight, eps=1e-5)
-            torch.testing.assert_close(normed, plain, rtol=max(2e-6, torch.finfo(dtype).eps), atol=2e-6)
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])

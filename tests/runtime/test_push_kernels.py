@@ -7,7 +7,7 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime.binding import MAX_NORMED_BYTES, MAX_PUSHED_ROWS, NormedSum, PushedProduct, Pushes
+from hostir.runtime.binding import MAX_PUSHED_ROWS, PushedProduct, Pushes
 from hostir.runtime.unroll import ComputeOp, CopyOp, SignalOp, UnrolledProgram, unroll
 
 TO_ALL = """for %i in 0..4 {
@@ -254,71 +254,3 @@ def test_only_few_rows_and_whole_ones_are_stored_to_peers_by_their_product() -> 
 )
 def test_a_product_is_a_kernel_of_its_own_where_one_for_both_might_tell(body: tuple[str, ...]) -> None:
     assert not products(*body)
-
-
-# A sum and the norm of its rows ---------------------------------------------------------------------------------------
-SUM = "sum %sent axis 0 plus %d -> %c ready %there >= 1 from %r own %part"
-NORM = "rms_norm %c eps 1e-05 times %w -> %n"
-
-
-def sums(*body: str, rows: int = 8, columns: int = 6) -> list[NormedSum]:
-    lines = "\n".join(f"  {line}" for line in body)
-    program = parse(f"""hostir 1
-mesh @mesh [x] = 0 1 2 3
-program @p(%d: f32[{rows}, {columns}], %w: f32[{columns}]) -> (%c, %n) streams 1 {{
-  %user = current_stream
-  %r = rank of %d over x
-  %sent: f32[4, {rows}, {columns}] = allocate_symmetric
-  %shared: f32[{rows}, {columns}] = allocate_symmetric
-  %scales: f32[{columns}] = allocate_symmetric
-  %there: flag[4] = allocate_symmetric
-  %part: f32[{rows}, {columns}] = allocate
-  %e: f32[{rows}, {columns}] = allocate
-  %c: f32[{rows}, {columns}] = allocate
-  %n: f32[{rows}, {columns}] = allocate
-  %slot = select %sent[%r]
-  copy %d -> %part
-  {SENT}
-{lines}
-}}
-""")
-    return NormedSum.of(unroll(program, 1, {}))
-
-
-@pytest.mark.parametrize("between", ["", "free %part", "%f: f32[2] = allocate"])
-def test_a_sum_and_the_norm_of_its_rows_that_comes_next_may_be_one_kernel(between: str) -> None:
-    (found,) = sums(SUM, between, NORM)
-    assert (found.total.kind, found.norm.kind) == ("sum", "rms_norm")
-    assert sums(SUM, NORM.replace(" times %w", ""))
-
-
-def test_only_few_and_short_rows_are_normed_by_their_sum() -> None:
-    longest = MAX_NORMED_BYTES // (4 * 4)  # a power of 2
-    assert sums(SUM, NORM, rows=MAX_PUSHED_ROWS, columns=longest)
-    assert not sums(SUM, NORM, rows=MAX_PUSHED_ROWS + 4)
-    assert not sums(SUM, NORM, columns=longest + 1)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        (SUM, NORM.replace("%c", "%d")),
-        (SUM, "relu %c -> %n"),
-        (SUM, "relu %d -> %e", NORM),
-        (SUM, "synchronize 0", NORM),
-        (SUM, "set_stream 0", "synchronize %user", NORM),
-        ("sum %sent axis 0 -> %c", NORM),
-        ("%more: flag[4] = allocate_symmetric", SUM.replace(" from", " done %more = 1 from"), NORM),
-        (SUM, NORM.replace("-> %n", "-> %part")),
-        (SUM, NORM.replace("-> %n", "-> %d")),
-        (SUM, NORM.replace("-> %n", "-> %shared")),
-        (SUM, NORM.replace("-> %n", "-> %c")),
-        (SUM, NORM.replace("%w", "%scales")),
-    ],
-    ids=[
-        *("other rows", "no norm", "another kernel", "another stream's work", "another stream", "no flags", "blocks"),
-        *("what copies read", "the addend's place", "what peers reach", "the sum's place", "weights that arrive"),
-    ],
-)
-def test_a_norm_is_a_kernel_of_its_own_where_one_for_both_might_tell(body: tuple[str, ...]) -> None:
-    assert not sums(*body)

@@ -478,7 +478,7 @@ def block(x: Tensor, first: Tensor, gate: Tensor, second: Tensor) -> Tensor:
 
 @case
 def modes_of_torch() -> None:
-    x, *ws = part(whole(4 * RANKS, 8), 0), whole(6, 8), whole(6, 8), whole(8, 6)
+    x, *ws = part(whole(16 * RANKS, 8), 0), whole(6, 8) / 4, whole(6, 8) / 4, whole(8, 6)  # tanh is not at its ends
     plain, leaves = block(x, *ws), [leaf(t) for t in (x, *ws)]
     with torch.inference_mode():
         y = block(x, *ws)
@@ -503,7 +503,7 @@ def modes_of_torch() -> None:
     y.sum().backward()
     for t, g in zip(leaves, true, strict=True):
         assert t.grad.dtype == torch.float32
-        assert (t.grad - g).norm() <= 0.05 * g.norm()
+        assert (t.grad - g).norm() <= 0.03 * g.norm()
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         double = column_parallel_linear(x.double(), ws[0].double(), group())
     assert double.dtype == torch.float64, "as with torch.nn.functional.linear"

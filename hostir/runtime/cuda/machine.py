@@ -245,7 +245,7 @@ class CudaPlan:
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
-        self.freed_later: list[FreeOp] | None = None  # those behind what will be bound with a later operation
+        self.freed_later: list[FreeOp] | None = None  # those behind a product that its copies will be bound with
         self.awaited_at_once = awaited_at_once(unrolled)
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
@@ -414,14 +414,8 @@ class CudaPlan:
             view()
 
     def add_compute(self, op: ComputeOp) -> None:
-        products, normed = (self.one_sided.products, self.one_sided.normed) if self.one_sided else ({}, {})
-        both = normed.get(id(op))
-        if id(op) in products or (both is not None and op is both.total):
+        if self.one_sided is not None and id(op) in self.one_sided.products:
             self.freed_later = []
-            return
-        if both is not None:
-            self.here(both.total, self.flagged.compute(both.total, both.norm))
-            self.free_now()
             return
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.compute(op))
@@ -453,7 +447,9 @@ class CudaPlan:
             return pushes is not None
         if pushed is not None:
             self.here(pushed.product, self.flagged.pushed_product(pushed.product, pushes))
-            self.free_now()
+            freed, self.freed_later = self.freed_later or [], None
+            for each in freed:
+                self.add_free(each)
         else:
             self.here(pushes.ops[0], self.flagged.push(pushes))
         return True
@@ -507,12 +503,6 @@ class CudaPlan:
                 registers[i] = None
 
         self.append(op, step)
-
-    def free_now(self) -> None:
-        """Free what was to be freed behind the kernel that has just been bound."""
-        freed, self.freed_later = self.freed_later or [], None
-        for each in freed:
-            self.add_free(each)
 
     def mark(self, op: Op, buffer: int) -> None:
         """Tell the allocator which streams may still use a buffer when it is freed."""

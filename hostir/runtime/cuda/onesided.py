@@ -13,16 +13,7 @@ from hostir.ir.machine import Ready
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.types import FLAG
 from hostir.knobs import TIMEOUT
-from hostir.runtime.binding import (
-    NormedSum,
-    PushedProduct,
-    Pushes,
-    Step,
-    bind_compute,
-    completed,
-    compute_block,
-    copy_here,
-)
+from hostir.runtime.binding import PushedProduct, Pushes, Step, bind_compute, completed, compute_block, copy_here
 from hostir.runtime.cuda.memory import CREDITS, Slot, flow_control_of, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels import aten
@@ -189,8 +180,6 @@ class CudaOneSided:
         products = [each for each in PushedProduct.of(unrolled, runs) if self.pushing_kernel(each.product) is not None]
         self.products = {id(op): each for each in products for op in (each.product, *each.pushes.ops)}
         self.behind_products = {id(each.reader) for each in products}
-        normed = [n for n in NormedSum.of(unrolled) if self.by_blocks_kernel(n.total) is not None]
-        self.normed = {id(op): each for each in normed for op in (each.total, each.norm)}
         self.barriers: list[BarrierOp] = []  # all but those that credits replace
 
     @cached_property
@@ -334,8 +323,8 @@ class CudaOneSided:
         )
 
     # Computations by blocks ---------------------------------------------------------------------------------------
-    def compute(self, op: ComputeOp, norm: ComputeOp | None = None) -> Step:
-        """Return the step of a computation that waits for flags or raises them; perhaps with the norm: see `NormedSum`.
+    def compute(self, op: ComputeOp) -> Step:
+        """Return the step of a computation that waits for flags or raises them.
 
         That is one kernel, which polls and raises them by itself, or else one for each block. Without a kernel that
         polls, a product directly after this rank's copies by SMs and without own rows waits for all blocks at once, and
@@ -343,31 +332,23 @@ class CudaOneSided:
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
-        kernel, ready = self.by_blocks_kernel(op), op.ready
+        kernel, ready = kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks"), op.ready
         if kernel is not None:
-            return self.in_one_kernel(op, kernel, norm)
+            return self.in_one_kernel(op, kernel)
         if ready is not None and ready.overlapped_sms and ready.own is None and op.done is None:
             return self.after_all_blocks(op, ready)
         return self.by_blocks(op)
 
-    def by_blocks_kernel(self, op: ComputeOp) -> Kernel | None:
-        """Return the kernel that polls and raises flags of blocks by itself, if there is one."""
-        return kernels_for(self.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks")
-
-    def in_one_kernel(self, op: ComputeOp, kernel: Kernel, norm: ComputeOp | None) -> Step:
-        registers, out, options = self.registers, op.out, dict(op.options)
-        more = {"own": NONE if op.ready is None or op.ready.own is None else op.ready.own}
-        if norm is not None:
-            options |= norm.options
-            more |= {"normed": norm.out, "weight": next(iter(norm.operands[1:]), NONE)}
+    def in_one_kernel(self, op: ComputeOp, kernel: Kernel) -> Step:
+        registers, out, operands, options = self.registers, op.out, op.operands, dict(op.options)
+        own = NONE if op.ready is None or op.ready.own is None else op.ready.own
         flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
 
-        def by_blocks(out: torch.Tensor, *tensors: torch.Tensor | None) -> Again | None:
-            named = dict(zip(more, tensors, strict=False))
-            return kernel(out, *tensors[len(more) :], **named, **flags, **options)
+        def by_blocks(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
+            return kernel(out, *operands, own=own, **flags, **options)
 
-        call, read = repeating(by_blocks), (*more.values(), *op.operands)
-        return lambda: call(registers[out], *[registers[x] for x in read])
+        call = repeating(by_blocks)
+        return lambda: call(registers[out], registers[own], *[registers[x] for x in operands])
 
     def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
         """Return the flags that the kernel of an operation polls, if any."""

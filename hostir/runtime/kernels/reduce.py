@@ -32,7 +32,6 @@ from hostir.runtime.kernels.flags import (
 from hostir.runtime.kernels.layout import collapse
 from hostir.runtime.kernels.matmul import workspace
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
-from hostir.runtime.kernels.norm import inverse_rms
 from hostir.runtime.kernels.table import Again
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,14 +82,6 @@ class SumPart(NamedTuple):
     strides: Any
 
 
-class RowNorm(NamedTuple):
-    """The norms of the rows of a sum, `[rows, columns]`: `row / sqrt(mean(row^2) + eps) * weight`."""
-
-    out: torch.Tensor
-    weight: torch.Tensor | None
-    eps: float
-
-
 class SumConstants(NamedTuple):
     """The compile-time constants of the kernel.
 
@@ -105,7 +96,6 @@ class SumConstants(NamedTuple):
         OVERLAPS: it may have started before the previous kernel of the stream has ended.
         WIDE: accumulate in float64.
         ACTIVATION: the function that is applied at the end; empty for none.
-        EPS: of the norm of rows, if the kernel computes that too.
     """
 
     SOURCES: int
@@ -119,7 +109,6 @@ class SumConstants(NamedTuple):
     OVERLAPS: bool
     WIDE: bool
     ACTIVATION: str
-    EPS: float = 0.0
 
 
 @triton.jit
@@ -163,17 +152,7 @@ def _activate(x, C: tl.constexpr):
 
 
 @triton.jit
-def _store_norm(total, normed, weight, row, columns, number, mask, C: tl.constexpr):
-    """Write the norm of a row, which this program has all of; what is masked out is 0."""
-    total *= inverse_rms(total * total, columns, C.EPS)
-    if weight is not None:
-        total *= to_float32(tl.load(weight.base + number * weight.strides[0], mask=mask, other=0.0))
-    to = normed.base + row * normed.strides[0] + number * normed.strides[1]
-    tl.store(to, from_float32(total, normed.base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _add_sources(x, own, addend, out, normed, weight, sizes, place, size, step, C: tl.constexpr):
+def _add_sources(x, own, addend, out, sizes, place, size, step, C: tl.constexpr):
     """Sum up `size` elements from number `place` on; `step` is the stride of the sources."""
     SOURCES: tl.constexpr = C.SOURCES
     number = tl.arange(0, C.BLOCK)
@@ -201,8 +180,6 @@ def _add_sources(x, own, addend, out, normed, weight, sizes, place, size, step, 
         total += _load(addend, _offset(addend, sizes, place, C), number, mask, C)
     total = from_float32(_activate(total.to(tl.float32), C), out.base.dtype.element_ty)
     tl.store(_pointers(out, _offset(out, sizes, place, C), number, C), total, mask=mask)
-    if normed is not None:
-        _store_norm(to_float32(total), normed, weight, place // size, size, number, mask, C)
 
 
 @triton.jit
@@ -230,8 +207,6 @@ def sum_kernel(
     own,
     addend,
     out,
-    normed,  # SumPart of the norms of the result's rows, if each piece is one, by row and column; or None
-    weight,  # SumPart of their weights, or None
     sizes,  # of the axes that the result was merged into, outermost first
     step,  # stride of the sources
     segments,  # of a block; a segment lies in one run of the last axis
@@ -267,8 +242,7 @@ def sum_kernel(
             within = piece + i * programs - number * of_block
             place = (block * segments + within // of_segment).to(tl.int64) * length
             begin = within % of_segment * C.BLOCK
-            size = min(length - begin, C.BLOCK)
-            _add_sources(x, own, addend, out, normed, weight, sizes, place + begin, size, step, C)
+            _add_sources(x, own, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
         if C.DONE:
             parts = blocks // raises
             more = mine + tl.where(left > 0, 0, MISSED)
@@ -284,8 +258,7 @@ class SumLaunch:
 
     Fields:
         programs: size of the grid.
-        sizes: of the axes; strides: of each of x, own rows, an addend, the result, norms and weights; None of those
-            that are missing.
+        sizes: of the axes; strides: of each of x, own rows, an addend and the result; None if there is no addend.
         numbers: the arguments of the kernel from `step` to `length`.
         waits, raises, blocks: the arguments of these names; None without flags.
         constants, options: what the kernel is compiled for, and how.
@@ -306,7 +279,7 @@ class SumLaunch:
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
-        """Launch for x, own rows, an addend, the result, norms and weights, on the current stream.
+        """Launch for x, own rows, an addend and the result, on the current stream.
 
         Returns a function that launches it again for the same addresses, on the stream that is then current; None if
         the kernel had to be compiled.
@@ -385,11 +358,9 @@ def _sum_sources(
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own: torch.Tensor | None,
-    norm: RowNorm | None,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(0) + addend)`, the sources in their order, and norms; see `reduce_sum`."""
-    normed, weight, eps = norm or (None, None, 0.0)
-    kind: tuple[object, ...] = (*map(_layout, (x, out, addend, own, normed, weight)), activation, eps)
+    """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
+    kind: tuple[object, ...] = (*map(_layout, (x, out, addend, own)), activation)
     if ready is not None:
         narrow = -(1 << 31) <= ready.epoch < 1 << 31
         kind += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
@@ -400,8 +371,8 @@ def _sum_sources(
     if call is None:
         if len(_sums) >= _MAX_SUMS:
             _sums.clear()
-        call = _sums[kind] = _prepare(x, out, addend, activation, ready, done, own, norm)
-    return call((x, x if own is None else own, addend, out, normed, weight), ready, done)
+        call = _sums[kind] = _prepare(x, out, addend, activation, ready, done, own)
+    return call((x, x if own is None else own, addend, out), ready, done)
 
 
 def _prepare(
@@ -412,7 +383,6 @@ def _prepare(
     ready: ReadyFlags | None,
     done: DoneFlags | None,
     own: torch.Tensor | None,
-    norm: RowNorm | None,
 ) -> SumLaunch:
     device = out.device
     waits = None if ready is None else len(ready.flags) // len(x)
@@ -421,7 +391,7 @@ def _prepare(
     tensors = x[0], x[0] if own is None else own, out if addend is None else addend, out
     levels = collapse(out.shape, *(t.stride() for t in tensors)) or [(1,) * 5]
     sizes, *strides = zip(*levels, strict=True)
-    length = math.gcd(sizes[-1], out.numel() // blocks) if norm is None else out.shape[-1]
+    length = math.gcd(sizes[-1], out.numel() // blocks)
     vector = 16 // x.element_size()
     numbers = [length, x.stride(0), *(n for steps in strides for n in steps[:-1])]
     aligned = (
@@ -434,16 +404,13 @@ def _prepare(
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
     most = max(_IN_FLIGHT // min(len(x), _UNROLLED) // x.element_size(), 128)
     block = min(triton.next_power_of_2(min(length, -(-out.numel() // sms))), 1 << (most.bit_length() - 1))
-    if norm is not None:
-        block = triton.next_power_of_2(length)
-    of_norm = (None if t is None else t.stride() for t in (norm[:2] if norm else (None, None)))
     pieces = -(-length // block) * (out.numel() // length)
     warps = 1 if INTERPRETED else max(1, min(_WARPS, block // (32 * vector)))
     return SumLaunch(
         device=device,
         programs=min(sms, pieces),
         sizes=sizes,
-        strides=(*strides[:2], None if addend is None else strides[2], strides[3], *of_norm),
+        strides=(*strides[:2], None if addend is None else strides[2], strides[3]),
         numbers=(x.stride(0), out.numel() // blocks // length, length),
         waits=waits,
         raises=raises,
@@ -460,7 +427,6 @@ def _prepare(
             OVERLAPS=overlapped > 0,
             WIDE=x.dtype == torch.float32,
             ACTIVATION=activation,
-            EPS=0.0 if norm is None else norm.eps,
         ),
         options={"num_warps": warps, **({"launch_pdl": True} if overlapped else {})},
     )
@@ -518,12 +484,10 @@ def add_up(
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
-    norm: RowNorm | None = None,
 ) -> Again | None:
     """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None if it took more than one launch, or the kernel was compiled. With `ready` the same kernel writes the `norm` of
-    the rows of `out`, as rounded. Each program has whole rows then, one at a time: they are to be few, and not long.
+    None if it took more than one launch, or the kernel was compiled.
     """
     device = check_device(x=x, out=out, own=own, addend=addend)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
@@ -551,7 +515,7 @@ def add_up(
         moved = own is not None and own.shape != out.shape
         if own is not None and moved:
             own = own.reshape(out.shape)  # a view, if there is one
-        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own, norm)
+        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own)
         return None if moved else again
     if addend is not None or activation:
         total = torch.empty_like(out, dtype=torch.float32)

@@ -66,8 +66,7 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
     With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
     also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
-    `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`;
-    the last one may compute the `rms_norm` of its rows as well.
+    `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`.
     Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`, contractions
     also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
     `scaled_matmul_pushed`, with the option `pushed`.
@@ -98,23 +97,11 @@ def sum_by_blocks(
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
     own: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    eps: float = 0.0,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs.
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs."""
+    from hostir.runtime.kernels.reduce import add_up  # loads Triton: only where it is used
 
-    With `normed` also that of `out`, as `rms_norm` does: in one kernel if the leading axes of `normed` merge.
-    """
-    from hostir.runtime.kernels.reduce import RowNorm, add_up  # loads Triton: only where it is used
-
-    flat = None if normed is None else rows(normed)
-    norm = None if flat is None else RowNorm(flat, weight, eps)
-    again = add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own, norm=norm)
-    if normed is None or norm is not None:
-        return again
-    _rms_norm(normed, out, weight, eps=eps)
-    return None
+    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
 
 
 # Contractions in Triton -----------------------------------------------------------------------------------------------

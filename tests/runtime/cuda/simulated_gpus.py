@@ -124,7 +124,6 @@ class Gpus:
     streams: list[Stream] = field(default_factory=list)
     waiting: bool = False
     pushes: int = 0  # how many products have stored to peers themselves since ranks were planned last
-    norms: int = 0  # how many sums have computed the norms of their rows themselves
     current: Stream = field(init=False)
 
     def kernels(self) -> Mapping[str, Kernel]:
@@ -204,12 +203,10 @@ class Gpus:
 
         return push
 
-    def in_one_kernel(
-        self, one_sided: CudaOneSided, op: ComputeOp, kernel: Kernel, norm: ComputeOp | None
-    ) -> Callable[[], None]:
+    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
         """A computation of blocks of rows in any order in which flags rise, beside copies if it may.
 
-        Behind each block flags rise, also in any order. Perhaps it computes the norms of the rows too.
+        Behind each block flags rise, also in any order.
         """
         ready, done = op.ready, op.done
         blocks = ready.results if ready is not None else done.blocks if done is not None else 0
@@ -220,15 +217,12 @@ class Gpus:
                 begun = Event()
                 begun.record(self.current)
             registers, computed = list(one_sided.registers), set[int]()
-            self.norms += norm is not None
             for block in range(blocks):
                 self.beside(begun, *tasks(block, registers, computed))
 
         def tasks(block: int, registers: Sequence[Any], computed: set[int]) -> Iterator[Task]:
             def compute() -> None:
                 compute_block(op, registers, kernel, block, blocks, add_up)
-                if norm is not None:
-                    compute_block(norm, registers, kernel_table("aten", "cpu")["rms_norm"], block, blocks)
 
             def raise_flags() -> None:
                 computed.add(block)
@@ -341,7 +335,7 @@ def layers(
     count: int,
 ) -> list[list[CudaPlan]]:
     """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
-    memory, gpus.pushes, gpus.norms = dict[int, torch.Tensor](), 0, 0
+    memory, gpus.pushes = dict[int, torch.Tensor](), 0
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
     made: dict[int, list[CudaPlan]] = {}
 

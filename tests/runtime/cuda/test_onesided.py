@@ -307,16 +307,6 @@ def test_products_that_store_to_peers_themselves_are_right_in_every_order(
         assert gpus.pushes == 3 * 3, "each rank in each call"
 
 
-def test_sums_that_norm_their_rows_themselves_are_right_in_every_order(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory is freed between the two; and the residual and its norm are both results."""
-    program = hi.lower(patterns.attention_output(3, S=1, M=6, K=6, N=4), "push")
-    for seed in WAITING:
-        check_calls(program, gpus, seed, monkeypatch)
-        assert gpus.norms == 3 * 3, "each rank in each call"
-
-
 def test_flags_that_a_kernel_raises_while_it_runs_are_no_order_of_a_stream(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,27 +148,19 @@ def compiled_sum(
     axes: int = 1,
     flags: bool = True,
     activation: str = "",
-    norm: bool = False,
 ):
-    """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others.
-
-    With `norm` it raises none, and computes the norms of rows.
-    """
+    """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others."""
     vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
     waits = triton.next_power_of_2(sources) if flags else 0
-    raises, eps = flags and not norm, 1e-5 if norm else 0.0
-    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, raises, False, wide, activation, eps)
+    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, wide, activation)
     absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
-    absent += [] if raises else ["raised_flags", "raised_epoch", "raises", "counts"]
-    absent += [] if norm else ["normed", "weight"]
+    absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
     constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
     signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
     part = SumPart(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
     signature |= {"addend": part} if activation else {}
-    of_rows = {"normed": SumPart(f"*{dtype}", ("i32", "constexpr")), "weight": SumPart(f"*{dtype}", ("constexpr",))}
-    signature |= of_rows if norm else {}
     signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
-    signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if name not in constants}
+    signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
     varying = {
         sum_kernel.arg_names.index(name)
         for name in ("epoch", "waits", "polls", "raised_epoch", "raises", "first", "blocks")
@@ -439,22 +431,13 @@ def test_a_sum_moves_16_bytes_at_a_time_and_spills_next_to_nothing(sources, dtyp
     assert kernel.metadata.spilled <= 16, "numbers that change from block to block"
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation):
     kernel = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation)
     ptx = kernel.asm["ptx"]
     assert len(re.findall(r"ld\.global\.cg\.v4\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == 9
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
     assert kernel.metadata.spilled <= 32, "numbers that change from block to block"
-
-
-@pytest.mark.parametrize(("sources", "dtype", "block"), [(8, "bf16", 8192), (2, "fp32", 16384)])
-def test_a_sum_that_norms_its_rows_moves_16_bytes_at_a_time_and_spills_nothing(sources, dtype, block):
-    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=16, own=1, activation="relu", norm=True)
-    ptx, each = kernel.asm["ptx"], block * (4 if dtype == "fp32" else 2) // (32 * 16 * 16)
-    assert len(re.findall(r"ld\.global.*\.(v4\.b32|v2\.b64)", ptx)) == (sources + 2) * each  # an addend, and weights
-    assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == 2 * each
-    assert kernel.metadata.spilled == 0
 
 
 def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.runtime.kernels import aten, table
 from hostir.runtime.kernels import matmul as matmul_module
 from hostir.runtime.kernels import reduce as module
 from hostir.runtime.kernels.devices import Limits
@@ -133,39 +132,6 @@ def test_an_activation_of_no_sources_and_of_nan():
         torch.testing.assert_close(out, torch.relu(bias), equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "dtype"),
-    [
-        ((5, 40), "", torch.bfloat16),
-        ((2, 2, 48), "apart", torch.float32),
-        ((3, 2, 24), "turned", torch.float16),
-        ((2, 7), "", torch.bfloat16),
-    ],
-)
-def test_rows_of_a_sum_are_normed_as_rounded_by_the_kernel_that_adds_them_up(shape, kind, dtype, monkeypatch):
-    columns, waits = shape[-1], 2 if shape[0] % 2 == 0 else 1
-    x, own, weight = filled([3, *shape], dtype), filled(shape, dtype), filled([2 * columns], dtype)[::2]
-    addend = filled([columns], dtype)
-    ready = ReadyFlags(torch.ones(3 * waits, dtype=torch.int64), 1, no_timeouts(3 * waits, "cpu"), source=1)
-    ready.flags.view(3, waits)[1] = 0
-    layout = {"order": [1, 0, 2]} if kind == "turned" else {"pad": [0] * (len(shape) - 1) + [3 * (kind == "apart")]}
-    for times in (weight, None):
-        out, out_buffer = embedded(shape, dtype)
-        normed, buffer = embedded(shape, dtype, **layout)
-        with monkeypatch.context() as patch:
-            if kind != "turned":  # of which the leading axes do not merge
-                patch.setattr(table, "_rms_norm", None)
-            options = {"axis": 0, "activation": "relu", "ready": ready, "own": own}
-            table.sum_by_blocks(out, x, addend, **options, normed=normed, weight=times, eps=1e-3)
-        whole, wanted = x.clone(), torch.empty(shape, dtype=dtype)
-        whole[1] = own
-        assert torch.equal(out, reduce_sum(whole, torch.empty_like(out), 0, addend=addend, activation="relu"))
-        aten.rms_norm(wanted, out, times, eps=1e-3)
-        torch.testing.assert_close(normed, wanted, rtol=max(1e-6, torch.finfo(dtype).eps), atol=1e-6)
-        assert_only_view_written(out, out_buffer)
-        assert_only_view_written(normed, buffer)
-
-
 class Recorder:
     """Stands for a compiled kernel."""
 
@@ -205,7 +171,6 @@ def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, f
     if flags:
         ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1)
         options |= {"ready": ready, "own": own, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
-        options |= {"norm": module.RowNorm(torch.empty(8, 48).bfloat16(), own[1].clone(), 1e-5)}
     assert module.add_up(x, out, 0, **options) is None, "the first launch compiles"
     (call,) = module._sums.values()
     call.compiled = recorder
