@@ -48,10 +48,10 @@ class Guest(Session):
         name = group.group_name
         store: Any = dist.distributed_c10d._get_process_group_store(group)
         theirs = store.clone()  # a connection of its own
-        theirs.set_timeout(patience)
         self.store = PrefixStore(f"hostir/{_numbers[name]}", theirs)
         _numbers[name] += 1
         self._share(GuestWatchdog, patience, lambda: group)
+        theirs.set_timeout(patience)  # not before: connecting to the store may take longer than the calls of this group
         LOG.info("joined the group %s of %d ranks on %s", name, self.size, device)
 
     def check(self, where: str) -> None:

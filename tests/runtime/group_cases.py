@@ -163,13 +163,13 @@ def threads_own_groups_of_the_same_ranks() -> None:
 @case
 def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
     lines = ((0, 1), (2, 3), (0, 2), (1, 3))  # of a grid: two groups have one rank in common, or none
-    groups = {line: dist.new_group(line, timeout=timedelta(seconds=2)) for line in lines}
+    groups = {line: dist.new_group(line, timeout=timedelta(seconds=5)) for line in lines}
     layers = [summed(group) for line, group in groups.items() if RANK in line]
     if RANK in (1, 2):
         layers.reverse()
     began = time.monotonic()
     said = refused(lambda: layers[0].check(4, 1))
-    contains(said, " waited 2 s for rank ", "at the call of @row_parallel", "the group's timeout")
+    contains(said, " waited 5 s for rank ", "at the call of @row_parallel", "the group's timeout")
     mine = layers[0].executor.session
     contains(said, f"this rank, of group '{mine.group.group_name}', has made")  # type: ignore[union-attr]
     other = layers[1].executor.session
@@ -179,7 +179,7 @@ def groups_that_wait_for_each_other_in_a_circle_are_refused() -> None:
 
 @case
 def calls_of_ready_groups_in_a_circle_end_with_an_error() -> None:
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=5)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=10)) for _ in range(2)]
     if RANK > 1:
         return
     for make in (gathered, summed):
