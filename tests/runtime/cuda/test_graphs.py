@@ -267,6 +267,33 @@ def test_the_latest_used_graphs_are_kept_and_one_that_was_dropped_must_come_back
     assert [how(e, a, b, outs[1]) for _ in range(9)] == ["eager"] * 8 + ["capture replay"]
 
 
+class FakeAllocations:
+    """Allocations of one call's tensors, all of which a test can free."""
+
+    freed = False
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.addresses = addresses
+
+    def still_there(self) -> bool:
+        return not FakeAllocations.freed
+
+
+def test_a_graph_is_dropped_once_memory_that_it_copies_to_a_peer_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostir.runtime.cuda.graphs.Allocations", FakeAllocations)
+    monkeypatch.setattr(CudaPlan, "copied_with_peers", [0])
+    monkeypatch.setattr(FakeAllocations, "freed", False)
+    e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
+    assert [how(e, a, b, c) for _ in range(4)] == ["eager", "eager", "capture replay", "replay"]
+    assert e.latest.allocations.addresses == [a.data_ptr()]
+    monkeypatch.setattr(FakeAllocations, "freed", True)
+    assert how(e, a, b, c) == "eager"
+    assert not alive
+    monkeypatch.setattr(FakeAllocations, "freed", False)
+    assert [how(e, a, b, c) for _ in range(9)] == ["eager"] * 7 + ["capture replay", "replay"]
+    assert e.graph_refusal is None
+
+
 def test_a_graph_keeps_nothing_of_the_callers_alive() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     e._machine.kernels = {kind: lambda *tensors, **options: None for kind in e._machine.kernels}
