@@ -605,8 +605,6 @@ class Executor:
             del self.plans[kind]
         for name in [name for name, call in self.bound.items() if gone(call.plan)]:
             del self.bound[name]
-        if self._graphs is not None:
-            self._graphs.tidy()
 
     def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""

@@ -165,16 +165,12 @@ class Graphs:
         self.calls = calls
         self.first = first
         self.refusal: str | None = None
+        self.pool: Any = None  # the memory pool that the graphs alive share
 
     @cached_property
     def side(self) -> torch.cuda.Stream:
         """The stream on which captures are made."""
         return own_stream(self, self.device, priority=0)
-
-    @cached_property
-    def pool(self) -> Any:
-        """The memory pool of all graphs."""
-        return torch.cuda.graph_pool_handle()
 
     @property
     def kept(self) -> list[GraphedCall]:
@@ -242,6 +238,8 @@ class Graphs:
         return graph
 
     def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+        if not self.kept:  # torch refuses a pool whose graphs have all been destroyed
+            self.pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
             graph = torch.cuda.CUDAGraph()
             try:  # other threads may go on calling what a capture forbids
@@ -263,11 +261,6 @@ class Graphs:
         with contextlib.suppress(RuntimeError, IndexError):  # a clone of the state belongs to no capture
             generator = torch.cuda.default_generators[self.side.device_index]
             generator.graphsafe_set_state(generator.clone_state())
-
-    def tidy(self) -> None:
-        """Give back the pool where calls with graphs were dropped, and none is left: torch frees it with the last."""
-        if not self.kept:
-            self.__dict__.pop("pool", None)
 
     def release(self, reason: str) -> None:
         """Drop all graphs, and make no more."""

@@ -69,7 +69,7 @@ def test_a_capture_is_made_beside_the_callers_stream_and_forbids_other_threads_n
     for _ in range(3):
         e(a, b, out=c)
     (begun,) = [step for step in log if step[0] == "capture"]
-    assert begun[1:3] == ("pool", "thread_local")
+    assert begun[1:3] == ("pool 0", "thread_local")
     assert begun[3] not in ("caller", *[stream.name for stream in e._machine.streams])
 
 
@@ -196,7 +196,7 @@ def test_an_allocator_that_was_not_told_of_a_captures_end_is_told() -> None:
     Device.fails = "end"
     with pytest.warns(RuntimeWarning, match="a stream has not joined"):
         e(a, b, out=c)
-    assert [step for step in log if step[0] in ("leave", "release")] == [("leave", 0, "pool"), ("release", 0, "pool")]
+    assert [step for step in log if step[0] in ("leave", "release")] == [("leave", 0, "pool 0"), ("release", 0, "pool 0")]
 
 
 def test_an_interrupt_during_a_capture_ends_it() -> None:
