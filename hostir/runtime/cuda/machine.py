@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import (
 
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.arguments import homes
 from hostir.runtime.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
@@ -29,7 +28,7 @@ from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.layout import Words
 from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
-from hostir.runtime.order import CALLER, NONE, late_streams
+from hostir.runtime.order import CALLER, NONE, homes, late_streams
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import KindOfSizes, shares_memory
 from hostir.runtime.trace import Timeline

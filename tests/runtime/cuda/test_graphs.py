@@ -196,7 +196,10 @@ def test_an_allocator_that_was_not_told_of_a_captures_end_is_told() -> None:
     Device.fails = "end"
     with pytest.warns(RuntimeWarning, match="a stream has not joined"):
         e(a, b, out=c)
-    assert [step for step in log if step[0] in ("leave", "release")] == [("leave", 0, "pool 0"), ("release", 0, "pool 0")]
+    assert [step for step in log if step[0] in ("leave", "release")] == [
+        ("leave", 0, "pool 0"),
+        ("release", 0, "pool 0"),
+    ]
 
 
 def test_an_interrupt_during_a_capture_ends_it() -> None:
