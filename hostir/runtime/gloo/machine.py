@@ -22,7 +22,7 @@ from hostir.runtime.kernels.table import Kernel, kernels_for
 from hostir.runtime.order import CALLER, homes, late_streams
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import KindOfSizes
-from hostir.runtime.trace import Trace, lane_of
+from hostir.runtime.trace import Trace
 from hostir.runtime.unroll import (
     AllocateOp,
     BarrierOp,
@@ -399,7 +399,7 @@ class GlooPlan:
         trace = self.trace
         if trace is None:
             return _nothing, _nothing
-        rank, lane, text, rounds = self.unrolled.rank, lane_of(op), self.unrolled.text(op), op.place.rounds
+        rank, lane, text, rounds = self.unrolled.rank, op.lane, self.unrolled.text(op), op.place.rounds
         begun = [0.0]
 
         def start() -> None:
