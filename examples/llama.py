@@ -60,19 +60,19 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, features: int, heads: int, kv_heads: int, size: int) -> None:
+    def __init__(self, features: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.size = size
-        self.wq = nn.Linear(features, heads * self.size, bias=False)
-        self.wk = nn.Linear(features, kv_heads * self.size, bias=False)
-        self.wv = nn.Linear(features, kv_heads * self.size, bias=False)
-        self.wo = nn.Linear(heads * self.size, features, bias=False)
+        self.head_dim = head_dim
+        self.wq = nn.Linear(features, heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(features, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(features, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(heads * self.head_dim, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.wo(self.attended(self.wq(x), self.wk(x), self.wv(x)))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (each.view(*each.shape[:-1], -1, self.size) for each in (q, k, v))
+        q, k, v = (each.view(*each.shape[:-1], -1, self.head_dim) for each in (q, k, v))
         q, k, v = rotated(q).transpose(1, 2), rotated(k).transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)

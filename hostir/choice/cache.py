@@ -237,7 +237,7 @@ def _time(value: Any) -> float | None:
 
 def _ignored(path: Path, why: str) -> Entries:
     message = f"The measurements in {path} are ignored: {why}."
-    warn_once(str(path), message, "'hostir tune' writes them anew", CacheWarning)
+    warn_once((path, message), message, "'hostir tune' writes them anew", CacheWarning)
     return {}
 
 

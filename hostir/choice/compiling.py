@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hostir.choice.cache import ASKED_FOR, Candidate, Choice
@@ -84,6 +85,37 @@ def compile(
     if unknown := next((name for name in options if name not in known), None):
         expected, hint = f"one of: {', '.join(known)}", did_you_mean(unknown, known)
         raise error(f"hi.compile has no option '{unknown}'", user_span(), expected=expected, hint=hint)
+    return compiled(
+        fusion,
+        strategy,
+        streams=streams,
+        sizes=sizes,
+        kernels=kernels,
+        machine=machine,
+        group=group,
+        calls=calls,
+        symmetric_limit=symmetric_limit,
+        options=options,
+    )
+
+
+def compiled(
+    fusion: HasProgram | Program,
+    strategy: str,
+    *,
+    streams: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    kernels: str | None = None,
+    machine: str | None = None,
+    group: Any = None,
+    calls: str = "out",
+    symmetric_limit: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    warn: bool = True,
+) -> Executor:
+    """Return the executor of `compile`, whose arguments these are; without `warn` the caller says what falls back."""
+    from hostir.runtime.executor import Executor
+
     program = fusion_of(fusion)
     check_strategy(strategy)
     given = program.given_sizes(sizes)
@@ -97,11 +129,11 @@ def compile(
         from hostir.choice.ranged import RangedExecutor
 
         _refuse_streams(streams)
-        ranges = agreed_ranges(program, given, kernels, machine, calls, symmetric_limit, group)
+        ranges = agreed_ranges(program, given, kernels, machine, calls, symmetric_limit, group, warn)
         return RangedExecutor(ranges, rank_here(machine, group), execute)
     if strategy == AUTO:
         _refuse_streams(streams)
-        how: dict[str, Any] = {"calls": calls, "symmetric_limit": symmetric_limit}
+        how: dict[str, Any] = {"calls": calls, "symmetric_limit": symmetric_limit, "warn": warn}
         choice = choose(program, sizes=given, kernels=kernels, machine=machine, group=group, **how)
         host = program_of(program, choice)
     else:
@@ -110,7 +142,8 @@ def compile(
         notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
-        warn_fallbacks(program, choice, group)
+        if warn:
+            warn_fallbacks(program, choice, group)
     executor = execute(host, choice.kernels)
     executor.choice = choice
     return executor

@@ -221,6 +221,7 @@ def choose(
     group: Any = None,
     calls: str = "out",
     symmetric_limit: int | None = None,
+    warn: bool = True,
 ) -> Choice:
     """Choose how to run a fusion here. Under torchrun rank 0 of the group decides, and every rank gets the same.
 
@@ -233,6 +234,7 @@ def choose(
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
             copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
         symmetric_limit: the most bytes of symmetric memory on a rank; see the knob HOSTIR_SYMMETRIC_LIMIT.
+        warn: whether rank 0 warns of what is not possible here; False where the caller says it.
 
     Raises HostIRError for sizes that are not bound, and where there are fewer ranks than the fusion's.
     """
@@ -242,7 +244,7 @@ def choose(
     agreed, speaks = from_rank_0(machine, group, lambda: decider.choice(sizes or {}).to_json())
     choice = Choice.from_json(agreed)
     log_choice(choice)
-    if speaks:  # once all have heard, as a warning may be an error
+    if warn and speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice, group)
     return choice
 
@@ -481,7 +483,7 @@ def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
     messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
     messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
     for message in messages:
-        warn_once(program.digest, message, hint, first=first)
+        warn_once((program.digest, message), message, hint, first=first)
 
 
 def _encoded(decided: Callable[[], dict[str, Any]]) -> str:

@@ -149,10 +149,11 @@ def agreed_ranges(
     calls: str = "out",
     symmetric_limit: int | None = None,
     group: Any = None,
+    warn: bool = True,
 ) -> Ranges:
     """Return the ranges of a fusion, alike on all ranks, which call it together: rank 0 says what was measured.
 
-    Log and warn as `choose` does, of what is chosen for the largest sizes.
+    Log, and with `warn` warn, as `choose` does, of what is chosen for the largest sizes.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, given)
@@ -160,7 +161,7 @@ def agreed_ranges(
     agreed, speaks = from_rank_0(machine, group, lambda: _encoded(ranges))
     ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
     choice = ranges.choice(ranges.largest)
-    if speaks:
+    if warn and speaks:
         warn_fallbacks(program, choice, group)
     return ranges
 

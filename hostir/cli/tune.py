@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import sys
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
 from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
-from hostir.ir.source import FallbackWarning, HostIRError, amount, error, is_first_rank
+from hostir.ir.source import HostIRError, amount, error, is_first_rank
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.session import Session, joined, launched, session
@@ -140,9 +139,7 @@ def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Cho
     """
     if options.command == "run":
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine)
+        return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine, warn=False)
     check_sizes(fusion, dict(sizes))
     platform = platform_of(fusion)
     check_ranks(fusion, platform)

@@ -9,7 +9,7 @@ import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Hashable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -142,19 +142,34 @@ def _window(text: str, column: int) -> tuple[str, int]:
     return before + text[start : start + WIDEST] + after, column and column - start + len(before)
 
 
-def user_span(package: str = "hostir") -> Span | None:
-    """Return the line of the nearest caller outside this package: the user's code. None on the command line."""
+def user_span() -> Span | None:
+    """Return the line of the user's code that led here; None on the command line, and in threads without such code."""
+    frame = _user_frame()
+    return None if frame is None else _frame_span(frame)
+
+
+def _user_frame() -> FrameType | None:
+    """Return the nearest frame that is neither hostir's nor torch's nor the standard library's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module == "__main__" and frame.f_globals.get("__package__") == package:  # `python -m hostir`
-            module = f"{package}.__main__"
-        if module == f"{package}.__main__":
+        module = frame.f_globals.get("__name__") or ""
+        command = module == "__main__" and frame.f_globals.get("__package__") == "hostir"  # `python -m hostir`
+        if command or module == "hostir.__main__":
             return None
-        if module != package and not module.startswith(package + "."):
-            return _frame_span(frame)
+        if module.split(".")[0] not in ("hostir", "torch") and not _is_librarys(frame.f_code.co_filename):
+            return frame
         frame = frame.f_back
     return None
+
+
+STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
+GENERATED = ("<frozen ", "<eval_with_key>")  # the files of frozen modules, and of torch.fx's graphs
+
+
+def _is_librarys(file: str) -> bool:
+    """Return True for a file of the standard library, or of code that Python or torch.fx generates."""
+    installed = os.sep + "site-packages" + os.sep in file or os.sep + "dist-packages" + os.sep in file
+    return file.startswith(GENERATED) or (file.startswith(STANDARD_LIBRARY) and not installed)
 
 
 def _frame_span(frame: FrameType) -> Span:
@@ -300,26 +315,29 @@ class FallbackWarning(UserWarning):
     """Warns that something runs in another way than was preferred, and slower."""
 
 
-_warned: set[tuple[str, str]] = set()
+_warned: set[Hashable] = set()
 
 
 def warn_once(
-    key: str,
+    key: Hashable,
     message: str,
     hint: str = "",
     category: type[Warning] = FallbackWarning,
     first: bool | None = None,
 ) -> None:
     """Warn once for each key, at the line of the user's call, if this rank is the `first`; by default rank 0 is."""
-    if not (is_first_rank() if first is None else first) or (key, message) in _warned:
+    if not (is_first_rank() if first is None else first) or key in _warned:
         return
-    _warned.add((key, message))
-    warnings.warn(str(Diagnostic(message, hint=hint, level="warning")), category, stacklevel=_depth())
+    _warned.add(key)
+    warn_user(Diagnostic(message, hint=hint, level="warning"), category)
 
 
-def _depth() -> int:
-    """Return how many frames up the user's code is, for a warning raised by the caller."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hostir":
-        depth, frame = depth + 1, frame.f_back
-    return depth
+def warn_user(warning: Diagnostic, category: type[Warning]) -> None:
+    """Warn at the line of the user's call; as Python does, at line 1 of `sys` in a thread without the user's code."""
+    frame = _user_frame()
+    if frame is None:
+        warnings.warn_explicit(str(warning), category, "sys", 1)
+        return
+    names = frame.f_globals
+    file, module, seen = frame.f_code.co_filename, names.get("__name__"), names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(str(warning), category, file, frame.f_lineno, module, seen)

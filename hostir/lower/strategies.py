@@ -139,7 +139,7 @@ def _proved(program: Program) -> Program:
         if any(found.kind != UNCHECKED for found in findings.diagnostics):
             raise
         for found in findings.diagnostics:
-            warn_once(program.name, found.message, found.hint, RuntimeWarning)
+            warn_once((program.name, found.message), found.message, found.hint, RuntimeWarning)
         return program
 
 

@@ -103,7 +103,7 @@ def warn_of_copies(unrolled: UnrolledProgram) -> None:
     for register in dict.fromkeys(register for register in copied if register in unrolled.inputs):
         name = program.inputs[unrolled.inputs.index(register)].name
         message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
-        warn_once(program.name, message, f"pass {name}.contiguous(), made once, to save the copies")
+        warn_once((program.name, message), message, f"pass {name}.contiguous(), made once, to save the copies")
 
 
 def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:

@@ -17,6 +17,7 @@ from hostir.torch.installing import install, report, uninstall
 from hostir.torch.modules import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
 from hostir.torch.overlap import OverlapPass, overlap_pass
 from hostir.torch.styles import ColwiseParallel, RowwiseParallel
+from hostir.torch.traps import ShardingWarning
 
 __all__ = [
     "ColumnParallelLinear",
@@ -26,6 +27,7 @@ __all__ = [
     "QKVParallelLinear",
     "RowParallelLinear",
     "RowwiseParallel",
+    "ShardingWarning",
     "Tensor",
     "all_gather_matmul",
     "all_reduce",

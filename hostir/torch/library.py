@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_group_size_by_name
 
-from hostir.ir.source import error
+from hostir.ir.source import error, user_span
 from hostir.torch import operators
 from hostir.torch.operators import operator
 from hostir.torch.recording import Gradients, Record, needs_no_dispatcher, register_gradients, wants_gradients
@@ -53,6 +53,7 @@ def check_out(name: str, *tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise error(
             f"{name} has no gradients, and a tensor requires them",
+            user_span(),
             hint="leave out= away, or call under torch.no_grad()",
         )
 
@@ -171,7 +172,7 @@ def _all_gather_matmul_out(
     check_out(op.name, a, *bs, *every)
     rows = [x if gather_dim in (0, a.ndim - 1) else x.movedim(gather_dim, 0) for x in every]
     if len(out) != len(bs):
-        raise error(f"out has {len(out)} tensors", expected=f"{len(bs)}, one for each matrix")
+        raise error(f"out has {len(out)} tensors", user_span(), expected=f"{len(bs)}, one for each matrix")
     if bs and all(x.is_contiguous() for x in rows):
         flat = [x if x.ndim == 2 else x.flatten(0, -2) for x in rows]
         op.run(lambda: operators.all_gather_matmul(op, a, bs, gather_dim, gathered is not None, flat))
@@ -289,6 +290,7 @@ def refuse_twice(name: str) -> None:
     if torch.is_grad_enabled():
         raise error(
             f"the gradients of {name} cannot be differentiated again",
+            user_span(),
             expected="a backward call without create_graph=True, and no transform of torch.func",
         )
 

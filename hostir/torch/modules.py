@@ -69,20 +69,28 @@ class Layouts:
         return y.to_local() if self.local_output else y
 
 
-def mesh_of(mesh: DeviceMesh) -> tuple[DeviceMesh, str]:
-    """Return a mesh of one dimension, and the name of its group. Raises HostIRError for anything else."""
+def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
+    """Return a mesh of one dimension, and the name of its group.
+
+    Raises HostIRError for anything else: `what`, in words, cannot be sharded over it.
+    """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         expected = 'a DeviceMesh of one dimension, such as mesh["tp"]'
-        raise error(f"layers cannot be sharded over {described(mesh)}", user_span(), expected=expected)
+        raise error(f"{what} cannot be sharded over {described(mesh)}", user_span(), expected=expected)
     return mesh, name_of(mesh)
 
 
 @torch._dynamo.assume_constant_result
-def leave(name: str, group: str, why: str) -> None:
-    """Say, once, why torch does what a layer is for; under torch.compile while the graph is traced."""
+def leave(name: str, group: str, why: str, what: str = "") -> None:
+    """Say, once, why torch does what a layer is for; under torch.compile while the graph is traced.
+
+    The report calls it `name`; messages say `what`, which may name the layer itself, for the first that is left so.
+    """
+    what = what or name
     if SETTINGS.strict:
-        raise error(f"hostir cannot run {name}: {why}", user_span(), hint="without strict=True, torch runs it")
-    warn_once(name, f"torch runs {name}, and overlaps nothing: {why}.", "hostir.torch.report() counts the calls")
+        raise error(f"hostir cannot run {what}: {why}", user_span(), hint="without strict=True, torch runs it")
+    message = f"torch runs {what}, and overlaps nothing: {why}."
+    warn_once((name, why), message, "hostir.torch.report() counts the calls")
     LEDGER.left(name, group, why)
 
 
@@ -175,6 +183,7 @@ class ShardedLinear(nn.Linear):
         if not isinstance(weight, DTensor) or weight.device_mesh != self.layouts.mesh:
             raise error(
                 f"the weight of a {type(self).__name__} is not sharded over the ranks of its group alone",
+                user_span(),
                 expected="a call of a module around which fully_shard, if used, has gathered the parameters",
                 hint="layers that share a gather need one fully_shard around all of them",
             )

@@ -52,8 +52,9 @@ class Operator:
             why = str(unfit)
         if self.torchs is None or SETTINGS.strict:
             hint = "" if self.torchs is None else "without strict=True, hostir.torch.install leaves it to torch"
-            raise error(f"hostir cannot run {self.name}: {why}", hint=hint)
-        warn_once(self.name, f"torch's own function runs {self.name}: {why}.", "hostir.torch.report() counts the calls")
+            raise error(f"hostir cannot run {self.name}: {why}", user_span(), hint=hint)
+        message = f"torch's own function runs {self.name}: {why}."
+        warn_once((self.name, why), message, "hostir.torch.report() counts the calls")
         LEDGER.left(self.name, self.group.name, why)
         return self.torchs()
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from hostir.choice import Choice, compile
+from hostir.choice import Choice, Ranges
+from hostir.choice.cache import FALLBACK
+from hostir.choice.compiling import compiled
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, amount, check_known
+from hostir.ir.source import HostIRError, amount, check_known, warn_once
 from hostir.lower import AUTO, STRATEGIES, lower
+from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.runtime.executor import Executor
 from hostir.runtime.guest import registered, resolved
 
@@ -228,13 +231,32 @@ class OperatorGroup:
             return f"its tensors are on {device}"
         machine = MACHINES[device.type]
         try:
-            return compile(build(), strategy, calls=calls, machine=machine, group=self.process_group)
+            executor = compiled(build(), strategy, calls=calls, machine=machine, group=self.process_group, warn=False)
         except HostIRError:
             try:  # what cannot be lowered cannot be so on any rank; other failures may be of this one alone
                 lower(build(), "sequential" if strategy == AUTO else strategy)
             except HostIRError as refused:
                 return refused.diagnostics[0].message
             raise
+        if self.process_group.rank() == 0:
+            warn_fallback(self.name, executor.choice)
+        return executor
+
+
+def warn_fallback(group: str, choice: Choice | Ranges) -> None:
+    """Warn once for each reason why operators do not overlap, however many operators it holds for."""
+    taken = choice.choice(choice.largest) if isinstance(choice, Ranges) else choice
+    of_machine = tuple(it for it in taken.impossible if it.warn)
+    taken = replace(taken, impossible=of_machine or taken.impossible)  # users cannot change what an operator computes
+    notes = [note for note in taken.notes if f" is {NOT_OVERLAPPED}: " in note]
+    clauses = [*taken.fallbacks, *notes]
+    if not clauses:
+        return
+    nothing = ", and overlaps nothing" if taken.source == FALLBACK else ""
+    runs = f"hostir.torch runs {taken.fusion} by '{taken.taken}' on group '{group}'{nothing}"
+    hint = "hostir.torch.report() says how every operator ran, and why; the same reason is not told again"
+    reasons = frozenset(it.reason for it in taken.impossible if taken.fallbacks)
+    warn_once(("operators", reasons, *notes), f"{runs}: {'; '.join(clauses)}.", hint, first=True)
 
 
 _groups: dict[str, OperatorGroup] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
@@ -24,6 +25,7 @@ from hostir.torch.modules import (
     leave,
     mesh_of,
 )
+from hostir.torch.traps import Place, warn_of_traps
 
 
 class ColwiseParallel(style.ColwiseParallel):
@@ -53,25 +55,31 @@ class ColwiseParallel(style.ColwiseParallel):
         self.names, self.fp8 = names, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place = Place.of(module)
         if not self.names:
-            return _replaced(self, super()._apply, ColumnParallelLinear, module, device_mesh)
-        layers = [_layer(module, name) for name in self.names]
+            return _replaced(self, super()._apply, ColumnParallelLinear, place, device_mesh)
+        layers = [_layer(place, name) for name in self.names]
         for layer in layers:
             _replaced(self, super()._apply, SharingLinear, layer, device_mesh)
-        sharing = [layer for layer in layers if isinstance(layer, SharingLinear)]
+        sharing = [layer.module for layer in layers if isinstance(layer.module, SharingLinear)]
         shared = SharedGather(sharing)
         for each in sharing:
             each.shared = shared
         return module
 
 
-def _layer(module: nn.Module, name: str) -> nn.Module:
+def _layer(place: Place, name: str) -> Place:
+    """Return a linear layer that the module at a place holds."""
+    _refuse_compiled(place)
+    module = place.module
     found = getattr(module, name, None)
+    if isinstance(found, OptimizedModule):
+        _refuse_compiled(place.child(name, found))
     if isinstance(found, nn.Linear):
-        return found
+        return place.child(name, found)
     has = [each for each, child in module.named_children() if isinstance(child, nn.Linear)]
     raise error(
-        f"{type(module).__name__} has no linear layer '{name}'",
+        f"{place} has no linear layer '{name}'",
         user_span(),
         expected=f"one of {', '.join(has)}" if has else "a module with linear layers",
     )
@@ -100,26 +108,55 @@ class RowwiseParallel(style.RowwiseParallel):
         self.fp8 = fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _replaced(self, super()._apply, RowParallelLinear, module, device_mesh)
+        return _replaced(self, super()._apply, RowParallelLinear, Place.of(module), device_mesh)
 
 
 def _replaced(
     given: ColwiseParallel | RowwiseParallel,
     torchs: Any,
     kind: type[ShardedLinear],
-    module: Any,
+    place: Place,
     device_mesh: DeviceMesh,
 ) -> nn.Module:
     """Make a layer one of hostir, in place, or leave it to torch's style."""
-    placements = given.input_layouts[0], given.output_layouts[0]
-    layouts = Layouts(*mesh_of(device_mesh), *placements, given.use_local_output, given.fp8)
+    module: Any = place.module
+    _refuse(given, place)
+    mesh, group = mesh_of(device_mesh, str(place))
+    layouts = Layouts(mesh, group, given.input_layouts[0], given.output_layouts[0], given.use_local_output, given.fp8)
+    warn_of_traps(place, mesh, columns=isinstance(given, ColwiseParallel), local=given.use_local_output)
     why = unfit(module, kind, layouts)
     if why is None:
         module.__class__ = kind
         module.become(layouts, given.src_data_rank)
         return module
-    leave(f"hostir.torch.{type(given).__name__} of {type(module).__name__}", layouts.group, why)
+    name = f"hostir.torch.{type(given).__name__}"
+    leave(f"{name} of {type(module).__name__}", layouts.group, why, f"{name} of {place}")
     return torchs(module, device_mesh)
+
+
+def _refuse(given: ColwiseParallel | RowwiseParallel, place: Place) -> None:
+    """Raise HostIRError for modules that neither hostir nor torch can shard by a style."""
+    module, name = place.module, type(given).__name__
+    _refuse_compiled(place)
+    if isinstance(module, ShardedLinear):
+        expected = "one style for each layer, applied once"
+        raise error(f"{place} is sharded already, and {name} would shard it again", user_span(), expected=expected)
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return
+    layers = [f'"{each}"' for each, child in module.named_children() if isinstance(child, nn.Linear)]
+    hint = f"ColwiseParallel({', '.join(layers)}) shards its layers, if all have one input" if layers else ""
+    raise error(f"{name} cannot shard {place}", user_span(), expected="an nn.Linear or an nn.Embedding", hint=hint)
+
+
+def _refuse_compiled(place: Place) -> None:
+    """Raise HostIRError for a module that `torch.compile` has wrapped: plans find no layers in the wrapper."""
+    if isinstance(place.module, OptimizedModule):
+        raise error(
+            f"{place} is compiled already",
+            user_span(),
+            expected="a plan that is applied first: parallelize_module, then torch.compile",
+            hint="module.compile() compiles a module in place, before or after",
+        )
 
 
 def unfit(module: nn.Module, kind: type[ShardedLinear], layouts: Layouts) -> str | None:

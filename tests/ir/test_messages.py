@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
 import pytest
 
-from hostir.ir.source import counted, did_you_mean
+from hostir.ir.source import (
+    Diagnostic,
+    FallbackWarning,
+    HostIRError,
+    check_known,
+    counted,
+    did_you_mean,
+    warn_user,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,3 +41,33 @@ def test_another_word_is_no_suggestion(typed: str, known: str) -> None:
 
 def test_a_number_agrees_with_its_noun() -> None:
     assert [counted(n, "input") for n in range(3)] == ["0 inputs", "1 input", "2 inputs"]
+
+
+# The user's line ------------------------------------------------------------------------------------------------------
+WARNING = Diagnostic("it is slow", level="warning")
+
+
+def test_an_error_names_the_users_line_behind_frames_of_the_standard_library() -> None:
+    with pytest.raises(HostIRError) as refusal, ExitStack() as stack:  # contextlib makes the call
+        stack.callback(check_known, "machine", "tpu", ["gloo"])
+    (span,) = (found.span for found in refusal.value.diagnostics)
+    assert span is not None
+    assert __file__.endswith(span.file)
+    assert "ExitStack() as stack" in span.text
+
+
+def test_a_warning_names_the_users_line_behind_frames_of_the_standard_library() -> None:
+    with pytest.warns(FallbackWarning, match="it is slow") as seen, ExitStack() as stack:
+        stack.callback(warn_user, WARNING, FallbackWarning)
+    assert [each.filename for each in seen] == [__file__]
+
+
+def test_a_thread_without_the_users_code_has_no_users_line() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        refusal = pool.submit(check_known, "machine", "tpu", ["gloo"]).exception()
+        assert isinstance(refusal, HostIRError)
+        assert [found.span for found in refusal.diagnostics] == [None]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            pool.submit(warn_user, WARNING, FallbackWarning).result()
+    assert [(each.filename, each.lineno) for each in seen] == [("sys", 1)]

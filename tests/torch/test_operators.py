@@ -15,7 +15,7 @@ from tests.launch import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SCRIPTS = [HERE / f"{name}_cases.py" for name in ("operator", "scaled", "layer", "stack", "module", "overlap")]
+SCRIPTS = [HERE / f"{name}_cases.py" for name in ("operator", "scaled", "layer", "stack", "module", "style", "overlap")]
 ON_FOUR = {  # the others are about no number of ranks, and run on two
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",

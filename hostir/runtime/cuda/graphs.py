@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hostir.ir.machine import uncollected
-from hostir.ir.source import Diagnostic, HostIRError, error, logger
+from hostir.ir.source import Diagnostic, HostIRError, error, logger, warn_user
 from hostir.runtime.cuda.streams import Allocations, current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel
 from hostir.runtime.sharding import Part
@@ -231,7 +230,7 @@ class Graphs:
                 warning = Diagnostic(
                     f"@{self.name} runs without CUDA graphs: {self.refusal}.", hint=hint, level="warning"
                 )
-                warnings.warn(str(warning), RuntimeWarning, stacklevel=7)
+                warn_user(warning, RuntimeWarning)
             return None
         took = (time.perf_counter() - began) * 1e3
         LOG.info("@%s: captured a CUDA graph in %.1f ms, which this call is the first to replay", self.name, took)

@@ -1,0 +1,209 @@
+"""Warn of models that compute or train something else once a style has sharded one of their layers.
+
+A style sees one layer. What the layer is part of is found in the model that `parallelize_module` was called with.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hostir.ir.source import Diagnostic, counted, is_first_rank, warn_user
+
+
+class ShardingWarning(UserWarning):
+    """Warns that a model may compute or train something else once a layer is sharded."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module, and where it is in a model. As text: its path and type, such as `layers.3.mlp (MLP)`.
+
+    Fields:
+        module: the module.
+        root: the model that `parallelize_module` was called with; without such a call, the module itself.
+        path: the module's path in the model, such as `layers.3.mlp`; empty for the model itself.
+    """
+
+    module: nn.Module
+    root: nn.Module
+    path: str
+
+    @staticmethod
+    def of(module: nn.Module) -> Place:
+        """Return the place of a module that a style is being applied to."""
+        root = module
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:  # parallelize_module calls itself for parts of a model: the outermost call has it all
+            if frame.f_code is parallelize_module.__code__:
+                root = frame.f_locals["module"]
+            frame = frame.f_back
+        path = next((name for name, each in root.named_modules() if each is module), "")
+        return Place(module, root, path)
+
+    def child(self, name: str, module: nn.Module) -> Place:
+        """Return the place of a module that this one holds."""
+        return Place(module, self.root, f"{self.path}.{name}" if self.path else name)
+
+    @property
+    def name(self) -> str:
+        """The module's name in the module that holds it."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def parent(self) -> nn.Module | None:
+        """The module that holds this one; None for the model itself."""
+        return self.root.get_submodule(self.path.rpartition(".")[0]) if self.path else None
+
+    def __str__(self) -> str:
+        kind = type(self.module).__name__
+        return f"{self.path} ({kind})" if self.path else kind
+
+
+def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool) -> None:
+    """Warn, on rank 0, of each trap once for a model.
+
+    Args:
+        place: of a layer with a weight that is about to be sharded.
+        mesh: over whose ranks.
+        columns: whether each rank gets columns of the output.
+        local: whether the output is this rank's part as a plain tensor.
+    """
+    if not is_first_rank():
+        return
+    for trap, warning in _traps(place, mesh, columns, local):
+        told = _told.setdefault(place.root, set())
+        if warning is not None and trap not in told:
+            told.add(trap)
+            warn_user(warning, ShardingWarning)
+
+
+_told: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the traps that were warned of, by model
+
+
+def _traps(place: Place, mesh: DeviceMesh, columns: bool, local: bool) -> Iterator[tuple[str, Diagnostic | None]]:
+    """Yield the traps that a layer may be in, each with its name, and a warning if the layer is in it."""
+    yield "tied", _tied(place, mesh)
+    yield "compiled", _compiled(place)
+    if columns and local and isinstance(place.module, nn.Linear):
+        yield "heads", _cut_heads(place, place.module.out_features, mesh.size())
+        yield "fused", _fused(place, mesh.size())
+
+
+def _warning(message: str, expected: str, hint: str) -> Diagnostic:
+    return Diagnostic(message, expected=expected, hint=hint, level="warning")
+
+
+# Compiled parts -------------------------------------------------------------------------------------------------------
+
+
+def _compiled(place: Place) -> Diagnostic | None:
+    """Return a warning if `torch.compile` has wrapped another part of the model: a plan finds no layers in that."""
+    wrapped = (name for name, each in place.root.named_modules() if name and isinstance(each, OptimizedModule))
+    path = next((name for name in wrapped if not place.path.startswith(f"{name}.")), None)
+    if path is None:
+        return None
+    return _warning(
+        f"{path} is compiled already, and what a plan says of layers in it is skipped.",
+        "parallelize_module first, then torch.compile",
+        "module.compile() compiles a module in place, before or after",
+    )
+
+
+# Tied weights ---------------------------------------------------------------------------------------------------------
+
+
+def _tied(place: Place, mesh: DeviceMesh) -> Diagnostic | None:
+    """Return a warning if another module of the model has the same weight."""
+    weight = place.module.weight
+    assert isinstance(weight, Tensor)
+    modules = [(name, each) for name, each in place.root.named_modules() if each is not place.module]
+    other = next((name for name, each in modules if _has(each, weight, mesh)), None)
+    if other is None:
+        return None
+    return _warning(
+        f"{place} and {other} share one weight. Each gets its own when it is sharded, and training moves them apart.",
+        "one parameter for both, with one placement",
+        f"shard both on their rows, and then tie them again: model.{place.path}.weight = model.{other}.weight",
+    )
+
+
+def _has(module: nn.Module, weight: Tensor, mesh: DeviceMesh) -> bool:
+    """Return True if a module has this weight, or had it before a style sharded the module."""
+    theirs = module._parameters.get("weight")
+    return theirs is weight or (isinstance(module, nn.Embedding) and _was_tied(theirs, weight, mesh))
+
+
+def _was_tied(sharded: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> bool:
+    """Return True if a weight that a style has sharded already has the values of one that is still whole.
+
+    Such weights were tied, as no two are initialized alike. This is asked on rank 0, which has the first part.
+    """
+    if not isinstance(sharded, DTensor) or isinstance(weight, DTensor) or sharded.device_mesh != mesh:
+        return False
+    placement, part = sharded.placements[0], sharded.to_local()
+    if not isinstance(placement, Shard) or sharded.shape != weight.shape or weight.is_meta or mesh.get_local_rank():
+        return False
+    first = weight.narrow(placement.dim, 0, part.shape[placement.dim])
+    return part.device == first.device and bool(part.any()) and torch.equal(part, first)
+
+
+# Heads and fused projections ------------------------------------------------------------------------------------------
+# A linear layer does not say what its columns are. The module that holds it may say the size of a head. A name such as
+# `qkv` tells that a layer computes several things at once.
+
+FUSED = {r"qkv|c_attn": "q, k and v", r"gate_up": "gate and up"}
+
+
+def _cut_heads(place: Place, width: int, ranks: int) -> Diagnostic | None:
+    """Return a warning if the ranks would get parts of attention heads."""
+    size = _head_size(place.parent)
+    if not size or width % size or width % ranks or width // ranks % size == 0:
+        return None
+    heads, whole = counted(width // size, "head"), width // size
+    hint = "take fewer ranks"
+    if ranks % whole == 0:
+        rows = f"weight.unflatten(0, ({whole}, {size})).repeat_interleave({ranks // whole}, 0).flatten(0, 1)"
+        hint += f"; or, for inference, give each head to {ranks // whole} of them: {rows}"
+    return _warning(
+        f"{place} computes {heads} of {size} columns, and each of the {ranks} ranks gets {width // ranks} columns: "
+        "no whole head.",
+        "as many heads as the ranks divide, of keys and values as well",
+        hint,
+    )
+
+
+def _head_size(module: nn.Module | None) -> int:
+    """Return the size of an attention head, from attributes such as `head_dim`; 0 where none or several are said."""
+    attributes = vars(module) if module is not None else {}
+    sizes = {
+        value
+        for name, value in attributes.items()
+        if isinstance(value, int) and value > 0 and re.search(r"head_?(dim|size)|(dim|d)_head$", name, re.IGNORECASE)
+    }
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _fused(place: Place, ranks: int) -> Diagnostic | None:
+    """Return a warning if a layer computes several things at once, by its name."""
+    found = (parts for pattern, parts in FUSED.items() if re.search(pattern, place.name, re.IGNORECASE))
+    parts = next(found, None)
+    if parts is None or ranks == 1:
+        return None
+    return _warning(
+        f"{place} seems to compute {parts} at once. Each of the {ranks} ranks gets consecutive columns, so that "
+        f"chunk() or split() of a rank's output does not give its {parts}.",
+        f"rows of the weight in the order of the ranks, each rank's rows of {parts} together",
+        "torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in weight.chunk(count)]) orders them",
+    )
