@@ -49,6 +49,7 @@ ROW = 30  # seconds after which no further candidate of a row is made
 RUNNING = "running"  # the outcome of a part that has not ended
 TUNED = ("allgather_matmul", "row_parallel_scattered", "row_parallel", "mlp")
 MODELS = "70B,8B,405B"
+EMULATED = 8  # ranks, of which 2 GPUs stand for one each
 TRIED = "DTensor eager;hostir eager"  # what runs without a compiler
 
 
@@ -196,6 +197,16 @@ PARTS = (
     ),
     comparison("alone", 60, "reshard", "reshard"),
     comparison("decode", 60, "matmul_all_reduce", "decode", options=["--decode"], file="decode"),
+    comparison(
+        *("departures", 45, "matmul_reduce_scatter", "departures"),
+        options=["--as-rank-of", str(EMULATED)],
+        rows="70B,8B",
+    ),
+    comparison(
+        *("scaled_departures", 45, "scaled_matmul", "scaled_gather_emulated"),
+        options=["--as-rank-of", str(EMULATED)],
+        rows="70B",
+    ),
     Part("stress", 120, stress),
     Part("patterns", 90, patterns),
     Part("tune", 90, tune),
