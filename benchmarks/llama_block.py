@@ -29,7 +29,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -307,15 +307,19 @@ class Bench:
         joined: the job.
         options: the command line.
         clock: times the steps.
-        alone: a mesh of this rank.
         rows: the results, one for each case.
     """
 
     joined: Session
     options: argparse.Namespace
     clock: Clock
-    alone: DeviceMesh
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def alone(self) -> DeviceMesh:
+        """A mesh of this rank."""
+        shape = (self.joined.size, 1)
+        return init_device_mesh(self.options.device, shape, mesh_dim_names=("others", "alone"))["alone"]
 
     def attempt(self, about: str, work: Callable[[], T]) -> T:
         """Return what `work` gives. Raises FailedError on every rank if it raises on any rank."""
@@ -371,8 +375,8 @@ class Bench:
         works: dict[tuple[str, str], Callable[[], Any]] = {("step", ISSUED): step}
         lacking = {}
         try:
-            alone_case = replace(case, whole=case.plain(), mesh=self.alone)
-            works["alone", ISSUED] = self.attempt("alone", partial(warmed, alone_case, way))
+            alone = self.attempt("a case alone", lambda: replace(case, whole=case.plain(), mesh=self.alone))
+            works["alone", ISSUED] = self.attempt("alone", partial(warmed, alone, way))
         except FailedError as failed:
             lacking["alone"] = str(failed)
         for (what, _), work in [*works.items()] if self.joined.device.type == "cuda" else []:
@@ -498,8 +502,7 @@ def main() -> None:
         if joined is None:
             sys.exit("start it with torchrun, one process a GPU")
         mesh = init_device_mesh(given.device, (joined.size,), mesh_dim_names=("tp",))
-        alone = init_device_mesh(given.device, (joined.size, 1), mesh_dim_names=("others", "alone"))["alone"]
-        bench = Bench(joined, given, Clock(joined.device, given.repeats), alone)
+        bench = Bench(joined, given, Clock(joined.device, given.repeats))
         for model, tokens, make in cases(given, mesh):
             bench.measure(model, tokens, make)
             if joined.rank == 0:

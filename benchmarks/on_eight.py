@@ -181,21 +181,21 @@ def comparison(name: str, seconds: float, module: str, kind: str, **more: Any) -
 
 
 PARTS = (
-    Part("llama_block", 240, llama_block, table=True),
+    Part("llama_block", 270, llama_block, table=True),
     comparison("reduce_scatter", 90, "matmul_reduce_scatter", "reduce_scatter", rows=MODELS),
     comparison("all_gather", 90, "allgather_matmul", "allgather", rows=MODELS),
     comparison("all_reduce", 75, "matmul_all_reduce", "all_reduce", rows=MODELS),
-    Part("overhead", 60, overhead, table=True),
+    Part("overhead", 50, overhead, table=True),
     comparison("mlp", 45, "mlp", "mlp", rows=MODELS),
     comparison("torch_operators", 120, "torch_operators", "torch_operators"),
     comparison("scaled", 60, "scaled_matmul", "scaled_gather", options=["--side", "gather"], rows="70B"),
     comparison(
-        *("scaled_scatter", 60, "scaled_matmul", "scaled_scatter"),
+        *("scaled_scatter", 50, "scaled_matmul", "scaled_scatter"),
         options=["--side", "scatter"],
         file="scaled_matmul_scatter",
         rows="70B",
     ),
-    comparison("alone", 60, "reshard", "reshard"),
+    comparison("alone", 45, "reshard", "reshard"),
     comparison("decode", 60, "matmul_all_reduce", "decode", options=["--decode"], file="decode"),
     comparison(
         *("departures", 45, "matmul_reduce_scatter", "departures"),

@@ -49,7 +49,7 @@ OTHERS = {
 }
 NOT_MEASURED = {
     *("decode", "llama_block", "matmul_all_reduce", "matmul_reduce_scatter", "mlp", "reshard"),
-    *("matmul_reduce_scatter_as_rank_of", "scaled_matmul", "scaled_matmul_as_rank_of", "scaled_matmul_scatter", "soak"),
+    *("matmul_reduce_scatter_as_rank_of", "scaled_matmul", "scaled_matmul_as_rank_of", "scaled_matmul_scatter"),
     "torch_operators",
 }
 
@@ -96,6 +96,8 @@ def compared(data: dict[str, Any]) -> str:
     lines = [{name: text for name, text in cells(row).items() if name not in dropped} for row in rows]
     names = {"our score": "its score", "candidate's score": "its score"}
     text = table([names.get(name, name) for name in lines[0]], [[*line.values()] for line in lines])
+    if left := data["not_measured"]:
+        text += f"\n\nNot measured, as time was short: {', '.join(left)}."
     ratios = [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
     if not ratios:
         return text
@@ -109,6 +111,8 @@ def functions(data: dict[str, Any]) -> str:
     rows = in_order(data["rows"])
     lines = [{n: t for n, t in cells(row).items() if not n.startswith(("floor", "must", "met"))} for row in rows]
     text = table([*lines[0]], [[*line.values()] for line in lines])
+    if left := data["not_measured"]:
+        text += f"\n\nNot measured, as time was short: {', '.join(left)}."
     said = []
     for mode in rows[0]["modes"]:
         both = [row["modes"][mode] for row in rows]

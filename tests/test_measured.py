@@ -57,18 +57,19 @@ def test_a_page_shows_a_result_with_its_stamp(tmp_path: Path) -> None:
     row = {"kind": "allgather", "model": "70B", "M": 4096, "N": 3584, "K": 8192, "ranks": 2, "dtype": "bf16"}
     row |= {"gemm_us": 90.0, "nccl_us": 80.0, "triton_us": None, "times": times, "failed": {}}
     compiled = scored(row | {"compiled": {"mode": "graph", "choice": "fused aten"}})
-    text = result(tmp_path, "allgather_matmul_2", {"rows": [compiled]})
+    text = result(tmp_path, "allgather_matmul_2", {"rows": [compiled], "not_measured": ["8B M=64"]})
     assert (
         "| 70B 4096,3584,8192 | 90 | 80 NCCL | NCCL + cuBLAS, graph | 0.600 | fused aten, graph | 0.900 | 1.50 |"
         in text
     )
     assert "faster than the best peer issued alike in 1 of 1 rows; the median is 1.50 x." in text
+    assert "Not measured, as time was short: 8B M=64." in text
     assert "Made: date 2026-01-01, commit abc, gpu H100, gpus 2." in text
     assert "old" not in text
     times |= {HOSTIR: {"ours": True, "eager": 100.0, "graph": 300.0}, TORCH: {"ours": False, "eager": 120.0}}
     del times[COMPILED]
     by_mode = scored(row | {"kind": "torch_operators", "model": "70B-gather"})
-    text = result(tmp_path, "torch_operators_2", {"rows": [by_mode]})
+    text = result(tmp_path, "torch_operators_2", {"rows": [by_mode], "not_measured": []})
     assert "| torch fused | 0.750 | 0.900 | NCCL + cuBLAS | 0.600 | 0.300 |" in text
     assert (
         "eager: faster than the best peer in 1 of 1 rows, median 1.20 x; graph: faster than the best peer in 0" in text

@@ -109,7 +109,7 @@ def way(**times: float) -> Results:
 
 def test_what_is_measured_is_kept_when_a_later_case_fails(tmp_path: Path) -> None:
     options = Namespace(out=tmp_path / "block", of=8, ways=[PLAIN])
-    bench = Bench(cast(Any, Alone()), options, cast(Any, None), cast(Any, None))
+    bench = Bench(cast(Any, Alone()), options, cast(Any, None))
     first = {"model": "70B", "tokens": 64, "widths": "full widths", "ways": {PLAIN: way(step=30.0, alone=20.0)}}
     bench.rows.append(first | {"failed": {}, "error_of_bf16": 0.01})
 
