@@ -11,7 +11,6 @@ from hostir.ir.op import Codec, Phase, Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, described, error, warn_once
 from hostir.ir.types import bind_shape
-from hostir.runtime.order import NONE, early_buffers
 from hostir.runtime.sharding import (
     Part,
     bind_sizes,
@@ -128,35 +127,6 @@ def _not_dense(x: Any) -> bool:
 
 TensorsKey = tuple[tuple[Any, ...] | None, ...]
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # of values without tensor memory
-
-
-def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
-    """Return, for each output, the register of the buffer that the caller's tensor replaces; NONE if it gets a copy.
-
-    Replaced are buffers that the program allocates, returns whole and once, and touches only after the beginning of the
-    call: the caller's stream may have used the tensor before the call, unlike memory that is newly allocated.
-    """
-    allocated = unrolled.allocated.keys() - early_buffers(unrolled)
-    found: list[int] = []
-    for register in unrolled.outputs:
-        found.append(register if register in allocated else NONE)
-        allocated.discard(register)
-    return tuple(found)
-
-
-def place(given: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
-    """Put the caller's tensors, before a run, in the registers of the buffers that they replace."""
-    for home, x in zip(homes, given, strict=True):
-        if home != NONE:
-            registers[home] = x
-
-
-def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
-    """Copy, after a run, the outputs that are not in the caller's tensors yet; return the caller's tensors."""
-    for register, x in zip(outputs, given, strict=True):
-        if x is not None and x is not registers[register]:
-            x.copy_(registers[register])
-    return tuple(given)
 
 
 # Checks of `out=` -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hostir.ir.regions import dense_strides
 from hostir.runtime.kernels.layout import row_pieces, with_rows
 from hostir.runtime.kernels.table import REPEATABLE, Kernel, repeating
 from hostir.runtime.order import NONE
-from hostir.runtime.sharding import torch_dtype
+from hostir.runtime.sharding import Part, torch_dtype
 from hostir.runtime.symmetric import SharedMemory, touches
 from hostir.runtime.unroll import (
     AllocateOp,
@@ -74,6 +74,21 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
         return lambda: kernel(registers[out], registers[x], registers[y])
     (x,) = operands
     return lambda: kernel(registers[out], registers[x])
+
+
+def place(given: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
+    """Put the caller's tensors, before a run, in the registers of the buffers that they replace."""
+    for home, x in zip(homes, given, strict=True):
+        if home != NONE:
+            registers[home] = x
+
+
+def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
+    """Copy, after a run, the outputs that are not in the caller's tensors yet; return the caller's tensors."""
+    for register, x in zip(outputs, given, strict=True):
+        if x is not None and x is not registers[register]:
+            x.copy_(registers[register])
+    return tuple(given)
 
 
 # Blocks of rows -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from hostir.runtime.arguments import (
 from hostir.runtime.binding import MAX_PLANS, places
 from hostir.runtime.cuda.graphs import Graphs
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
-from hostir.runtime.cuda.streams import CallOrder, communication_order, queues
+from hostir.runtime.cuda.streams import Allocations, CallOrder, communication_order, queues
 from hostir.runtime.gloo.machine import GlooMachine, GlooPlan
 from hostir.runtime.groups import Groups
 from hostir.runtime.guest import session_of
@@ -96,6 +96,7 @@ class BoundCall:
 
     Fields:
         graph: its CUDA graph, if it has one.
+        allocations: the caller's allocations that copies of the graph are bound to, if there are any.
         eager: the number of times it was issued statement by statement since it was last captured.
         captures: the number of times it was captured.
         kind: a number of its program and sizes, the same on all ranks.
@@ -107,6 +108,7 @@ class BoundCall:
         self.count = len(tensors)
         self.where = where
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.allocations: Allocations | None = None
         self.eager = self.captures = 0
         self.kind = crc32(f"{digest} {sorted(plan.unrolled.sizes.items())}".encode())
         self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
@@ -414,8 +416,7 @@ class Executor:
                 communication_order(self._machine.device).follow_in_capture()
         elif self._order is not None:
             self._order.follow()
-        if call.graph is not None and graphs is not None and given is not None:
-            graphs.launch(call.graph)
+        if call.graph is not None and graphs is not None and given is not None and graphs.replay(call):
             return given
         if graphs is not None and given is not None and graphs.capture_when_due(call, inputs, given):
             return given
@@ -604,8 +605,6 @@ class Executor:
             del self.plans[kind]
         for name in [name for name, call in self.bound.items() if gone(call.plan)]:
             del self.bound[name]
-        if self._graphs is not None:
-            self._graphs.tidy()
 
     def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""

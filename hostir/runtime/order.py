@@ -129,3 +129,17 @@ def early_buffers(unrolled: UnrolledProgram) -> set[int]:
     """Return the buffers touched by streams that may not have waited for the caller's stream's earlier work."""
     early = (op for position, op in enumerate(unrolled.ops) if not unrolled.order.forked(position))
     return {unrolled.buffers[register] for op in early for register in (*op.reads, *op.writes)}
+
+
+def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
+    """Return, for each output, the register of the buffer that the caller's tensor replaces; NONE if it gets a copy.
+
+    Replaced are buffers that the program allocates, returns whole and once, and touches only after the beginning of the
+    call: the caller's stream may have used the tensor before the call, unlike memory that is newly allocated.
+    """
+    allocated = unrolled.allocated.keys() - early_buffers(unrolled)
+    replaced: list[int] = []
+    for register in unrolled.outputs:
+        replaced.append(register if register in allocated else NONE)
+        allocated.discard(register)
+    return tuple(replaced)

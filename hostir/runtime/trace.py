@@ -16,7 +16,6 @@ import torch
 from hostir.ir.op import REGISTRY, Statement
 from hostir.ir.source import described, error, user_span
 from hostir.runtime.binding import Step
-from hostir.runtime.order import CALLER
 from hostir.runtime.unroll import Op, UnrolledProgram
 
 # Traces ---------------------------------------------------------------------------------------------------------------
@@ -217,13 +216,6 @@ def _ticks(span: float) -> list[tuple[float, str]]:
 # Times of a run's operations on CUDA, from events on their streams, converted to the clock that all ranks share.
 
 
-def lane_of(op: Op) -> str:
-    """Return the track of a trace for an operation."""
-    if op.by_group:
-        return f"communication {op.by_group}"
-    return "caller" if op.stream == CALLER else f"stream {op.stream}"
-
-
 class Timeline:
     """Events around the operations of one plan; `collect` turns those of the latest run into a trace's events.
 
@@ -275,4 +267,4 @@ class Timeline:
         for op, start, end in self.spans:
             begin, stop = (now + anchor.elapsed_time(event) / 1e3 for event in (start, end))
             text = self.unrolled.text(op)
-            self.trace.add(self.unrolled.rank, lane_of(op), text, begin, stop, op.place.rounds)
+            self.trace.add(self.unrolled.rank, op.lane, text, begin, stop, op.place.rounds)

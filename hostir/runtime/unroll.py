@@ -128,6 +128,13 @@ class Op:
     def awaited_flags(self) -> tuple[FlagUse, ...]:
         return ()
 
+    @property
+    def lane(self) -> str:
+        """The track of a trace that shows the operation."""
+        if self.by_group:
+            return f"communication {self.by_group}"
+        return "caller" if self.stream == CALLER else f"stream {self.stream}"
+
 
 def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
     return lambda op: (getattr(op, field),)

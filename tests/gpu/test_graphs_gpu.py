@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hostir.ir import parse
+from hostir.runtime.cuda.streams import Allocations
 from hostir.runtime.executor import Executor
 from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, slowed
 
@@ -281,3 +282,29 @@ def test_a_program_whose_workers_do_not_join_runs_without_graphs() -> None:
     executor(a, out=c)
     torch.cuda.synchronize()
     assert torch.allclose(c, torch.nn.functional.gelu(a))
+
+
+def test_an_address_that_was_freed_and_given_out_again_is_in_another_allocation() -> None:
+    torch.cuda.empty_cache()
+    x = torch.empty(32 << 20, dtype=torch.uint8)
+    address, allocations = x.data_ptr(), Allocations([x.data_ptr()])
+    assert allocations.still_there()
+    x = None
+    assert allocations.still_there(), "torch keeps the memory"
+    torch.cuda.empty_cache()
+    assert not allocations.still_there()
+    again = [torch.empty(32 << 20, dtype=torch.uint8) for _ in range(4)]
+    assert address in [x.data_ptr() for x in again], "the case that this is about"
+    assert not allocations.still_there()
+
+
+def test_graphs_are_captured_again_after_the_last_one_was_destroyed() -> None:
+    executor, a, b, c = called(4)
+    (call,) = executor.bound.values()
+    for _ in range(3):
+        call.graph, call.captures = None, 0
+        for _ in range(4):
+            executor(a, b, out=c)
+            assert close(c, a, b)
+        assert graphs_of(executor) == 1
+    assert executor.graph_refusal is None

@@ -16,6 +16,7 @@ JOBS = {
     "patterns": ("gpu/torchrun_patterns.py", "--seconds", "300"),
     "operators": ("torch/operator_cases.py",),
     "layers": ("torch/layer_cases.py",),
+    "memory": ("gpu/stress_memory.py", "--steps", "300"),
     "stress": ("gpu/stress_onesided.py", "--seconds", "15"),
 }
 

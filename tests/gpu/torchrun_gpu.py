@@ -2,11 +2,11 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node N tests/gpu/torchrun_gpu.py [CASE ...]
 
-Prints one line a case and ends non-zero where one fails. Each case runs with ATen and Triton kernels, first as calls
-back to back that nothing synchronizes, with ranks held up at random, then captured into a CUDA graph and replayed.
-Inputs are fresh each time; memory holds NaN before eager calls, outputs hold NaN before replays. Results are compared
-with float64 on the whole tensors: the error, in the norm, may be 1.1 times that of the same parts computed and reduced
-by torch, plus half a unit of f32.
+Prints one line a case and ends non-zero where one fails; `sizes` runs as often as it is named. Each case runs with ATen
+and Triton kernels, first as calls back to back that nothing synchronizes, with ranks held up at random, then captured
+into a CUDA graph and replayed. Inputs are fresh each time; memory holds NaN before eager calls, outputs hold NaN before
+replays. Results are compared with float64 on the whole tensors: the error, in the norm, may be 1.1 times that of the
+same parts computed and reduced by torch, plus half a unit of f32.
 
 `killed` runs none of these: rank 1 kills itself in a run, and every other rank must end within HOSTIR_TIMEOUT seconds
 with a diagnostic that names its statement.
@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed
 import hostir as hi
 from examples import patterns
 from hostir.ir.program import Program
-from hostir.ir.types import DTYPES, FP8
+from hostir.ir.types import DTYPES, FP8, bind_shape
 from hostir.runtime import binding, symmetric
 from hostir.runtime.executor import Executor
 from hostir.runtime.reference import relative_error
 from hostir.runtime.session import joined, session
-from hostir.runtime.sharding import random_inputs, shard
+from hostir.runtime.sharding import TORCH, random_inputs, shard
 from tests.runtime import torchrun_programs as programs
 from tests.runtime.torchrun_cases import RANK, Reference, product
 from tests.runtime.torchrun_programs import GRID, RANKS, SIZE, TRANSFERS
@@ -123,6 +123,13 @@ def parts_of(case: Case, wholes: Sequence[torch.Tensor]) -> Tensors:
 
 def fresh(case: Case, seed: int) -> list[torch.Tensor]:
     return [x.cuda() for x in random_inputs(case.program, case.sizes, seed)]
+
+
+def fresh_on_gpu(case: Case, seed: int) -> list[torch.Tensor]:
+    """Return inputs that the GPU draws, the same on every rank: the CPU would take most of a long test's time."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(bind_shape(v.tensor.shape, case.sizes), TORCH[v.tensor.dtype.name]) for v in case.program.inputs]
+    return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape, dtype in shapes]
 
 
 def check(case: Case, wholes: Sequence[torch.Tensor], outputs: Tensors) -> float:
@@ -214,7 +221,7 @@ def sizes_take_turns() -> bool:
     worst = 0.0
     for call, m in enumerate((1024, 2048, 512, 2048, 1024, 1536, 512, 1024, 2048, 512) * 2):
         case = Case("sizes", program, product, m=m * SIZE)
-        wholes = fresh(case, seed=3000 + call)
+        wholes = fresh_on_gpu(case, seed=3000 + call)
         parts = parts_of(case, wholes)
         outs = [torch.full_like(x, NAN) for x in executor(*parts)]
         for _ in range(4):  # the last are replayed
@@ -393,8 +400,7 @@ def main() -> None:
             killed()
         chosen = [case for case in cases() if not wanted or any(case.name.startswith(name) for name in wanted)]
         results = [ran(case, kernels) for case in chosen for kernels in ("aten", "triton")]
-        if not wanted or "sizes" in wanted:
-            results.append(sizes_take_turns())
+        results += [sizes_take_turns() for _ in range(wanted.count("sizes") if wanted else 1)]
         if not wanted or "layers" in wanted:
             results += [layers_share_memory(strategy) for strategy in ("ring", "fused", "push")]
         if not wanted or "decoder" in wanted:

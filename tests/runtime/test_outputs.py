@@ -10,9 +10,8 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.runtime.arguments import homes
 from hostir.runtime.executor import Executor
-from hostir.runtime.order import NONE
+from hostir.runtime.order import NONE, homes
 from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.unroll import unroll
 from tests.runtime.small_programs import FORK, JOIN, alone, pipeline, program, said

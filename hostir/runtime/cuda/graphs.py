@@ -13,7 +13,7 @@ import torch
 
 from hostir.ir.machine import uncollected
 from hostir.ir.source import Diagnostic, HostIRError, error, logger
-from hostir.runtime.cuda.streams import current, own_stream
+from hostir.runtime.cuda.streams import Allocations, current, own_stream
 from hostir.runtime.kernels.table import Again, Kernel
 from hostir.runtime.sharding import Part
 from hostir.runtime.unroll import UnrolledProgram
@@ -82,9 +82,15 @@ class CublasStreams:
 #
 # A call with `out=` has all its addresses from the caller. After two such calls at the same addresses the plan is
 # captured, which executes nothing, and from then on its graph is launched on the caller's stream. The graph holds no
-# reference to the caller's tensors: it reads and writes whatever is at its addresses when it is launched. Workspaces
-# come from a pool that all graphs of the executor share, and kernels may share per-stream library state with eager
-# calls; hence calls of one executor run in order, on whatever streams they are made.
+# reference to the caller's tensors: it reads and writes whatever is at its addresses when it is launched. There is one
+# exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of such a node to allocations
+# when the graph is instantiated. If the caller's tensor is freed, its memory returned to CUDA (`empty_cache`), and
+# another allocation gets the address, then a launch of the graph fails: "invalid argument", "unspecified launch
+# failure", or a segmentation fault in the driver. So a launch first compares these allocations with those of the
+# capture, and a graph whose allocations are gone is dropped.
+#
+# Workspaces come from a pool that all graphs of the executor share, and kernels may share per-stream library state with
+# eager calls; hence calls of one executor run in order, on whatever streams they are made.
 #
 # Programs that communicate through NCCL are left to the caller, who can capture a call on all ranks at once. Either all
 # ranks capture a launch or none, and they must replay graphs of one common capture [NCCL 2025]; but each rank has its
@@ -101,6 +107,8 @@ MAX_GRAPHS = 16  # kept by an executor
 class Capturable(Protocol):
     """The part of a plan that `Graphs` uses."""
 
+    copied_with_peers: Sequence[int]
+
     @property
     def eager_only(self) -> str:
         """The reason why its runs must not be captured; empty if they may."""
@@ -113,6 +121,7 @@ class GraphedCall(Protocol):
     """A bound call as `Graphs` uses it."""
 
     graph: torch.cuda.CUDAGraph | None
+    allocations: Allocations | None
     eager: int
     captures: int
 
@@ -156,21 +165,27 @@ class Graphs:
         self.calls = calls
         self.first = first
         self.refusal: str | None = None
+        self.pool: Any = None  # the memory pool that the graphs alive share
 
     @cached_property
     def side(self) -> torch.cuda.Stream:
         """The stream on which captures are made."""
         return own_stream(self, self.device, priority=0)
 
-    @cached_property
-    def pool(self) -> Any:
-        """The memory pool of all graphs."""
-        return torch.cuda.graph_pool_handle()
-
     @property
     def kept(self) -> list[GraphedCall]:
         """The calls that have a graph, the least recently bound first."""
         return [call for call in self.calls.values() if call.graph is not None]
+
+    def replay(self, call: GraphedCall) -> bool:
+        """Launch the graph of a call; drop the graph and return False if memory that it copies was freed."""
+        assert call.graph is not None
+        if call.allocations is not None and not call.allocations.still_there():
+            call.graph = call.allocations = None
+            LOG.info("@%s: dropped a CUDA graph: a tensor that it copies to a peer was freed", self.name)
+            return False
+        self.launch(call.graph)
+        return True
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -193,6 +208,9 @@ class Graphs:
         call.graph = self.capture(call.plan, inputs, given)
         if call.graph is None:
             return False
+        tensors = (*inputs, *given)
+        copied = [x for i in call.plan.copied_with_peers if (x := tensors[i]) is not None]
+        call.allocations = Allocations([x.data_ptr() for x in copied]) if copied else None
         if len(kept := self.kept) > MAX_GRAPHS:  # CUDA frees a graph that is running once it has ended
             kept[0].graph = None
             LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, MAX_GRAPHS)
@@ -220,6 +238,8 @@ class Graphs:
         return graph
 
     def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+        if not self.kept:  # torch refuses a pool whose graphs have all been destroyed
+            self.pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
             graph = torch.cuda.CUDAGraph()
             try:  # other threads may go on calling what a capture forbids
@@ -241,11 +261,6 @@ class Graphs:
         with contextlib.suppress(RuntimeError, IndexError):  # a clone of the state belongs to no capture
             generator = torch.cuda.default_generators[self.side.device_index]
             generator.graphsafe_set_state(generator.clone_state())
-
-    def tidy(self) -> None:
-        """Give back the pool where calls with graphs were dropped, and none is left: torch frees it with the last."""
-        if not self.kept:
-            self.__dict__.pop("pool", None)
 
     def release(self, reason: str) -> None:
         """Drop all graphs, and make no more."""

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import (
 
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.arguments import homes
 from hostir.runtime.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
@@ -29,7 +28,7 @@ from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.layout import Words
 from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
-from hostir.runtime.order import CALLER, NONE, late_streams
+from hostir.runtime.order import CALLER, NONE, homes, late_streams
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import KindOfSizes, shares_memory
 from hostir.runtime.trace import Timeline
@@ -247,6 +246,7 @@ class CudaPlan:
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
         self.freed_later: list[FreeOp] | None = None  # those behind a product that its copies will be bound with
         self.awaited_at_once = awaited_at_once(unrolled)
+        self.engine_copies = set[int]()  # the buffers that copy engines copy to or from a peer
         self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
         self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
         self.memory = machine.symmetric.of(unrolled, self, kind, limit)
@@ -277,6 +277,13 @@ class CudaPlan:
         for buffer in kept:
             del self.late[buffer]
         return kept
+
+    @property
+    def copied_with_peers(self) -> list[int]:
+        """The positions among a call's inputs and `out=` tensors of those that copy engines copy to or from a peer."""
+        inputs = self.unrolled.inputs
+        tensors = [*enumerate(range(inputs.start, inputs.stop)), *((len(inputs) + i, x) for x, i in self.placed)]
+        return [position for position, register in tensors if register in self.engine_copies]
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(
@@ -432,6 +439,7 @@ class CudaPlan:
         if self.add_push(op):
             return
         if self.unrolled.touches_peer(op):
+            self.engine_copies.update(self.unrolled.buffers[register] for register in self.unrolled.tensors(op))
             self.direct(op, self.flagged.copy(op))
         else:
             self.here(op, self.flagged.copy_here(op))

@@ -26,6 +26,7 @@ AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all that the stream did before
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
+BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of an allocation, which no other of the process ever gets
 MAX_BATCH = 200  # operations per batch; the driver takes 256
 
 
@@ -89,6 +90,30 @@ def capture_id(stream: torch.cuda.Stream) -> int:
     results = ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
     check(_driver().cuStreamGetCaptureInfo_v2(handle, *results), "a capture")
     return number.value
+
+
+class Allocations:
+    """The allocations that some addresses were in when this was made.
+
+    CUDA may free an allocation and give its address to the next one. An address alone does not tell the two apart.
+    """
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self.addresses = [ctypes.c_uint64(address) for address in addresses]
+        self.result = ctypes.c_uint64()
+        self.call, self.pointer = _driver().cuPointerGetAttribute, ctypes.byref(self.result)
+        self.numbers = [self.number(address) for address in self.addresses]
+
+    def number(self, address: ctypes.c_uint64) -> int:
+        """Return the number of the allocation that holds an address now; 0 if none does."""
+        return 0 if self.call(self.pointer, BUFFER_ID, address) else self.result.value
+
+    def still_there(self) -> bool:
+        """Return True if the same allocations hold the addresses. This takes 0.7 us an address."""
+        for address, number in zip(self.addresses, self.numbers, strict=True):
+            if self.call(self.pointer, BUFFER_ID, address) or self.result.value != number:
+                return False
+        return True
 
 
 # Flags ------------------------------------------------------------------------------------------------------------

@@ -14,16 +14,15 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.arguments import deliver, homes, place
-from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view
+from hostir.runtime.binding import Step, bind_allocate, bind_compute, bind_view, deliver, place
 from hostir.runtime.gloo.onesided import AbandonedError, GlooOneSided, LaneKey, SharedFiles, ThreadLane, Waits
 from hostir.runtime.groups import ANEW, Groups
 from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernels_for
-from hostir.runtime.order import CALLER, late_streams
+from hostir.runtime.order import CALLER, homes, late_streams
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import KindOfSizes
-from hostir.runtime.trace import Trace, lane_of
+from hostir.runtime.trace import Trace
 from hostir.runtime.unroll import (
     AllocateOp,
     BarrierOp,
@@ -400,7 +399,7 @@ class GlooPlan:
         trace = self.trace
         if trace is None:
             return _nothing, _nothing
-        rank, lane, text, rounds = self.unrolled.rank, lane_of(op), self.unrolled.text(op), op.place.rounds
+        rank, lane, text, rounds = self.unrolled.rank, op.lane, self.unrolled.text(op), op.place.rounds
         begun = [0.0]
 
         def start() -> None:

@@ -75,12 +75,18 @@ class Current:
 
 
 class Graph:
+    pool: object = None
+
     def __init__(self) -> None:
         self.work: list[Callable[[], object]] = []
         alive.add(self)
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         log.append(("capture", pool, capture_error_mode, Device.current.name))
+        if pool in used and not any(graph.pool == pool for graph in alive):
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # as torch's allocator of pinned memory says
+        used.add(pool)
+        self.pool = pool
         Device.capture = self
         if Device.fails == "begin":
             raise RuntimeError("CUDA error: no capture begins")
@@ -101,12 +107,14 @@ class Graph:
 
 
 alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+used: set[object] = set()  # pools of graphs that are alive or gone
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the fakes in the place of what torch has, with nothing noted yet."""
     log.clear()
     alive.clear()
+    used.clear()
     Device.capture, Device.callers_capture, Device.fails = None, False, ""
     caller = Device.current = Stream(name="caller")
     cuda = {
@@ -114,7 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": Event,
         "CUDAGraph": Graph,
         "stream": Current,
-        "graph_pool_handle": lambda: "pool",
+        "graph_pool_handle": lambda: f"pool {len(used)}",
         "is_current_stream_capturing": lambda: Device.callers_capture or Device.capture is not None,
         "default_stream": lambda device: caller,
         "current_stream": lambda device: Device.current,

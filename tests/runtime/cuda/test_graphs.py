@@ -69,7 +69,7 @@ def test_a_capture_is_made_beside_the_callers_stream_and_forbids_other_threads_n
     for _ in range(3):
         e(a, b, out=c)
     (begun,) = [step for step in log if step[0] == "capture"]
-    assert begun[1:3] == ("pool", "thread_local")
+    assert begun[1:3] == ("pool 0", "thread_local")
     assert begun[3] not in ("caller", *[stream.name for stream in e._machine.streams])
 
 
@@ -196,7 +196,10 @@ def test_an_allocator_that_was_not_told_of_a_captures_end_is_told() -> None:
     Device.fails = "end"
     with pytest.warns(RuntimeWarning, match="a stream has not joined"):
         e(a, b, out=c)
-    assert [step for step in log if step[0] in ("leave", "release")] == [("leave", 0, "pool"), ("release", 0, "pool")]
+    assert [step for step in log if step[0] in ("leave", "release")] == [
+        ("leave", 0, "pool 0"),
+        ("release", 0, "pool 0"),
+    ]
 
 
 def test_an_interrupt_during_a_capture_ends_it() -> None:
@@ -265,6 +268,33 @@ def test_the_latest_used_graphs_are_kept_and_one_that_was_dropped_must_come_back
     assert len(alive) == MAX_GRAPHS
     assert how(e, a, b, outs[0]) == "replay"
     assert [how(e, a, b, outs[1]) for _ in range(9)] == ["eager"] * 8 + ["capture replay"]
+
+
+class FakeAllocations:
+    """Allocations of one call's tensors, all of which a test can free."""
+
+    freed = False
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.addresses = addresses
+
+    def still_there(self) -> bool:
+        return not FakeAllocations.freed
+
+
+def test_a_graph_is_dropped_once_memory_that_it_copies_to_a_peer_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostir.runtime.cuda.graphs.Allocations", FakeAllocations)
+    monkeypatch.setattr(CudaPlan, "copied_with_peers", [0])
+    monkeypatch.setattr(FakeAllocations, "freed", False)
+    e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
+    assert [how(e, a, b, c) for _ in range(4)] == ["eager", "eager", "capture replay", "replay"]
+    assert e.latest.allocations.addresses == [a.data_ptr()]
+    monkeypatch.setattr(FakeAllocations, "freed", True)
+    assert how(e, a, b, c) == "eager"
+    assert not alive
+    monkeypatch.setattr(FakeAllocations, "freed", False)
+    assert [how(e, a, b, c) for _ in range(9)] == ["eager"] * 7 + ["capture replay", "replay"]
+    assert e.graph_refusal is None
 
 
 def test_a_graph_keeps_nothing_of_the_callers_alive() -> None:

@@ -484,3 +484,16 @@ def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
     unrolled = unroll(program, 0, sizes, parts[0])
     taken = calls_of(lambda: plan.machine.plan(unrolled))
     assert taken <= most * len(unrolled.ops), taken / len(unrolled.ops)
+
+
+@pytest.mark.parametrize(("strategy", "positions"), [("fused", [0]), ("ring", []), ("push", [])])
+def test_a_plan_knows_which_tensors_of_a_call_copy_engines_send_to_peers(
+    strategy: str, positions: list[int], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(patterns.allgather_matmul_rows(2, 2, 16, 8, 8), strategy)
+    parts = [
+        [shard(x, v.tensor, r, {}) for v, x in zip(program.inputs, random_inputs(program, {}), strict=True)]
+        for r in range(2)
+    ]
+    made = plans(gpus, program, parts, monkeypatch)
+    assert [plan.copied_with_peers for plan in made] == [positions, positions]

@@ -1,0 +1,181 @@
+"""Calls of random sizes whose tensors, symmetric memory and graphs come and go, on real GPUs:
+
+    torchrun --standalone --nproc-per-node N tests/gpu/stress_memory.py [--steps 2000] [--seed N]
+
+There is room for two sizes in symmetric memory, so that others evict them. Every rank makes the same calls, of the same
+sizes, in the same order. All else is drawn by each rank for itself: whether a call gets `out=`, new tensors or the
+same ones as before, whether tensors are dropped, and whether torch's allocator returns its free memory to CUDA. Now and
+then all ranks capture a call into a graph of their own and replay it later. Inputs are fresh in each call and outputs
+hold NaN before it. Prints a line at the end, and exits with 1 if a result was wrong or a rank failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+
+import hostir as hi
+from hostir.runtime import symmetric
+from hostir.runtime.executor import Executor
+from hostir.runtime.reference import relative_error
+from hostir.runtime.session import joined, session
+
+NAN = float("nan")
+SIZES = (128, 256, 384, 512, 768, 1024)  # rows of a rank
+DEPTH, COLUMNS = 2048, 128
+ROOM = 2  # of the largest size: what symmetric memory may keep of a program
+MOST_GRAPHS = 4  # of the caller's, alive at a time
+
+
+def fusion(ranks: int) -> hi.Program:
+    """Return the gather of rows and their product."""
+    return hi.parse(
+        f"""hostir 1
+mesh @mesh [didx] = {" ".join(map(str, range(ranks)))}
+fusion @rows(%a: bf16[M@didx, {DEPTH}], %b: bf16[{DEPTH}, {COLUMNS}]) -> (%c) {{
+  %full: bf16[M, {DEPTH}] = allgather %a over didx
+  %c: bf16[M, {COLUMNS}] auto = matmul %full, %b
+}}
+"""
+    )
+
+
+@dataclass
+class Captured:
+    """A graph of the caller's: it reads `a` and `b`, which must stay where they are, and writes `c`."""
+
+    graph: torch.cuda.CUDAGraph
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+
+
+class Stress:
+    """One rank of a run. `shared` draws what all ranks do alike, `mine` what each does in its own way."""
+
+    def __init__(self, seed: int) -> None:
+        job = joined()
+        self.rank, self.ranks = job.rank, job.size
+        self.shared, self.mine = Random(seed), Random(f"{seed} {job.rank}")
+        program = fusion(self.ranks)
+        self.executors = {
+            f"{strategy} {kernels}": Executor(hi.lower(program, strategy), kernels=kernels)
+            for strategy in ("fused", "ring", "push")
+            for kernels in ("triton", "aten")
+        }
+        self.tensors: dict[tuple[str, int], list[torch.Tensor]] = {}  # a, b and c of the latest call with `out=`
+        self.captured: list[Captured] = []
+        self.counts = Counter[str]()
+        self.worst = 0.0
+
+    def step(self) -> None:
+        name, rows = self.shared.choice(list(self.executors)), self.shared.choice(SIZES)
+        how = self.shared.choices(("call", "capture", "replay"), (90, 2, 8))[0]
+        seed = self.shared.randrange(1 << 40)
+        if how == "replay" and self.captured:
+            held = self.shared.choice(self.captured)
+            self.draw(held.a, held.b, seed)
+            held.c.fill_(NAN)
+            held.graph.replay()
+            return self.check(how, held.a, held.b, held.c)
+        executor = self.executors[name]
+        a, b, c = self.tensors_for(name, rows)
+        self.draw(a, b, seed)
+        if how == "capture":
+            return self.capture(executor, a, b)
+        eager = self.mine.random() < 0.2
+        for _ in range(self.shared.choice((1, 4))):  # as many calls on all ranks; the fourth is a replay
+            c.fill_(NAN)
+            (c,) = executor(a, b) if eager else executor(a, b, out=c)
+        if not eager:
+            self.tensors[name, rows] = [a, b, c]
+        self.check("eager" if eager else "out=", a, b, c)
+        assert executor.graph_refusal is None, executor.graph_refusal
+        self.forget()
+
+    def tensors_for(self, name: str, rows: int) -> list[torch.Tensor]:
+        """Return the tensors of the latest such call, or new ones, often at the addresses of tensors that are gone."""
+        if (name, rows) in self.tensors and self.mine.random() < 0.6:
+            return self.tensors[name, rows]
+        a = torch.empty(rows, DEPTH, device="cuda", dtype=torch.bfloat16)
+        b = torch.empty(DEPTH, COLUMNS, device="cuda", dtype=torch.bfloat16)
+        return [a, b, torch.empty(rows * self.ranks, COLUMNS, device="cuda", dtype=torch.bfloat16)]
+
+    def capture(self, executor: Executor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Capture a call into a graph of the caller's, after a call with the same shapes; drop an older graph."""
+        executor(a, b)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (c,) = executor(a, b)
+        self.captured.append(Captured(graph, a.detach(), b.detach(), c))
+        self.counts["captures"] += 1
+        if len(self.captured) > MOST_GRAPHS:
+            del self.captured[self.shared.randrange(MOST_GRAPHS)]
+
+    def forget(self) -> None:
+        """Drop some tensors, and return free memory to CUDA, which may give its addresses to other allocations."""
+        if self.mine.random() < 0.3:
+            self.tensors.pop(self.mine.choice(list(self.tensors) or [None]), None)
+        if self.mine.random() < 0.3:
+            self.tensors.clear()
+        if self.mine.random() < 0.3:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            self.counts["emptied"] += 1
+
+    def draw(self, a: torch.Tensor, b: torch.Tensor, seed: int) -> None:
+        """Fill this rank's rows with numbers of its own, and `b` with numbers that all ranks have."""
+        a.copy_(torch.randn(a.shape, generator=torch.Generator("cuda").manual_seed(seed + self.rank), device="cuda"))
+        b.copy_(torch.randn(b.shape, generator=torch.Generator("cuda").manual_seed(seed - 1), device="cuda"))
+
+    def check(self, how: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        """Compare with the product of NCCL's gather."""
+        full = torch.empty(self.ranks * len(a), DEPTH, device="cuda", dtype=torch.bfloat16)
+        dist.all_gather_into_tensor(full, a)
+        exact = full.double() @ b.double()
+        share = relative_error(c, exact) / (1.1 * relative_error(full @ b, exact) + torch.finfo(torch.float32).eps)
+        self.worst = max(self.worst, share) if isfinite(share) else float("inf")
+        self.counts[how] += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Calls whose tensors, symmetric memory and graphs come and go.")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    with session("cuda"):
+        stress = Stress(chosen.seed)
+        kept, symmetric.KEPT_BYTES = symmetric.KEPT_BYTES, ROOM * max(SIZES) * stress.ranks * DEPTH * 2
+        for _ in range(chosen.steps):
+            stress.step()
+        symmetric.KEPT_BYTES = kept
+        memory = joined().groups.memory
+        assert memory is not None
+        worst = torch.tensor(stress.worst, device="cuda")
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        torch.cuda.synchronize()
+        stress.captured.clear()
+        good = worst.item() <= 1 and memory.released > 0
+        if stress.rank == 0:
+            done = ", ".join(f"{count} {what}" for what, count in sorted(stress.counts.items()))
+            verdict = "ok" if good else "FAILED"
+            where = f"{chosen.steps} steps on {stress.ranks} GPUs, seed {chosen.seed}"
+            error = f"{worst.item():.2f} of the allowed error"
+            released = f"{memory.released} pieces of symmetric memory released"
+            print(f"{verdict}: {where}: {error}; {done}, {released}", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
