@@ -145,6 +145,7 @@ class Operands(Subject):
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
         yield from self.peers_in(modes)
+        yield from self.compiled_in(modes)
         for variant in VARIANTS:
             same = variant.strategy == "fused" and variant.streams > 1 and self.ranks < 3  # as on one stream
             here = platform.computes == "cuda" or variant.kernels == "aten"

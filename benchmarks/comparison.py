@@ -176,8 +176,12 @@ class Subject(ABC):
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
         """All that may take part: peers, what `hi.compile` gives, and every way that it could choose."""
         yield from self.peers_in(modes)
-        yield from (Entrant(COMPILED, mode, partial(compiled, self, mode)) for mode in modes)
+        yield from self.compiled_in(modes)
         yield from self.candidates(modes, only, platform)
+
+    def compiled_in(self, modes: Sequence[str]) -> Iterator[Entrant]:
+        """What `hi.compile` gives."""
+        yield from (Entrant(COMPILED, mode, partial(compiled, self, mode)) for mode in modes)
 
     def peers_in(self, modes: Sequence[str]) -> Iterator[Entrant]:
         for name, call in self.peers().items():

@@ -124,17 +124,26 @@ def graphed(work: Callable[[], Any]) -> Callable[[], None]:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Return what the figures depend on: date, commit, hardware and versions."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit or "unknown",
+        "commit": commit(),
         **(gpus() if torch.cuda.is_available() else {"cores": os.cpu_count(), "python": platform.python_version()}),
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
+
+
+def commit() -> str:
+    """Return the commit of the measured code: `BENCHMARK_COMMIT`, or else the commit that git names.
+
+    A copy of the working tree on another machine lacks the history of the repository, or has one of its own. Whoever
+    measures there passes `BENCHMARK_COMMIT`.
+    """
+    if given := os.environ.get("BENCHMARK_COMMIT"):
+        return given
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
 
 
 def gpus() -> dict[str, Any]:

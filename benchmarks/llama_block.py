@@ -1,13 +1,21 @@
 """A block of Llama-3, forward and backward, by torch's DTensor, async TP and operators, and by hostir.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.llama_block --out benchmarks/results/llama_block
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.llama_block --models 70B --tokens 8192 --out /tmp/block
 
 By default each rank has the widths of a rank of 8: heads, kv heads and the FFN are divided by 8 whatever the number of
-ranks, the tokens by the ranks there are. `--of 0` divides all by the ranks there are. Times are of one step on all
-ranks; `alone` is the same work of a rank without any communication, and what a way takes longer is its exposed
-communication. The host's time is that of a step with nothing else to do; memory is the peak of a step above what
-parameters take. Every way must give the gradients of DTensor in f32, as exactly as DTensor does in bf16; those in fp8
-are off by some ten times as much, as the last column shows, and `alone` is in bf16 for them, too.
+ranks, the tokens by the number of ranks. `--of 0` divides all of them by the number of ranks.
+
+A step is one forward and backward, issued by Python or replayed from one CUDA graph. Times are the maximum over ranks.
+Each way is compiled, timed and profiled before the next one is compiled: its configuration and its compiled code stay
+in place, and a step that compiles again while it is timed fails. A profile of a step shows which fused operators it
+runs. A way that runs none of those that it is named for fails, and so does one that runs others.
+
+`alone` is the same way on a mesh of one rank: the same parameters of this rank and all the tokens, without any
+communication. It is timed in turn with the way. `exposed` is the difference: the communication that the way does not
+hide. Host time is that of an issued step while the device has nothing else to do. Memory is the peak of a step above
+what parameters take. Errors of gradients are relative to DTensor in f32, as multiples of the error of DTensor in bf16;
+a way whose error is too large fails. Errors in fp8 are some ten times as large.
 """
 
 from __future__ import annotations
@@ -15,12 +23,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import os
+import gc
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config as inductor
@@ -37,15 +48,24 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.profiler import ProfilerActivity, profile
 
 import hostir.torch
-from benchmarks.harness import Clock, synchronize, table, write
+from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.llama import Block, plan
+from hostir.runtime.session import Session, session
 from hostir.torch import OverlapPass
 
 SIZES = {"8B": (4096, 32, 8, 14336), "70B": (8192, 64, 8, 28672)}  # features, heads, kv heads, hidden
 HEAD = 128
 TOKENS = Shard(1)
+STEPS = 3  # before a way is timed: all that has to be compiled is
+PATIENCE = 300.0  # seconds that a rank waits for another, which may compile
+LONGEST = 300  # characters of why a way failed
+ISSUED, REPLAYED = "issued", "replayed"
+FUSED = ("hostir::", "symm_mem::fused_")  # what names of fused operators begin with
+MOST_OF_BF16, MOST_OF_FP8 = 1.5, 30.0  # times the error of DTensor in bf16
+T = TypeVar("T")
 HOSTIR, FLOAT8 = (
     {name.removeprefix("layers.*."): style for name, style in plan(fp8).items() if name.startswith("layers.*.")}
     for fp8 in (False, True)
@@ -68,8 +88,8 @@ class Gathered(torch.autograd.Function):
     """Linear layers of a gathered input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, *weights: Tensor) -> tuple[Tensor, ...]:
-        full, outputs = GATHER[x.device.type](x, [w.t() for w in weights], 1, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        full, outputs = gathered(x, [w.t() for w in weights], group)
         ctx.save_for_backward(full, *weights)
         ctx.group = group
         return tuple(outputs)
@@ -78,7 +98,7 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         full, *weights = ctx.saved_tensors
         dy = torch.cat(dys, -1)
-        dx = SCATTER[dy.device.type](dy, torch.cat(weights), "sum", 1, ctx.group)
+        dx = scattered(dy, torch.cat(weights), ctx.group)
         return dx, None, *(each.flatten(0, -2).t() @ full.flatten(0, -2) for each in dys)
 
 
@@ -86,15 +106,15 @@ class Scattered(torch.autograd.Function):
     """A linear layer whose output is summed up and scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        return SCATTER[x.device.type](x, weight.t(), "sum", 1, group)
+        return scattered(x, weight.t(), group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor]:
         x, weight = ctx.saved_tensors
-        full, (dx,) = GATHER[dy.device.type](dy, [weight], 1, ctx.group)
+        full, (dx,) = gathered(dy, [weight], ctx.group)
         return dx, None, full.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
@@ -103,10 +123,26 @@ GATHER = {"cuda": ops.fused_all_gather_matmul, "cpu": symm_mem._fused_all_gather
 SCATTER = {"cuda": ops.fused_matmul_reduce_scatter, "cpu": symm_mem._fused_matmul_reduce_scatter_fallback}
 
 
+def gathered(x: Tensor, bs: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the gathered tokens, and their products with each of `bs`. One rank has nothing to gather."""
+    if group.size() == 1:
+        return x, [x @ b for b in bs]
+    full, products = GATHER[x.device.type](x, bs, 1, group.group_name)
+    return full, products
+
+
+def scattered(x: Tensor, b: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens of the sum of `x @ b` over the ranks."""
+    if group.size() == 1:
+        return x @ b
+    y: Tensor = SCATTER[x.device.type](x, b, "sum", 1, group.group_name)
+    return y
+
+
 class Operators(nn.Module):
     """A block on torch's operators, with this rank's parts of the parameters."""
 
-    def __init__(self, block: Block, group: str) -> None:
+    def __init__(self, block: Block, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.block, self.group = block, group
 
@@ -168,36 +204,58 @@ def async_tp(case: Case) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """How a block is made, what holds while it is first run, and whether its activations are DTensors."""
+    """A way to run a block.
+
+    Fields:
+        make: makes the block.
+        around: the configuration under which it is compiled and run.
+        dtensors: True if its activations are DTensors.
+        runs: what the names of the fused operators that it runs begin with; empty if it runs none.
+        most: the error that it may have, as a multiple of the error of DTensor in bf16.
+    """
 
     make: Callable[[Case], nn.Module]
     around: Callable[[Case], contextlib.AbstractContextManager[Any]] = lambda case: contextlib.nullcontext()
     dtensors: bool = False
+    runs: str = ""
+    most: float = MOST_OF_BF16
+
+    def check(self, operators: Counter[str]) -> None:
+        """Raise if a step that ran these operators is not a step of this way."""
+        others = [name for name in operators if not (self.runs and name.startswith(self.runs))]
+        if others:
+            raise RuntimeError(f"the step that was timed ran {', '.join(others)}, which is not of this way")
+        if self.runs and not operators:
+            raise RuntimeError(f"the step that was timed ran no operator '{self.runs}...'")
 
 
+HOSTIRS, TORCHS = FUSED
 WAYS = {
     "DTensor eager": Way(lambda case: case.parallel(DTENSOR), dtensors=True),
     "DTensor compiled": Way(lambda case: case.parallel(DTENSOR, compiled=True), dtensors=True),
-    "DTensor compiled, async TP": Way(lambda case: case.parallel(DTENSOR, compiled=True), async_tp, dtensors=True),
+    "DTensor compiled, async TP": Way(
+        lambda case: case.parallel(DTENSOR, compiled=True), async_tp, dtensors=True, runs=TORCHS
+    ),
     "DTensor compiled, hostir's pass": Way(
         lambda case: case.parallel(DTENSOR, compiled=True),
         lambda case: inductor.patch(post_grad_custom_post_pass=OverlapPass()),
         dtensors=True,
+        runs=HOSTIRS,
     ),
-    "torch's operators": Way(lambda case: Operators(case.plain(), case.mesh.get_group().group_name)),
-    "hostir eager": Way(lambda case: case.parallel(HOSTIR)),
-    "hostir compiled": Way(lambda case: case.parallel(HOSTIR, compiled=True)),
-    "hostir eager, fp8": Way(lambda case: case.parallel(FLOAT8)),
-    "hostir compiled, fp8": Way(lambda case: case.parallel(FLOAT8, compiled=True)),
+    "torch's operators": Way(lambda case: Operators(case.plain(), case.mesh.get_group()), runs=TORCHS),
+    "hostir eager": Way(lambda case: case.parallel(HOSTIR), runs=HOSTIRS),
+    "hostir compiled": Way(lambda case: case.parallel(HOSTIR, compiled=True), runs=HOSTIRS),
+    "hostir eager, fp8": Way(lambda case: case.parallel(FLOAT8), runs=HOSTIRS, most=MOST_OF_FP8),
+    "hostir compiled, fp8": Way(lambda case: case.parallel(FLOAT8, compiled=True), runs=HOSTIRS, most=MOST_OF_FP8),
 }
 
 
 class Step:
     """Forward and backward of a module on this rank's tokens."""
 
-    def __init__(self, case: Case, module: nn.Module, dtensors: bool, alone: bool = False) -> None:
+    def __init__(self, case: Case, module: nn.Module, dtensors: bool) -> None:
         self.module, self.dtensors, self.mesh = module, dtensors, case.mesh
-        x, self.dy = (case.x, case.dy) if alone else (case.mine(case.x), case.mine(case.dy))
+        x, self.dy = case.mine(case.x), case.mine(case.dy)
         self.x = x.clone().to(next(module.parameters()).dtype).requires_grad_()
 
     def __call__(self) -> None:
@@ -212,6 +270,13 @@ class Step:
         """Those of the input and of the matrices, which each rank has to itself."""
         matrices = [as_local(p.grad) for p in self.module.parameters() if p.ndim == 2]
         return torch.cat([self.x.grad.flatten(), *(each.flatten() for each in matrices)]).float()
+
+    def operators(self) -> Counter[str]:
+        """The fused operators that a step runs, and how often, by a profiler."""
+        with profile(activities=[ProfilerActivity.CPU]) as watched:
+            self()
+            synchronize(self.x.device)
+        return Counter(event.name for event in watched.events() if event.name.startswith(FUSED))
 
     def peak(self) -> int:
         """The bytes that a step takes at most."""
@@ -230,71 +295,192 @@ class Step:
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def cases(options: argparse.Namespace, mesh: DeviceMesh) -> Iterator[tuple[str, int, Case]]:
-    """Models and numbers of tokens."""
-    ranks, device = mesh.size(), options.device
-    for model, tokens in ((model, int(n)) for model in options.models.split(",") for n in options.tokens.split(",")):
-        features, heads, kv_heads, hidden = SIZES[model]
-        size, of = HEAD // options.shrink or 1, options.of or ranks
-        part = (features // options.shrink, heads // of, kv_heads // of, hidden // of // options.shrink)
-        torch.manual_seed(0)
-        whole = Block(part[0], *(n * ranks for n in part[1:]), size).to(device, torch.bfloat16)
-        x, dy = (torch.randn(1, tokens, part[0], device=device).bfloat16() for _ in range(2))
-        yield model, tokens, Case(whole, (*part, size), mesh, options.backend, x, dy)
+class FailedError(Exception):
+    """A way failed, on all ranks; the text says on which one first, and why."""
 
 
-def measured(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Times, memory and errors of each way; the reasons of those that failed."""
-    exact = Step(case, case.parallel(DTENSOR, dtype=torch.float32), True)
-    exact()
-    true, steps, failed, errors = exact.gradients(), {}, {}, {}
-    del exact
-    for name in options.ways.split(";") if options.ways else WAYS:
-        torch._dynamo.reset()
-        way = WAYS[name]
+@dataclass
+class Bench:
+    """Measures cases on all ranks in step, and saves what is known after each way.
+
+    Fields:
+        joined: the job.
+        options: the command line.
+        clock: times the steps.
+        rows: the results, one for each case.
+    """
+
+    joined: Session
+    options: argparse.Namespace
+    clock: Clock
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def alone(self) -> DeviceMesh:
+        """A mesh of this rank."""
+        shape = (self.joined.size, 1)
+        return init_device_mesh(self.options.device, shape, mesh_dim_names=("others", "alone"))["alone"]
+
+    def attempt(self, about: str, work: Callable[[], T]) -> T:
+        """Return what `work` gives. Raises FailedError on every rank if it raises on any rank."""
+        result, problem = None, ""
         try:
-            with way.around(case):
-                step = Step(case, way.make(case), way.dtensors)
-                step()
-                synchronize(case.x.device)
-        except RuntimeError as refused:
-            failed[name] = str(refused).strip().split("\n")[0]
-            continue
-        steps[name], errors[name] = step, ((step.gradients() - true).norm() / true.norm()).item()
-    del true
-    peaks = {name: step.peak() for name, step in steps.items()}
-    works: dict[str, Callable[[], Any]] = {**steps, "alone": Step(case, case.plain(), False, alone=True)}
-    clock = Clock(case.x.device, options.repeats)
-    times = clock.race(works)
-    hosts = clock.host(works)
-    alone = times.pop("alone")
-    ways = {
-        name: {"us": t, "exposed_us": round(t - alone, 1), "host_us": hosts[name], "bytes": peaks[name]}
-        | {"error": errors[name]}
-        for name, t in times.items()
-    }
-    return {"alone_us": alone, "ways": ways, "failed": failed}
+            result = work()
+            synchronize(self.joined.device)
+        except Exception as raised:
+            problem = f"{type(raised).__name__}: {next(iter(str(raised).strip().splitlines()), '')}"[:LONGEST]
+        said = self.joined.exchange(f"block, {about}", problem, PATIENCE)
+        for rank, text in enumerate(said):
+            if text:
+                raise FailedError(f"{about}: rank {rank}: {text}")
+        return result  # type: ignore[return-value]  # it is None only after a problem
+
+    def save(self) -> None:
+        """Write the results so far."""
+        if self.joined.rank == 0:
+            write(self.options.out, "A block of Llama-3, forward and backward", report(self.rows), {"rows": self.rows})
+
+    def measure(self, model: str, tokens: int, make: Callable[[], Case]) -> None:
+        """Measure a case, way by way."""
+        of = self.options.of
+        widths = f"widths of a rank of {of}" if of else "full widths"
+        row: dict[str, Any] = {"model": model, "tokens": tokens, "widths": widths, "ways": {}, "failed": {}}
+        self.rows.append(row)
+        try:
+            case = self.attempt(f"{model}, {tokens} tokens", make)
+            true = self.attempt("gradients in f32", partial(gradients, case, torch.float32))
+            base = self.attempt("gradients in bf16", lambda: off(gradients(case), true))
+        except FailedError as failed:
+            row["failed"]["the case"] = str(failed)
+            return self.save()
+        row["error_of_bf16"] = base
+        for name in self.options.ways:
+            way = WAYS[name]
+            try:
+                with contextlib.ExitStack() as configuration:  # which stays as it is while the way is timed
+                    self.attempt("configuration", partial(configuration.enter_context, way.around(case)))
+                    step = self.attempt("first steps", partial(warmed, case, way))
+                    row["ways"][name] = self.figures(case, way, step, true, base)
+            except FailedError as failed:
+                row["failed"][name] = str(failed)
+            step = None
+            forget()
+            self.save()
+        return None
+
+    def figures(self, case: Case, way: Way, step: Step, true: Tensor, base: float) -> dict[str, Any]:
+        """Times, memory, errors and operators of a way. Raises FailedError where it is not what it is named for."""
+        self.attempt("gradients", lambda: exact_enough(off(step.gradients(), true), way.most * base))
+        error, peak = off(step.gradients(), true), step.peak()
+        works: dict[tuple[str, str], Callable[[], Any]] = {("step", ISSUED): step}
+        lacking = {}
+        try:
+            alone = self.attempt("a case alone", lambda: replace(case, whole=case.plain(), mesh=self.alone))
+            works["alone", ISSUED] = self.attempt("alone", partial(warmed, alone, way))
+        except FailedError as failed:
+            lacking["alone"] = str(failed)
+        for (what, _), work in [*works.items()] if self.joined.device.type == "cuda" else []:
+            try:
+                works[what, REPLAYED] = self.attempt(f"graph of {what}", partial(graphed, work))
+            except FailedError as failed:
+                lacking[f"{what}, {REPLAYED}"] = str(failed)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            times = self.attempt("timed", partial(self.clock.race, works))
+            host = self.attempt("timed on the host", partial(self.clock.host, {"": step}))[""]
+            operators = self.attempt("profiled", step.operators)
+        self.attempt("operators", partial(way.check, operators))
+        found: dict[str, Any] = {"host_us": host, "bytes": peak, "error": error, "operators": dict(operators)}
+        for mode in (ISSUED, REPLAYED):
+            found[mode] = {what: times[what, mode] for what in ("step", "alone") if (what, mode) in times}
+        return found | {"lacking": lacking}
+
+
+def cases(options: argparse.Namespace, mesh: DeviceMesh) -> Iterator[tuple[str, int, Callable[[], Case]]]:
+    """Models, numbers of tokens, and what makes the case."""
+    for model, tokens in ((model, int(n)) for model in options.models.split(",") for n in options.tokens.split(",")):
+        yield model, tokens, partial(case_of, options, mesh, model, tokens)
+
+
+def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: int) -> Case:
+    """Return the case of a model and a number of tokens."""
+    ranks, device = mesh.size(), options.device
+    features, heads, kv_heads, hidden = SIZES[model]
+    size, of = HEAD // options.shrink or 1, options.of or ranks
+    part = (features // options.shrink, heads // of, kv_heads // of, hidden // of // options.shrink)
+    torch.manual_seed(0)
+    whole = Block(part[0], *(n * ranks for n in part[1:]), size).to(device, torch.bfloat16)
+    x, dy = (torch.randn(1, tokens, part[0], device=device).bfloat16() for _ in range(2))
+    return Case(whole, (*part, size), mesh, options.backend, x, dy)
+
+
+def warmed(case: Case, way: Way) -> Step:
+    """Return a way's step after some steps, so that all is compiled."""
+    step = Step(case, way.make(case), way.dtensors)
+    for _ in range(STEPS):
+        step()
+        synchronize(case.x.device)
+    return step
+
+
+def gradients(case: Case, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return the gradients that DTensor gives."""
+    step = Step(case, case.parallel(DTENSOR, dtype=dtype), True)
+    step()
+    return step.gradients()
+
+
+def off(found: Tensor, true: Tensor) -> float:
+    """Return the relative error of gradients."""
+    return float((found - true).norm() / true.norm())
+
+
+def exact_enough(error: float, most: float) -> None:
+    """Raise if an error of gradients is too large; NaN is."""
+    if not error <= most:
+        raise RuntimeError(f"WRONG: gradients are off by {error:.2e}, and may be by {most:.2e}")
+
+
+def forget() -> None:
+    """Forget compiled code, graphs and memory of a way that has been measured."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def exposed(way: dict[str, Any], mode: str) -> float | None:
+    """Return the microseconds of communication that a way does not hide; None where a time is missing."""
+    times = way[mode]
+    return times["step"] - times["alone"] if times.keys() >= {"step", "alone"} else None
 
 
 def report(rows: list[dict[str, Any]]) -> str:
     """A table for each model and number of tokens."""
+    headers = ["way", *(f"{what}, {mode}" for mode in (ISSUED, REPLAYED) for what in ("step us", "alone", "exposed"))]
+    headers += ["host us", "peak MiB", "error", "fused operators of a step"]
     texts = []
     for row in rows:
-        base = row["ways"].get("DTensor eager", {"error": float("inf")})
-        lines = [
-            [
-                name,
-                f"{w['us']:.0f}",
-                f"{w['exposed_us']:.0f}",
-                f"{w['host_us']:.0f}",
-                f"{w['bytes'] / 2**20:.0f}",
-                f"{w['error'] / base['error']:.2f}",
+        lines = []
+        for name, way in row["ways"].items():
+            times = [
+                time
+                for mode in (ISSUED, REPLAYED)
+                for time in (way[mode].get("step"), way[mode].get("alone"), exposed(way, mode))
             ]
-            for name, w in row["ways"].items()
-        ]
-        head = f"## {row['model']}, {row['tokens']} tokens, {row['widths']}: {row['alone_us']:.0f} us alone"
-        headers = ["way", "step us", "exposed us", "host us", "peak MiB", "error against DTensor eager's"]
-        texts += [head, table(headers, lines), *(f"{name}: {why}" for name, why in row["failed"].items())]
+            line = [name, *("-" if time is None else f"{time:.0f}" for time in times)]
+            line += [
+                f"{way['host_us']:.0f}",
+                f"{way['bytes'] / 2**20:.0f}",
+                f"{way['error'] / row['error_of_bf16']:.2f}",
+            ]
+            ran = (f"{n} {operator.partition('::')[2]}" for operator, n in sorted(way["operators"].items()))
+            lines.append([*line, ", ".join(ran) or "none"])
+        texts.append(f"## {row['model']}, {row['tokens']} tokens, {row['widths']}")
+        texts += [table(headers, lines)] if lines else []
+        wrong = row["failed"] | {
+            f"{name}, {what}": why for name, way in row["ways"].items() for what, why in way["lacking"].items()
+        }
+        texts += ["Failed:\n\n" + "\n".join(f"- {name}: {why}" for name, why in wrong.items())] if wrong else []
     return "\n\n".join(texts)
 
 
@@ -302,29 +488,28 @@ def main() -> None:
     """Measures all cases."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, required=True, help="without ending; .json and .md are written")
-    options.add_argument("--models", default="8B,70B")
-    options.add_argument("--tokens", default="2048,8192,16384", help="of all ranks together")
+    options.add_argument("--models", default="70B,8B")
+    options.add_argument("--tokens", default="8192,2048,16384", help="of all ranks together")
     options.add_argument("--of", type=int, default=8, help="ranks that share the layers; 0: those that there are")
-    options.add_argument("--ways", default="", help=f"of these, separated by semicolons: {'; '.join(WAYS)}")
+    named = f"of these, separated by semicolons: {'; '.join(WAYS)}"
+    options.add_argument("--ways", type=lambda text: text.split(";"), default=[*WAYS], help=named)
     options.add_argument("--backend", default="inductor", help="of torch.compile")
     options.add_argument("--repeats", type=int, default=30)
     options.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     given = options.parse_args()
-    mesh = init_device_mesh(given.device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("tp",))
-    if given.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    rows: list[dict[str, Any]] = []
-    for model, tokens, case in cases(given, mesh):
-        widths = f"widths of a rank of {given.of}" if given.of else "full widths"
-        rows.append({"model": model, "tokens": tokens, "widths": widths, **measured(case, given)})
-        if dist.get_rank() == 0:
-            print(report(rows[-1:]), flush=True)
-            write(given.out, "A block of Llama-3, forward and backward", report(rows), {"rows": rows})
-    if dist.get_rank() == 0:
-        print(hostir.torch.report())
-    dist.barrier()
-    dist.destroy_process_group()
+    with session(given.device) as joined:
+        if joined is None:
+            sys.exit("start it with torchrun, one process a GPU")
+        mesh = init_device_mesh(given.device, (joined.size,), mesh_dim_names=("tp",))
+        bench = Bench(joined, given, Clock(joined.device, given.repeats))
+        for model, tokens, make in cases(given, mesh):
+            bench.measure(model, tokens, make)
+            if joined.rank == 0:
+                print(report(bench.rows[-1:]), flush=True)
+            forget()
+        if joined.rank == 0:
+            print(hostir.torch.report())
 
 
 if __name__ == "__main__":

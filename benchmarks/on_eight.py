@@ -2,14 +2,18 @@
 
     torchrun --standalone --nproc-per-node 8 --max-restarts 9 -m benchmarks.on_eight --out results/on_eight
     torchrun --standalone --nproc-per-node 8 --max-restarts 9 -m benchmarks.on_eight --out results/on_eight --only lost
+    torchrun --standalone --nproc-per-node 2 --max-restarts 9 -m benchmarks.on_eight \\
+        --out benchmarks/results/2xH100 --only tables --rows 70B,8B
     torchrun --standalone --nproc-per-node 2 -m benchmarks.on_eight --out tiny --device cpu --shrink 64
 
-Each part has its own time limit, and none begins with less than a minute left; `--only` names those that are wanted, so
-that a second call does the rest. Every part's tables go to OUT as soon as it has them, the outcome of each into
-OUT/on_eight.json, and what rank 0 prints into OUT/on_eight.log as well. A part that raises has failed, and the next one
-begins. One that has not ended a minute after its limit, because a kernel hangs, ends the processes: with
-`--max-restarts` torchrun starts them anew, and they go on with the next part. Without it, exits with 1 where a part
-failed.
+Each part has its own time limit, and none begins with less than a minute left. `--only` names those that are wanted, so
+that a second call does the rest: `tables` are all parts that compare times, `tests` all others. Every part's tables go
+to OUT as soon as it has them, the outcome of each into OUT/on_eight.json, and what rank 0 prints into OUT/on_eight.log
+as well. The folder of a machine's results is called after its GPUs, so that those of another stay.
+
+A part that raises has failed, and the next one begins. One that has not ended a minute after its limit, because a
+kernel hangs, ends the processes: with `--max-restarts` torchrun starts them anew, and they go on with the next part.
+Without it, exits with 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ ROW = 30  # seconds after which no further candidate of a row is made
 RUNNING = "running"  # the outcome of a part that has not ended
 TUNED = ("allgather_matmul", "row_parallel_scattered", "row_parallel", "mlp")
 MODELS = "70B,8B,405B"
-TRIED = "DTensor eager;torch's operators;hostir eager"  # what runs without a compiler
+EMULATED = 8  # ranks, of which 2 GPUs stand for one each
+TRIED = "DTensor eager;hostir eager"  # what runs without a compiler
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,13 @@ class Part:
         name: what `--only` calls it.
         seconds: its time limit.
         run: runs it on every rank; gives whether all was well.
+        table: True if it compares times, and writes a table of them.
     """
 
     name: str
     seconds: float
     run: Callable[[Job], bool]
+    table: bool = False
 
 
 # The parts --------------------------------------------------------------------------------------------------------
@@ -134,13 +141,22 @@ def lost(job: Job) -> bool:
     return apart(job, "lost", [script, "--ranks", str(job.joined.size), *where, *cases])
 
 
+def overhead(job: Job) -> bool:
+    """What hostir costs on the host."""
+    importlib.import_module("benchmarks.overhead").main(
+        ["--out", str(job.given.out / "overhead"), *(["--repeats", "2"] if job.tiny else [])]
+    )
+    return True
+
+
 def llama_block(job: Job) -> bool:
     """A block of Llama-3, forward and backward, by torch's ways and ours."""
     given = job.given
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.joined.size)]
     options = ["--out", str(given.out / "llama_block"), "--device", given.device, "--shrink", str(given.shrink)]
-    tiny = ["--models", "8B", "--tokens", "64", "--repeats", "1", "--ways", TRIED] if job.tiny else []
-    return apart(job, "llama_block", [*torchrun, "-m", "benchmarks.llama_block", *options, *tiny])
+    tiny = ["--models", "8B", "--tokens", "64", "--repeats", "1", "--ways", TRIED]
+    sizes = tiny if job.tiny else ["--models", "70B,8B", "--tokens", "8192"]
+    return apart(job, "llama_block", [*torchrun, "-m", "benchmarks.llama_block", *options, *sizes])
 
 
 def apart(job: Job, name: str, command: Sequence[str]) -> bool:
@@ -161,30 +177,45 @@ def apart(job: Job, name: str, command: Sequence[str]) -> bool:
 
 
 def comparison(name: str, seconds: float, module: str, kind: str, **more: Any) -> Part:
-    return Part(name, seconds, functools.partial(compared, module=module, kind=kind, **more))
+    return Part(name, seconds, functools.partial(compared, module=module, kind=kind, **more), table=True)
 
 
 PARTS = (
-    comparison("reduce_scatter", 150, "matmul_reduce_scatter", "reduce_scatter", rows=MODELS),
-    comparison("all_gather", 150, "allgather_matmul", "allgather", rows=MODELS),
-    comparison("all_reduce", 150, "matmul_all_reduce", "all_reduce", rows=MODELS),
-    comparison("mlp", 60, "mlp", "mlp", rows=MODELS),
-    comparison("scaled", 90, "scaled_matmul", "scaled_gather", options=["--side", "gather"], rows="70B"),
+    Part("llama_block", 270, llama_block, table=True),
+    comparison("reduce_scatter", 90, "matmul_reduce_scatter", "reduce_scatter", rows=MODELS),
+    comparison("all_gather", 90, "allgather_matmul", "allgather", rows=MODELS),
+    comparison("all_reduce", 75, "matmul_all_reduce", "all_reduce", rows=MODELS),
+    Part("overhead", 50, overhead, table=True),
+    comparison("mlp", 45, "mlp", "mlp", rows=MODELS),
+    comparison("torch_operators", 120, "torch_operators", "torch_operators"),
+    comparison("scaled", 60, "scaled_matmul", "scaled_gather", options=["--side", "gather"], rows="70B"),
     comparison(
-        *("scaled_scatter", 90, "scaled_matmul", "scaled_scatter"),
+        *("scaled_scatter", 50, "scaled_matmul", "scaled_scatter"),
         options=["--side", "scatter"],
         file="scaled_matmul_scatter",
         rows="70B",
     ),
-    Part("llama_block", 150, llama_block),
+    comparison("alone", 45, "reshard", "reshard"),
+    comparison("decode", 60, "matmul_all_reduce", "decode", options=["--decode"], file="decode"),
+    comparison(
+        *("departures", 45, "matmul_reduce_scatter", "departures"),
+        options=["--as-rank-of", str(EMULATED)],
+        rows="70B,8B",
+    ),
+    comparison(
+        *("scaled_departures", 45, "scaled_matmul", "scaled_gather_emulated"),
+        options=["--as-rank-of", str(EMULATED)],
+        rows="70B",
+    ),
     Part("stress", 120, stress),
     Part("patterns", 90, patterns),
-    comparison("decode", 60, "matmul_all_reduce", "decode", options=["--decode"], file="decode"),
-    comparison("alone", 60, "reshard", "reshard"),
     Part("tune", 90, tune),
-    comparison("torch_operators", 120, "torch_operators", "torch_operators"),
     Part("lost", 240, lost),
 )
+SETS = {
+    "tables": [part.name for part in PARTS if part.table],
+    "tests": [part.name for part in PARTS if not part.table],
+}
 
 
 # In turn ----------------------------------------------------------------------------------------------------------
@@ -283,13 +314,17 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = [part.name for part in PARTS]
 
     def some(text: str) -> list[str]:
-        if unknown := set(text.split(",")) - set(names):
-            raise argparse.ArgumentTypeError(f"no part {', '.join(sorted(unknown))}: there are {', '.join(names)}")
-        return text.split(",")
+        chosen = [name for each in text.split(",") for name in SETS.get(each, [each])]
+        if unknown := set(chosen) - set(names):
+            known = ", ".join([*names, *SETS])
+            raise argparse.ArgumentTypeError(f"no part {', '.join(sorted(unknown))}: there are {known}")
+        return chosen
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for tables, figures and the log")
-    parser.add_argument("--only", type=some, default=names, help=f"parts such as stress,lost of {','.join(names)}")
+    parser.add_argument(
+        "--only", type=some, default=names, help=f"parts such as stress,tables of {', '.join([*names, *SETS])}"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="for all parts (default: %(default)s)")
     parser.add_argument("--rows", default="", help="such as 8B:2048,70B; comparisons that know none of them take all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")

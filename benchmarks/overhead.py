@@ -4,6 +4,7 @@ few rows, with gradients and for new numbers of tokens; parse, lower, verify.
 
     python -m benchmarks.overhead                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 -m benchmarks.overhead --out benchmarks/results/overhead
+    torchrun --standalone --nproc-per-node 1 -m benchmarks.overhead --out benchmarks/results/overhead_1      on one GPU
 
 The statements are those of the pipelined all-gather + matmul on tiny tensors, so that issuing is all that takes time.
 By hand means: the same selects, collectives, waits, matmuls, stream switches and events, written out in a Python loop.
@@ -258,38 +259,47 @@ def compiling(repeats: int) -> list[dict[str, Any]]:
     return [imported, *({"what": name, "ours us": timed(work, repeats, lambda: None)} for name, work in steps.items())]
 
 
-def main() -> None:
-    """Measures, prints a table, and writes it on rank 0."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints a table, and writes it on rank 0. Each part is written as soon as it is measured."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path)
     options.add_argument("--repeats", type=int, default=100)
-    given = options.parse_args()
-    found: list[dict[str, Any]] = compiling(given.repeats)
+    given = options.parse_args(arguments)
+    found: list[dict[str, Any]] = []
     with session() as joined:
+
+        def add(rows: list[dict[str, Any]]) -> None:
+            found.extend(rows)
+            if given.out and (joined is None or joined.rank == 0):
+                write(given.out, "What hostir costs on the host", report(found), {"results": found})
+
+        add(compiling(given.repeats))
         if joined is not None and joined.device.type == "cuda":
-            found.append(issuing(joined, given.repeats))
+            add([issuing(joined, given.repeats)])
             with torch.no_grad():
-                found += gathering(joined, given.repeats)
-                found += alone(joined, given.repeats)
+                add(gathering(joined, given.repeats))
+                add(alone(joined, given.repeats))
             with install(strict=True):
-                found += layers(joined, given.repeats)
-            found += new_tokens(joined, given.repeats)
-        text = table(
-            ["what", "hostir us", "by hand us", "ratio"],
-            [
-                [
-                    f["what"],
-                    f"{f['ours us']:.0f}",
-                    f"{f['by hand us']:.0f}" if "ratio" in f else "",
-                    f"{f['ratio']:.3f}" if "ratio" in f else "",
-                ]
-                for f in found
-            ],
-        )
+                add(layers(joined, given.repeats))
+            add(new_tokens(joined, given.repeats))
         if joined is None or joined.rank == 0:
-            print(text, flush=True)
-            if given.out:
-                write(given.out, "What hostir costs on the host", text, {"results": found})
+            print(report(found), flush=True)
+
+
+def report(found: list[dict[str, Any]]) -> str:
+    """A line for each result."""
+    return table(
+        ["what", "hostir us", "by hand us", "ratio"],
+        [
+            [
+                f["what"],
+                f"{f['ours us']:.0f}",
+                f"{f['by hand us']:.0f}" if "ratio" in f else "",
+                f"{f['ratio']:.3f}" if "ratio" in f else "",
+            ]
+            for f in found
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What repairs give back: every program with one synchronisation taken out, repaired, and its longest chain of work.
 
-    python -m benchmarks.repair --limit 60      a first look
-    python -m benchmarks.repair                 all of them: a line for each that is longer, or not repaired
+    python -m benchmarks.repair --limit 60                               a first look
+    python -m benchmarks.repair --out benchmarks/results/repair          all of them
 
-A repair should chain no more work than the program that was right (`hostir check --fix`, `tests/mutation.py`).
+A repair should chain no more work than the program that was right (`hostir check --fix`, `tests/mutation.py`). Each
+one that chains more, and each program that was not repaired, is printed and stands below the table.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import hostir as hi
-from benchmarks.mutation import table
+from benchmarks.harness import table, write
 from hostir.check.proof import analyse
 from hostir.check.repair import longest_chain, repair
 from hostir.ir.program import Program
@@ -76,27 +78,33 @@ def chain(program: Program) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What repairs give back of what was taken out.")
+    """Repairs them, prints what each kind came to, and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=0, help="at most so many, drawn at random (default: all)")
-    limit = parser.parse_args().limit
+    parser.add_argument("--out", type=Path, help="writes .json and .md there")
+    given = parser.parse_args()
     every = list(broken(originals()))
-    if limit:
-        every = Random(0).sample(every, min(limit, len(every)))
+    if given.limit:
+        every = Random(0).sample(every, min(given.limit, len(every)))
     counts = {kind: Counter[str]() for kind in sorted({mutant.kind for _, mutant in every})}
-    slowest = 0.0
+    slowest, bad = 0.0, list[str]()
     for original, mutant in every:
         found = repaired(original, mutant)
         slowest = max(slowest, found.seconds)
         counts[mutant.kind]["as short" if found.good else "longer" if found.after >= 0 else "not repaired"] += 1
         if not found.good:
             end = found.why or f"the longest chain grows from {found.before} to {found.after}"
-            print(f"@{mutant.of} {mutant.what}: {end}", flush=True)
+            bad.append(f"@{mutant.of} {mutant.what}: {end}")
+            print(bad[-1], flush=True)
     outcomes = ("as short", "longer", "not repaired")
-    rows = [[kind, n.total(), *(n[outcome] for outcome in outcomes)] for kind, n in counts.items()]
-    total = sum(counts.values(), Counter[str]())
-    rows.append(["all", total.total(), *(total[outcome] for outcome in outcomes)])
-    print(table(["edit", "mutants", *outcomes], rows))
-    print(f"the slowest repair took {slowest:.1f} s")
+    total = {"all": sum(counts.values(), Counter[str]())}
+    rows = [[kind, str(n.total()), *(str(n[outcome]) for outcome in outcomes)] for kind, n in (counts | total).items()]
+    text = table(["edit", "mutants", *outcomes], rows) + f"\n\nThe slowest repair took {slowest:.1f} s."
+    print(text)
+    if given.out:
+        data = {"counts": {kind: dict(n) for kind, n in counts.items()}, "slowest_s": round(slowest, 1), "bad": bad}
+        listed = "\n\n" + "\n".join(f"- {line}" for line in bad) if bad else ""
+        write(given.out, "Repairs of programs that lack one synchronisation", text + listed, data)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ class Kind:
         models: N and K of a rank, by model.
         sizes: M, by model.
         asked: what a measured row must reach, and its goal.
+        by_mode: True if ours is held against the fastest peer in each mode; `asked` is then not called.
     """
 
     title: str
@@ -114,7 +115,8 @@ class Kind:
     shape: str
     models: Mapping[str, tuple[int, int]]
     sizes: Mapping[str, tuple[int, ...]]
-    asked: Callable[[Result], Asked]
+    asked: Callable[[Result], Asked] = lambda row: (None, None)
+    by_mode: bool = False
 
     def row(self, model: str, m: int) -> Row:
         return Row(model, m, *self.models[model])
@@ -211,16 +213,6 @@ def _of_reshard(row: Result) -> Asked:
     return _of_peers(row, (fastest(nccl, ours=False, modes=modes_of(row)), 1.0, 1.1))
 
 
-def _of_functions(row: Result) -> Asked:
-    """In each mode, almost as fast as the fastest peer in it."""
-    ours = row["times"].get(HOSTIR, {})
-    alike = [(m, fastest(row["times"], ours=False, modes=(m,))) for m in MODES if m in ours]
-    behind = [ours[m] / peer[2] for m, peer in alike if peer is not None]
-    if not behind:
-        return None, None
-    return round(OF_BEST_PEER * max(behind) * row["floor_us"] / row["ours_us"], 4), None
-
-
 def _of_peers(row: Result, *asked: tuple[tuple[str, str, float] | None, float, float]) -> Asked:
     """Scores that are so many times as high as peers', each given as `fastest` does."""
     ran = [(row["floor_us"] / peer[2], must, goal) for peer, must, goal in asked if peer]
@@ -314,7 +306,7 @@ KINDS = {
         "M,N/rank,K/rank",
         TRAINED,
         dict.fromkeys(TRAINED, (16, 64, 256, 1024, 4096, 16384)),
-        _of_functions,
+        by_mode=True,
     ),
     **SCALED,
 }
@@ -383,12 +375,34 @@ def fastest(
 
 
 def wanted_of(row: Result) -> Result:
-    """The score that a row must reach, the goal, and whether it has been met; None where nothing is asked of it."""
-    must = goal = None
-    if row["dtype"] == "bf16" and row.get("device", "cuda") == "cuda" and row.get("shrunk", 1) == 1:
-        must, goal = kind_of(row).asked(row)
+    """The score that a row must reach, the goal, and whether it has been met; None where nothing is asked of it.
+
+    A must above 1 would ask for less time than the floor. It is 1 at most, unless a peer beats the floor. Rows of a
+    kind that is scored by mode have these by mode, and `met` says whether all modes meet theirs.
+    """
+    judged = row["dtype"] == "bf16" and row.get("device", "cuda") == "cuda" and row.get("shrunk", 1) == 1
+    if kind_of(row).by_mode:
+        modes = {mode: _wanted_in(row, mode, judged) for mode in MODES}
+        every = [mode["met"] for mode in modes.values() if mode["met"] is not None]
+        return {"modes": modes, "must": None, "goal": None, "met": all(every) if every else None}
+    must, goal = kind_of(row).asked(row) if judged else (None, None)
+    if must is not None:
+        must = min(must, max(1.0, row["score_peer"] or 0.0))
     met = None if must is None else row["score_ours"] is not None and row["score_ours"] >= must
     return {"must": must, "goal": goal, "met": met}
+
+
+def _wanted_in(row: Result, mode: str, judged: bool) -> Result:
+    """The scores in a mode: of the fastest peer, and of ours, which must be almost as fast."""
+    peer, ours = fastest(row["times"], ours=False, modes=(mode,)), row["times"].get(HOSTIR, {}).get(mode)
+    found: Result = {
+        "best_peer": peer and peer[0],
+        "score_peer": round(row["floor_us"] / peer[2], 4) if peer else None,
+        "score_ours": round(row["floor_us"] / ours, 4) if ours else None,
+    }
+    must = round(OF_BEST_PEER * found["score_peer"], 4) if peer and judged else None
+    met = None if must is None else found["score_ours"] is not None and found["score_ours"] >= must
+    return {**found, "must": must, "met": met}
 
 
 def in_order(results: Iterable[Result]) -> list[Result]:
@@ -418,9 +432,18 @@ def cells(row: Result) -> dict[str, str]:
         "GEMM us": cell(row["gemm_us"], 0),
         "collective us": f"{row['collective_us']:.0f} {COLLECTIVES[which]}" if which else "-",
         "floor us": cell(row["floor_us"], 0),
-        "best peer": cell(row["best_peer"]),
-        "its score": cell(row["score_peer"], 3),
     }
+    if "modes" in row:
+        for name, mode in row["modes"].items():
+            columns |= {
+                f"best peer, {name}": cell(mode["best_peer"]),
+                f"its score, {name}": cell(mode["score_peer"], 3),
+                f"{HOSTIR}, {name}": cell(mode["score_ours"], 3),
+                f"must reach, {name}": cell(mode["must"], 3),
+                f"met, {name}": cell(mode["met"]),
+            }
+        return columns
+    columns |= {"best peer": cell(row["best_peer"]), "its score": cell(row["score_peer"], 3)}
     if "compiled" not in row:
         columns |= {"best of ours": cell(row["best_ours"]), "our score": cell(row["score_ours"], 3)}
         return columns | {"must reach": cell(row["must"], 3), "met": cell(row["met"])}
@@ -449,8 +472,14 @@ COLUMNS_OF_CANDIDATES = ["row", "candidate", EAGER, GRAPH, "score", "TFLOP/s", "
 
 def line(row: Result) -> str:
     """A row for the terminal, as soon as it is measured."""
-    name, gemm, collective, floor, peer, peers, ours, score, *more = cells(row).values()
+    name, gemm, collective, floor, *figures = cells(row).values()
     left = f"{name:<22} GEMM {gemm:>5}  {kind_of(row).collective} {collective:>11}  floor {floor:>5}"
+    if "modes" in row:
+        said = "{mode}: {2:>5} hostir  {1:>5} {0:<14}  must {3:>5}  met {4}"
+        return "  |  ".join(
+            [left, *(said.format(*figures[5 * n : 5 * n + 5], mode=mode) for n, mode in enumerate(row["modes"]))]
+        )
+    peer, peers, ours, score, *more = figures
     if "compiled" in row:
         error, alike, candidate, best, must, goal, met = more
         right = f"{score:>5} {ours} ({alike} x, error {error})  |  {best:>5} {candidate}  |  "

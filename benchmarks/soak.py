@@ -1,7 +1,7 @@
 """A job of two ranks that call executors for minutes, while their processes do what healthy programs do besides.
 
-    python -m benchmarks.soak --seconds 600
-    python -m benchmarks.soak --seconds 20 --hold 2      a first look
+    python -m benchmarks.soak --seconds 600 --out benchmarks/results/soak
+    python -m benchmarks.soak --seconds 20 --hold 2                            a first look
 
 On each rank two threads call one program each, with other sizes and inputs every time, and compare every result. Now
 and then a call is refused on both ranks, and they go on. Meanwhile the main thread runs pools and data loaders, forks
@@ -29,6 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from types import FrameType
 
@@ -36,6 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hostir as hi
+from benchmarks.harness import table, write
 from examples import patterns
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
@@ -287,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seconds", type=float, default=600.0)
     options.add_argument("--hold", type=float, default=12.0, help="seconds for which the GIL is held")
+    options.add_argument("--out", type=Path, help="writes .json and .md there")
     options.add_argument("--on-this-rank", action="store_true", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.on_this_rank:
@@ -300,10 +303,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         printed, said = ((text or b"").decode() for text in (hung.stdout, hung.stderr))
         job = subprocess.CompletedProcess(command, 1, printed, said + "the job hangs\n")
     counts = dict(json.loads(line.removeprefix("COUNTS ")) for line in job.stdout.splitlines() if "COUNTS" in line)
-    for what in sorted({what for some in counts.values() for what in some}):
-        print(f"{what:28}" + "".join(f"{some.get(what, 0):10}" for _, some in sorted(counts.items())))
+    ranks = sorted(counts)
+    each = sorted({what for some in counts.values() for what in some})
+    rows = [[what, *(str(counts[rank].get(what, 0)) for rank in ranks)] for what in each]
+    text = table(["what", *(f"rank {rank}" for rank in ranks)], rows)
     ended = f"{len(counts)} of {RANKS} ranks came to the end, after {time.monotonic() - begun:.0f} s"
-    print(f"{ended}; exit code {job.returncode}")
+    ended += f"; exit code {job.returncode}"
+    print(f"{text}\n\n{ended}")
+    if given.out:
+        data = {"seconds": given.seconds, "hold": given.hold, "exit_code": job.returncode, "counts": counts}
+        write(given.out, "Two ranks beside pools, forks, signals and threads", f"{text}\n\n{ended}.", data)
     print(job.stderr, file=sys.stderr, end="")
     return int(job.returncode != 0 or len(counts) != RANKS)
 

@@ -7,7 +7,7 @@
 Rows are the first (`gather`) and the second (`scatter`) weight of the MLPs of Llama 3 8B and 70B as tensor parallel 8
 has them, with M from 16 to 16384 tokens; `trained` ones compute the gradients of input and weight as well. Everything
 runs in one process group, eager and in a CUDA graph of the caller's. floor = max(all matmuls by cuBLAS, all collectives
-by NCCL); a score is floor/time. In each mode, ours has to reach 0.98 of the fastest peer in that mode.
+by NCCL); a score is floor/time. Scores stand by mode: in each, hostir has to reach 0.98 of the fastest peer's score.
 
 What is measured:
 

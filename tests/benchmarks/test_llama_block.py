@@ -4,33 +4,122 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from argparse import Namespace
+from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
-from benchmarks.llama_block import WAYS, report
+from benchmarks.llama_block import HOSTIRS, TORCHS, WAYS, Bench, Case, report
 from tests.launch import ROOT, launch
+
+PASS, PLAIN = "DTensor compiled, hostir's pass", "DTensor compiled"
+Results = dict[str, Any]
+
+
+def measured(folder: Path, *options: str) -> tuple[Results, str]:
+    """The one row that the benchmark writes on two CPU processes, and its table."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
+    small = ("--device", "cpu", "--shrink", "32", "--models", "8B", "--tokens", "64", "--repeats", "1")
+    command = ("-m", "benchmarks.llama_block", *small, *options, "--out", str(folder / "block"))
+    done = launch(2, *command, env=env, timeout=220)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads((folder / "block.json").read_text())["rows"]
+    return row, (folder / "block.md").read_text()
 
 
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_all_ways_give_the_same_gradients(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(tmp_path)}
-    small = ("--device", "cpu", "--shrink", "32", "--models", "8B", "--tokens", "64", "--repeats", "1")
-    ways = [name for name in WAYS if "pass" not in name]  # which is for inductor, not for aot_eager
-    small += ("--ways", ";".join(ways))
-    command = ("-m", "benchmarks.llama_block", *small, "--backend", "aot_eager", "--out", str(tmp_path / "block"))
-    done = launch(2, *command, env=env, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads((tmp_path / "block.json").read_text())["rows"]
-    assert row["failed"] == {"DTensor compiled, async TP": "async TP is for CUDA"}
-    assert row["ways"].keys() == {*ways} - row["failed"].keys()
-    base = row["ways"]["DTensor eager"]["error"]
-    assert 0 < base < 0.05
+def test_all_ways_give_the_same_gradients_and_run_the_operators_that_they_are_named_for(tmp_path: Path) -> None:
+    row, table = measured(tmp_path, "--backend", "aot_eager")  # which knows no passes
+    assert row["failed"] == {
+        "DTensor compiled, async TP": "configuration: rank 0: RuntimeError: async TP is for CUDA",
+        PASS: "operators: rank 0: RuntimeError: the step that was timed ran no operator 'hostir::...'",
+        # On CPUs they are plain collectives.
+        "torch's operators": "operators: rank 0: RuntimeError: the step that was timed ran no operator "
+        "'symm_mem::fused_...'",
+    }
+    assert row["ways"].keys() == WAYS.keys() - row["failed"].keys()
+    assert 0 < row["error_of_bf16"] < 0.05
     for name, way in row["ways"].items():
-        assert way["error"] <= (0.1 if "fp8" in name else 1.1 * base), name
-        assert way["us"] > 0
+        assert way["error"] <= (0.1 if "fp8" in name else 1.1 * row["error_of_bf16"]), name
+        assert way["issued"]["step"] > 0
+        assert way["issued"]["alone"] > 0
         assert way["host_us"] > 0
-    assert report([row]) in (tmp_path / "block.md").read_text()
-    assert "hostir::all_gather_matmul" in done.stdout
+        assert way["lacking"] == {}
+        assert bool(way["operators"]) is name.startswith("hostir")
+    assert report([row]) in table
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_step_that_is_timed_runs_what_the_pass_made_of_it(tmp_path: Path) -> None:
+    row, table = measured(tmp_path, "--ways", f"{PASS};{PLAIN}")
+    assert row["failed"] == {}
+    operators = {"hostir::all_gather_matmul": 4, "hostir::matmul_reduce_scatter": 4}
+    assert {name: way["operators"] for name, way in row["ways"].items()} == {PASS: operators, PLAIN: {}}
+    assert "| 4 all_gather_matmul, 4 matmul_reduce_scatter |" in table
+
+
+@pytest.mark.parametrize(
+    ("name", "ran"),
+    [
+        (PLAIN, []),
+        (PASS, ["hostir::all_gather_matmul"]),
+        ("DTensor compiled, async TP", ["symm_mem::fused_all_gather_matmul"]),
+    ],
+)
+def test_a_step_that_runs_the_operators_of_its_way_is_taken(name: str, ran: list[str]) -> None:
+    WAYS[name].check(Counter(ran))
+
+
+@pytest.mark.parametrize(
+    ("name", "ran", "problem"),
+    [
+        (PLAIN, ["hostir::all_gather_matmul"], "ran hostir::all_gather_matmul, which is not of this way"),
+        (PASS, [], f"ran no operator '{HOSTIRS}...'"),
+        ("DTensor compiled, async TP", [], f"ran no operator '{TORCHS}...'"),
+        ("hostir eager", ["symm_mem::fused_all_gather_matmul"], "which is not of this way"),
+    ],
+)
+def test_a_step_that_does_not_run_the_operators_of_its_way_fails(name: str, ran: list[str], problem: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(problem)):
+        WAYS[name].check(Counter(ran))
+
+
+class Alone:
+    """A session of one rank."""
+
+    rank, size, device = 0, 1, torch.device("cpu")
+
+    def exchange(self, key: str, mine: str, timeout: float) -> list[str]:
+        return [mine]
+
+
+def way(**times: float) -> Results:
+    """The figures of a way that took so long."""
+    more = {"host_us": 9.0, "bytes": 1 << 20, "error": 0.01, "operators": {}, "lacking": {}}
+    return {"issued": times, "replayed": {}, **more}
+
+
+def test_what_is_measured_is_kept_when_a_later_case_fails(tmp_path: Path) -> None:
+    options = Namespace(out=tmp_path / "block", of=8, ways=[PLAIN])
+    bench = Bench(cast(Any, Alone()), options, cast(Any, None))
+    first = {"model": "70B", "tokens": 64, "widths": "full widths", "ways": {PLAIN: way(step=30.0, alone=20.0)}}
+    bench.rows.append(first | {"failed": {}, "error_of_bf16": 0.01})
+
+    def fails() -> Case:
+        raise MemoryError("too large")
+
+    bench.measure("8B", 128, fails)
+    rows = json.loads((tmp_path / "block.json").read_text())["rows"]
+    assert rows[0] == bench.rows[0]
+    assert rows[1]["failed"] == {"the case": "8B, 128 tokens: rank 0: MemoryError: too large"}
+    table = (tmp_path / "block.md").read_text()
+    assert f"| {PLAIN} | 30 | 20 | 10 | - | - | - | 9 | 1 | 1.00 | none |" in table
+    assert "- the case: 8B, 128 tokens: rank 0: MemoryError: too large" in table

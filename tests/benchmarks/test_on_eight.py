@@ -29,18 +29,21 @@ def test_the_script_runs_the_parts_that_are_wanted_and_says_how_each_went(tmp_pa
         "--rows",
         "8B:2048,70B:16",
         "--only",
-        "reduce_scatter,stress,tune",
+        "reduce_scatter,overhead,llama_block,stress,tune",
     )
     done = launch(2, "-m", "benchmarks.on_eight", "--out", str(tmp_path / "on_eight"), *tiny, env=env, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads((tmp_path / "on_eight/on_eight.json").read_text())
     assert {name: how.split(",")[0] for name, how in data["parts"].items()} == dict.fromkeys(
-        ("reduce_scatter", "stress", "tune"), "ok"
+        ("reduce_scatter", "overhead", "llama_block", "stress", "tune"), "ok"
     )
     log = (tmp_path / "on_eight/on_eight.log").read_text()
     assert "on_eight: stress: ok" in log
     assert "0 mismatches, 0 hangs" in log
     assert (tmp_path / "on_eight/matmul_reduce_scatter_2.md").exists()
+    assert "| lower it |" in (tmp_path / "on_eight/overhead.md").read_text()
+    (row,) = json.loads((tmp_path / "on_eight/llama_block.json").read_text())["rows"]
+    assert row["ways"].keys() == {"DTensor eager", "hostir eager"}
 
 
 class Alone:
@@ -109,6 +112,10 @@ def test_a_part_that_hangs_ends_the_process_with_a_message(given: Namespace, mon
 
 def test_parts_are_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert options(["--out", "x"]).only == [part.name for part in PARTS]
+    tables = options(["--out", "x", "--only", "tables"]).only
+    assert {"llama_block", "overhead", "all_gather"} <= {*tables}
+    assert {"stress", "lost"}.isdisjoint(tables)
+    assert options(["--out", "x", "--only", "tables,lost"]).only == [*tables, "lost"]
     with pytest.raises(SystemExit):
         options(["--out", "x", "--only", "stress,nothing"])
     assert "no part nothing" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +15,17 @@ from examples import patterns
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(280)
-def test_two_ranks_outlive_what_programs_do_beside_their_calls(capfd: pytest.CaptureFixture[str]) -> None:
-    code = soak.main(["--seconds", "5", "--hold", "1.5"])
+def test_two_ranks_outlive_what_programs_do_beside_their_calls(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = soak.main(["--seconds", "5", "--hold", "1.5", "--out", str(tmp_path / "soak")])
     printed, said = capfd.readouterr()
     assert code == 0, said
     assert "2 of 2 ranks came to the end" in printed
-    done = {line.rsplit(maxsplit=2)[0]: line.split()[-2:] for line in printed.splitlines()[:-1]}
-    for name in ("gathered", "reduced"):
-        first, second = done[f"calls {name}"]
-        assert first == second
-        assert int(first) > 0
+    counts = json.loads((tmp_path / "soak.json").read_text())["counts"]
+    for what in ("calls gathered", "calls reduced"):
+        assert counts["0"][what] == counts["1"][what] > 0
+        assert f"| {what} | {counts['0'][what]} |" in (tmp_path / "soak.md").read_text()
 
 
 def test_wrong_results_and_inputs_that_are_not_refused_are_found() -> None:

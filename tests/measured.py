@@ -1,0 +1,168 @@
+"""What was measured: the results that each benchmark has, and the tables that pages make of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import table
+from benchmarks.llama_block import ISSUED, REPLAYED, exposed
+from benchmarks.scores import cell, cells, in_order
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+MACHINE = "2xH100"  # whose results the page on speed shows
+MAIN = 'if __name__ == "__main__":'
+
+# The results of each benchmark, as they are called but for ranks and dtypes.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "allgather_matmul": ("allgather_matmul",),
+    "arrivals": ("arrivals",),
+    "check": ("check",),
+    "compiling": ("compiling",),
+    "differential": ("differential", "differential_fp8"),
+    "judge": ("judge",),
+    "llama_block": ("llama_block",),
+    "matmul": ("matmul", "fp8_matmul"),
+    "matmul_all_reduce": ("matmul_all_reduce", "decode"),
+    "matmul_reduce_scatter": ("matmul_reduce_scatter", "matmul_reduce_scatter_as_rank_of"),
+    "mlp": ("mlp",),
+    "mutation": ("mutation",),
+    "overhead": ("overhead",),
+    "patterns": ("patterns",),
+    "proofs": ("proofs",),
+    "repair": ("repair",),
+    "reshard": ("reshard",),
+    "scaled_matmul": ("scaled_matmul", "scaled_matmul_scatter", "scaled_matmul_as_rank_of"),
+    "soak": ("soak",),
+    "structure": ("structure",),
+    "torch_operators": ("torch_operators",),
+}
+OTHERS = {
+    "chart": "draws the results of others",
+    "on_eight": "runs others; on 8 GPUs it has not been run",
+    "profile": "draws [pictures](../../docs/images) of kernels",
+}
+NOT_MEASURED = {
+    *("decode", "llama_block", "matmul_all_reduce", "matmul_reduce_scatter", "mlp", "reshard"),
+    *("matmul_reduce_scatter_as_rank_of", "scaled_matmul", "scaled_matmul_as_rank_of", "scaled_matmul_scatter"),
+    "torch_operators",
+}
+
+
+def started() -> list[str]:
+    """The modules of benchmarks that can be started."""
+    return sorted(file.stem for file in ROOT.glob("benchmarks/*.py") if MAIN in file.read_text())
+
+
+def files_of(name: str) -> list[Path]:
+    """The committed results of a name, of all ranks, dtypes and machines."""
+    known = re.compile(re.escape(name) + r"(_(f16|f32))?(_\d+)?\.json")
+    return sorted(file for file in RESULTS.rglob("*.json") if known.fullmatch(file.name))
+
+
+def stamp(file: Path) -> str:
+    """When, of which commit and where results were made, from the second paragraph of their table."""
+    return file.with_suffix(".md").read_text().split("\n\n")[1]
+
+
+def overview() -> str:
+    """The page that lists all results."""
+    lines = []
+    for benchmark in started():
+        for name in NAMES.get(benchmark, ()):
+            for file in files_of(name):
+                path = file.with_suffix(".md").relative_to(RESULTS)
+                lines.append([f"`{benchmark}`", f"[{path.with_suffix('')}]({path})", stamp(file)])
+            if not files_of(name):
+                lines.append([f"`{benchmark}`", name, "not measured"])
+        if benchmark in OTHERS:
+            lines.append([f"`{benchmark}`", "-", OTHERS[benchmark]])
+    head = (
+        "# Results of the benchmarks\n\nEach has the stamp of the run that made it. `pytest --accept` makes this list."
+    )
+    return f"{head}\n\n{table(['benchmark', 'result', 'made'], lines).replace('---:', '---')}\n"
+
+
+# Tables of pages --------------------------------------------------------------------------------------------------
+def compared(data: dict[str, Any]) -> str:
+    """What `hi.compile` gives against the peers."""
+    rows = in_order(data["rows"])
+    dropped = {"floor us", "error", "must reach", "goal", "met"}
+    lines = [{name: text for name, text in cells(row).items() if name not in dropped} for row in rows]
+    names = {"our score": "its score", "candidate's score": "its score"}
+    text = table([names.get(name, name) for name in lines[0]], [[*line.values()] for line in lines])
+    if left := data["not_measured"]:
+        text += f"\n\nNot measured, as time was short: {', '.join(left)}."
+    ratios = [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
+    if not ratios:
+        return text
+    faster = sum(ratio > 1 for ratio in ratios)
+    said = f"`hi.compile` is faster than the best peer issued alike in {faster} of {len(rows)} rows"
+    return f"{text}\n\n{said}; the median is {median(ratios):.2f} x."
+
+
+def functions(data: dict[str, Any]) -> str:
+    """The functions of hostir.torch against the peers, by mode."""
+    rows = in_order(data["rows"])
+    lines = [{n: t for n, t in cells(row).items() if not n.startswith(("floor", "must", "met"))} for row in rows]
+    text = table([*lines[0]], [[*line.values()] for line in lines])
+    if left := data["not_measured"]:
+        text += f"\n\nNot measured, as time was short: {', '.join(left)}."
+    said = []
+    for mode in rows[0]["modes"]:
+        both = [row["modes"][mode] for row in rows]
+        ratios = [m["score_ours"] / m["score_peer"] for m in both if m["score_ours"] and m["score_peer"]]
+        faster = sum(ratio > 1 for ratio in ratios)
+        if ratios:
+            said.append(
+                f"{mode}: faster than the best peer in {faster} of {len(rows)} rows, median {median(ratios):.2f} x"
+            )
+    return f"{text}\n\n{'; '.join(said)}."
+
+
+def blocks(data: dict[str, Any]) -> str:
+    """Steps of a block of Llama-3."""
+    lines = []
+    for row in data["rows"]:
+        for name, way in row["ways"].items():
+            times = [t for mode in (ISSUED, REPLAYED) for t in (way[mode].get("step"), exposed(way, mode))]
+            ran = ", ".join(f"{n} {operator}" for operator, n in sorted(way["operators"].items()))
+            case = f"{row['model']}, {row['tokens']} tokens"
+            lines.append([f"{case}: {name}", *(cell(t, 0) for t in times), cell(way["host_us"], 0), ran or "-"])
+    headers = [f"{what}, {mode}" for mode in (ISSUED, REPLAYED) for what in ("step us", "exposed us")]
+    return table(["way", *headers, "host us", "fused operators of a step"], lines)
+
+
+def hosts(data: dict[str, Any]) -> str:
+    """Host times beside those of the same calls by hand."""
+    rows = data["results"]
+    lines = [[r["what"], cell(r["ours us"], 0), cell(r.get("by hand us"), 0), cell(r.get("ratio"))] for r in rows]
+    return table(["what", "hostir us", "by hand us", "ratio"], lines)
+
+
+TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    **dict.fromkeys(("allgather_matmul_2", "matmul_reduce_scatter_2", "matmul_all_reduce_2", "mlp_2"), compared),
+    **dict.fromkeys(("decode_2", "reshard_2", "scaled_matmul_2", "scaled_matmul_scatter_2"), compared),
+    "torch_operators_2": functions,
+    "llama_block": blocks,
+    "overhead": hosts,
+}
+MARKED = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(page: str, results: Path = RESULTS / MACHINE) -> str:
+    """A page with the table of each result that it marks; `Not measured.` where there is none."""
+
+    def text(mark: re.Match[str]) -> str:
+        file = results / f"{mark[1]}.json"
+        shown = "Not measured."
+        if file.exists():
+            shown = f"{TABLES[mark[1]](json.loads(file.read_text()))}\n\nMade: {stamp(file)}."
+        return f"<!-- measured: {mark[1]} -->\n{shown}\n<!-- end -->"
+
+    return MARKED.sub(text, page)
