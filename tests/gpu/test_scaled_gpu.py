@@ -197,7 +197,7 @@ def test_a_graph_replays_the_product():
         assert torch.equal(out, plain)
 
 
-@pytest.mark.parametrize("policy", ["auto", "triton"])
+@pytest.mark.parametrize("policy", ["auto", "triton", "aten"])
 @pytest.mark.parametrize("kind", aten.FP8)
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.aten import KERNELS, LEAST_SCALE
@@ -111,6 +112,25 @@ def test_quantized_rows_keep_their_values_to_the_steps_of_the_dtype(dtype: str, 
         assert (error <= step * x.double().abs() + each * 2**-10).all()
         largest = q.float().unflatten(-1, (-1, block or 256)).abs().amax(-1)
         assert (largest == torch.finfo(q.dtype).max).all()
+
+
+class DividesAsCuda(TorchDispatchMode):
+    """Multiplies by the rounded reciprocal of a Python number, as torch does on CUDA in place of a division."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            return args[0] * (torch.ones_like(args[0]) / torch.full_like(args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["f8e4m3", "f8e5m2"])
+def test_scales_are_quotients_rounded_once_where_torch_multiplies_by_reciprocals_of_numbers(dtype: str) -> None:
+    x = torch.randn(512, 256).bfloat16()
+    exact = x.double().abs().amax(-1, keepdim=True) / {"f8e4m3": 448, "f8e5m2": 57344}[dtype]
+    with DividesAsCuda():
+        q, scale = quantized(x, dtype)
+    assert torch.equal(scale, exact.float())
+    assert torch.equal(q.float(), quantized(x, dtype)[0].float())
 
 
 def test_zero_rows_and_specials_of_quantization() -> None:

@@ -159,7 +159,10 @@ def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0
     """`out = max(amax / max, 2^-126)` in f32: of each row of `x`, or of each `block` elements of one."""
     blocks = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
     amax = blocks.float().abs().amax(-1) if x.shape[-1] else torch.zeros_like(out, dtype=torch.float32)
-    out.copy_((amax / torch.finfo(FP8[dtype]).max).clamp_min_(LEAST_SCALE))
+    # On CUDA torch multiplies by the rounded reciprocal of a Python number, which can be off by a unit of f32. One unit
+    # of a scale moves elements that lie halfway between two numbers of fp8 by a whole step. A tensor is divided by.
+    limit = torch.full((), torch.finfo(FP8[dtype]).max, device=x.device)
+    out.copy_((amax / limit).clamp_min_(LEAST_SCALE))
 
 
 def largest(out: torch.Tensor, x: torch.Tensor) -> None:
