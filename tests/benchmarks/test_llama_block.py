@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks.llama_block import WAYS, report
-from tests.launch import ROOT, launch
+from tests.launch import environment, launch
 
 
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_ways_give_the_same_gradients(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(tmp_path)}
+    env = environment(HOSTIR_CACHE=str(tmp_path))
     small = ("--device", "cpu", "--shrink", "32", "--models", "8B", "--tokens", "64", "--repeats", "1")
     ways = [name for name in WAYS if "pass" not in name]  # which is for inductor, not for aot_eager
     small += ("--ways", ";".join(ways))
