@@ -245,6 +245,10 @@ class ByBlocks(TensorOp):
             self._begins()
 
     @property
+    def reads(self) -> tuple[Value, ...]:
+        return self.operands if self.own is None else (*self.operands, self.own)
+
+    @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
         found: list[FlagOperand] = []
         if self.ready is not None:
