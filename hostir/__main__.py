@@ -194,9 +194,11 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         return _refused(out_of_memory(problem))
 
 
-def _formatted(message: Warning | str, category: type[Warning], file: str, line: int, text: str | None = None) -> str:
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Format a warning: without its place where that is this command, and no line of the user's."""
-    return f"{message}\n" if file in (__file__, sys.argv[0]) else FORMAT(message, category, file, line, text)
+    return f"{message}\n" if filename in (__file__, sys.argv[0]) else FORMAT(message, category, filename, lineno, line)
 
 
 def _refused(wrong: HostIRError) -> int:

@@ -358,7 +358,7 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
     """Return the operand that is no number, and the number that the other one is; None if neither is a number."""
     for tensor, given in ((x, y), (y, x)):
-        if isinstance(given, Real) and not isinstance(given, bool) and not isinstance(tensor, Real):
+        if not isinstance(given, bool) and isinstance(given, Real) and not isinstance(tensor, Real):
             return tensor, finite(given, span)
     return x, None
 
