@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hostir import ir, knobs
 from hostir.ir import Diagnostic, HostIRError, Phase, Program
-from hostir.ir.source import described, error, user_span
+from hostir.ir.source import described, did_you_mean, error, user_span
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +61,21 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module 'hostir' has no attribute '{name}'")
+        raise AttributeError(_unknown(name), name=name, obj=None)  # or Python adds a suggestion of its own
     module = import_module(_LATER[name])
     globals()[name] = module if name == "dsl" else getattr(module, name)
     return globals()[name]
+
+
+def _unknown(name: str) -> str:
+    """Return the message for a name that hostir has not; `hasattr` and tools ask for private ones."""
+    message = f"module 'hostir' has no attribute '{name}'"
+    if name.startswith("_"):
+        return message
+    if find_spec(f"hostir.{name}") is not None:
+        return f"{message}; write 'import hostir.{name}' first"
+    near = did_you_mean(name, __all__)
+    return f"{message}; {f'{near} ' if near else ''}it has {', '.join(__all__)}"
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, TextIO
@@ -34,6 +35,7 @@ COMMANDS = {
     "explain": "hostir.cli.tune:explain_main",
     "ops": "hostir.cli.ops:main",
 }
+FORMAT = warnings.formatwarning  # Python's own
 KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
 
 
@@ -175,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(arguments: Sequence[str] | None) -> int:
     try:
         options = _parse(arguments)
+        warnings.formatwarning = _formatted
         knobs.check_environment()
         module, _, function = COMMANDS[options.command].partition(":")
         return int(getattr(import_module(module), function)(options))
@@ -189,6 +192,13 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         if not lacks_memory(problem):
             raise
         return _refused(out_of_memory(problem))
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format a warning: without its place where that is this command, and no line of the user's."""
+    return f"{message}\n" if filename in (__file__, sys.argv[0]) else FORMAT(message, category, filename, lineno, line)
 
 
 def _refused(wrong: HostIRError) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from hostir.ir.source import Span, described, did_you_mean, error, user_span
+from hostir.ir.source import Span, described, did_you_mean, error, user_span, warn_once
 
 __all__ = [
     "CACHE",
@@ -45,6 +45,12 @@ __all__ = [
 T = TypeVar("T")
 
 PREFIX = "HOSTIR_"
+
+
+class UnknownVariableWarning(UserWarning):
+    """A variable HOSTIR_... is ignored, as hostir has none of this name."""
+
+
 _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
 
 
@@ -202,15 +208,16 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Kn
 
 
 def check_environment() -> None:
-    """Raise HostIRError for a variable HOSTIR_... that is no knob, or has a value that its knob does not accept.
+    """Raise HostIRError for a variable with a value that its knob does not accept; warn of HOSTIR_... that is no knob.
 
-    Executors and the command line begin with it, so that a mistake is not found only where a knob is first read.
+    Executors and the command line begin with it, so that a mistake is not found only where a knob is first read. An
+    unknown variable may be of another version, or of another program.
     """
     names = [knob.name for knob in KNOBS]
     for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names):
         hint = did_you_mean(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in names))
-        expected = f"one of: {', '.join(names)}"
-        raise error(f"unknown environment variable {name}", expected=expected, hint=hint.replace("'", f"'{PREFIX}", 1))
+        hint = hint.replace("'", f"'{PREFIX}", 1) or f"hostir reads {', '.join(names)}"
+        warn_once(name, f"unknown environment variable {name} is ignored", hint, UnknownVariableWarning)
     for knob in KNOBS:
         knob.check(os.environ.get(knob.name), knob.name)
 

@@ -84,6 +84,16 @@ class Job:
             os.killpg(self._group, signal.SIGKILL)
 
 
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH: `folders`, the repository, and then the caller's own, where its modules may lie."""
+    return os.pathsep.join(filter(None, [*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the variables of a process that a test starts: the caller's, the repository's modules, one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **more}
+
+
 def begin(*command: str, env: Mapping[str, str], ranks: int = 0, cwd: Path = ROOT) -> Job:
     """Start `python COMMAND...`: a script, `-m MODULE` or `-c CODE`, and its arguments; as so many ranks, if any."""
     return Job(ranks, command, env, cwd)
@@ -112,8 +122,7 @@ def free_port() -> int:
 def _server(interpret: str | None) -> socket.socket:
     """Where requests go. The server ends when nobody holds this end; Triton looks at its variable when imported."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env |= {"TRITON_INTERPRET": interpret} if interpret else {}
+    env = environment() | ({"TRITON_INTERPRET": interpret} if interpret else {})
     command = [sys.executable, __file__, str(theirs.fileno())]
     with theirs:
         server = subprocess.Popen(

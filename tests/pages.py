@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from tests.launch import launch
+from tests.launch import launch, python_path
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {"python", "output", "hir", "finding", "console", "diff", "text"}
@@ -67,7 +67,7 @@ def check_python(page: Path, folder: Path) -> None:
     command = (__file__, str(page), str(folder / f"{page.stem}.py"))
     if any(block.language == "diff" for block in blocks(page)):
         change(page, folder)
-        env = environment() | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+        env = environment() | {"PYTHONPATH": python_path(folder)}
         done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     else:
         done = launch(0, *command, cwd=folder, env=environment(), timeout=250)

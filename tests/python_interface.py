@@ -44,7 +44,7 @@ INTERNAL = {  # public to other parts of hostir
     "Choice": {"from_json", "to_json"},
     "Ranges": {"candidate", "plain", "program", "representative", "representatives", "to_json"},
     "DeviceMesh": {"axis_name"},
-    "Fusion": {"combine", "size"},
+    "Fusion": {"operate", "size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},
     "Session": {"asking", "close", "exchange", "first", "wait"},
     "Trace": {"add", "lanes"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import environment, launch, python_path
 
 ROOT = Path(__file__).parent.parent
 MAIN = 'if __name__ == "__main__":'
@@ -35,10 +35,9 @@ OTHER_WAY = re.compile(r"(?:python|torchrun)\b[^\n`]*[ /]benchmarks/\w+\.py")
 def test_what_scripts_import_exists() -> None:
     scripts = sorted(map(str, ROOT.glob("tests/gpu/*.py")))
     assert len(scripts) > 5
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/gpu"), os.environ.get("PYTHONPATH", "")])
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": path}
-    code = f"import sys\nsys.path[:0] = {path.split(os.pathsep)}\n{IMPORT}"
-    done = launch(0, "-c", code, *scripts, env={**os.environ, **rank}, timeout=240)
+    env = environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", PYTHONPATH=python_path(ROOT / "tests/gpu"))
+    code = f"import sys\nsys.path[:0] = {env['PYTHONPATH'].split(os.pathsep)}\n{IMPORT}"
+    done = launch(0, "-c", code, *scripts, env=env, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

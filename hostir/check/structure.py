@@ -78,7 +78,7 @@ def _holds(codec: Codec, held: object) -> bool:
     if codec is Codec.INTS:
         return _all(held, _is_int)
     if codec is Codec.NUMBER:
-        return isinstance(held, float) and isfinite(held) and held >= 0
+        return isinstance(held, float) and isfinite(held)
     return isinstance(held, tuple if codec is Codec.BLOCK else str)
 
 

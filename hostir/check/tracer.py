@@ -414,7 +414,7 @@ class Tracer(Observer, OptionalMethods):
         s, read = self.statement, [x for x in reads if x is not None]
         if s is None or not self.freed:
             return
-        for value, x in (*zip(s.values(Codec.READ), read, strict=False), (next(s.values(Codec.WRITE), None), out)):
+        for value, x in (*zip(s.reads, read, strict=False), (next(s.values(Codec.WRITE), None), out)):
             if x is not None and value is not None and (freed := self.freed.get(x.buffer)):
                 name = x.buffer.name
                 what = "it was freed" if value.name == name else f"%{name}, of which it is a view, was freed"
@@ -427,7 +427,7 @@ class Tracer(Observer, OptionalMethods):
         if s is None or out is None or all(x.buffer is not out.buffer for x in read):
             return
         result = next(s.values(Codec.WRITE))
-        for n, (value, x) in enumerate(zip(s.values(Codec.READ), read, strict=True)):
+        for n, (value, x) in enumerate(zip(s.reads, read, strict=True)):
             if x.buffer is not out.buffer or not x.region.meets(out.region):
                 continue
             if x.equals(out) and s.in_place(n):

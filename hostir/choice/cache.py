@@ -203,6 +203,8 @@ def path_of(key: Mapping[str, Any]) -> Path:
 def read(key: Mapping[str, Any]) -> Entries:
     """Read what was measured for a key; nothing if the file cannot be used."""
     path = path_of(key)
+    if path.exists() and not path.is_file():  # to read a FIFO, or a device, may never end
+        return _ignored(path, "it is no regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -276,6 +278,11 @@ def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) ->
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Hold a file lock: one writer at a time, of whatever job."""
-    with open(place / "lock", "w") as lock:
+    lock = os.open(
+        place / "lock", os.O_RDWR | os.O_CREAT, 0o666
+    )  # opened to write alone, a FIFO would wait for a reader
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import replace
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +30,6 @@ TORCH_NAMES = {
     **{"torch.float8_e4m3fn": "f8e4m3", "torch.float8_e5m2": "f8e5m2"},
 }
 MAX_AXES = 64  # torch's limit for a tensor
-NUMBER = "a number enters as an input of one element: hi.tensor('scale', [1], dtype)"
 
 _building: ContextVar[Fusion | None] = ContextVar("building", default=None)
 
@@ -112,10 +113,9 @@ class Fusion:
             tuple(s.rename(values) for s in self._statements),
         )
 
-    def combine(self, cls: type[Any], **operands: Any) -> Tensor:
-        """Add a statement on these tensors of the fusion being built."""
-        span = user_span()
-        return apply(cls, None, "", **{name: operand(t, span) for name, t in operands.items()})
+    def operate(self, operator: str, *operands: Any) -> Tensor:
+        """Add the statements of an arithmetic operator on tensors of the fusion being built, and numbers."""
+        return OPERATORS[operator](*operands)
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return the size of a result or a split, whose symbols must be those of inputs."""
@@ -199,8 +199,7 @@ def operand(t: Any, span: Span | None) -> Value:
     """Return a tensor as an operand of a statement of the fusion being built."""
     fusion = building(span)
     if not isinstance(t, Tensor):
-        hint = NUMBER if isinstance(t, int | float) else ""
-        raise error(f"not a tensor: {described(t)}", span, expected="a tensor of this fusion", hint=hint)
+        raise error(f"not a tensor: {described(t)}", span, expected="a tensor of this fusion")
     if t.fusion is not fusion:
         whose = f"%{t.name} belongs to fusion @{t.fusion.name}, not to @{fusion.name}"
         raise error(whose, span, hint="declare it as an input here: hi.tensor(...)")
@@ -333,20 +332,72 @@ def quantize(
     return q, scale
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
+def add(x: Tensor | float, y: Tensor | float) -> Tensor:
     """The elementwise sum, also written `x + y`.
 
-    Axes are aligned from the last one, and axes of size 1 are broadcast, as in torch. Raises HostIRError if sizes do
-    not match or dtypes differ.
+    Axes are aligned from the last one, and axes of size 1 are broadcast, as in torch. One of the two may be a number,
+    which the program then holds; one that changes from call to call is an input, `hi.tensor("scale", [1], dtype)`.
+    Raises HostIRError if sizes do not match or dtypes differ, and for a number that is not finite.
     """
     span = user_span()
-    return apply(tensor_ops.Add, x=operand(x, span), y=operand(y, span))
+    tensor, number = with_number(x, y, span)
+    if number is None:
+        return apply(tensor_ops.Add, x=operand(x, span), y=operand(y, span))
+    return apply(tensor_ops.Offset, x=operand(tensor, span), amount=number)
 
 
-def mul(x: Tensor, y: Tensor) -> Tensor:
-    """The elementwise product, also written `x * y`; axes, dtypes and errors are as for `add`."""
+def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """The elementwise product, also written `x * y`; axes, dtypes, numbers and errors are as for `add`."""
     span = user_span()
-    return apply(tensor_ops.Mul, x=operand(x, span), y=operand(y, span))
+    tensor, number = with_number(x, y, span)
+    if number is None:
+        return apply(tensor_ops.Mul, x=operand(x, span), y=operand(y, span))
+    return apply(tensor_ops.Scale, x=operand(tensor, span), factor=number)
+
+
+def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
+    """Return the operand that is no number, and the number that the other one is; None if neither is a number."""
+    for tensor, given in ((x, y), (y, x)):
+        if not isinstance(given, bool) and isinstance(given, Real) and not isinstance(tensor, Real):
+            return tensor, finite(given, span)
+    return x, None
+
+
+def finite(given: Real, span: Span | None) -> float:
+    """Return a number as a float; raise HostIRError for one that is infinite, not a number, or too large."""
+    try:
+        number = float(given)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise error(f"a tensor meets the number {described(given)}", span, expected="a finite number")
+    return number
+
+
+def _subtract(x: Any, y: Any) -> Tensor:
+    """Add what computes `x - y`: the sum with the negated `y`, which is exact."""
+    span = user_span()
+    tensor, number = with_number(x, y, span)
+    if number is not None and tensor is x:
+        return apply(tensor_ops.Offset, x=operand(x, span), amount=-number)
+    right = operand(y, span)
+    negated = apply(tensor_ops.Scale, name=f"minus_{right.name}", x=right, factor=-1.0)
+    return add(x, negated)
+
+
+def _divide(x: Any, y: Any) -> Tensor:
+    """Add what computes `x / y` for a number `y`: the product with its inverse."""
+    span = user_span()
+    tensor, number = with_number(x, y, span)
+    if number is None or tensor is y:
+        hint = "multiply with an input that holds the inverse"
+        raise error("a fusion divides by numbers only", span, expected="such as x / 3", hint=hint)
+    if not number or not math.isfinite(1 / number):
+        raise error(f"{operand(x, span)} is divided by {described(y)}, which has no inverse", span)
+    return mul(x, 1 / number)
+
+
+OPERATORS = {"@": matmul, "+": add, "*": mul, "-": _subtract, "/": _divide}
 
 
 def relu(x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span, described, did_you_mean, error, user_span
-from hostir.ir.tensor_ops import Add, Matmul, Mul
 from hostir.ir.types import STREAM, Axis, DType, Factor
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
@@ -130,8 +129,6 @@ def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[s
 # A tensor of a fusion, as users annotate it.
 
 SizeLike = int | str | Size
-NEGATE = "multiply with an input that holds -1, such as hi.tensor('minus', [1], dtype), and add"
-INVERT = "multiply with an input that holds the inverse"
 
 
 class Owner(Protocol):
@@ -142,8 +139,8 @@ class Owner(Protocol):
     def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return the size of a result or a split."""
 
-    def combine(self, cls: type[Any], **operands: Any) -> Tensor:
-        """Add a statement on these tensors and return its result."""
+    def operate(self, operator: str, *operands: Any) -> Tensor:
+        """Add the statements of an arithmetic operator and return their result."""
 
 
 class TensorShape(tuple[Size, ...]):
@@ -174,7 +171,8 @@ class LoopAxis:
 class Tensor:
     """A tensor of a fusion: an input or a result, and how its axes are split and sharded.
 
-    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. A tensor with a mesh has the sharding that its
+    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. There are `x - y`, `-x`, and `x / 3`, which
+    multiplies by 1/3. With `+`, `-` and `*`, one side may be a number. A tensor with a mesh has the sharding that its
     axes say; for one without, it is inferred from the inputs.
 
     Fields:
@@ -316,38 +314,38 @@ class Tensor:
         """The logical axes, each as the product of its splits."""
         return tuple(Axis(tuple(f for j, f in self._loop if j == k)) for k in range(len(self.shape)))
 
-    def __matmul__(self, other: Tensor) -> Tensor:
-        return self.fusion.combine(Matmul, a=self, b=other)
+    def __matmul__(self, other: Any) -> Tensor:
+        return self.fusion.operate("@", self, other)
 
-    def __add__(self, other: Tensor) -> Tensor:
-        return self.fusion.combine(Add, x=self, y=other)
+    def __add__(self, other: Any) -> Tensor:
+        return self.fusion.operate("+", self, other)
 
-    def __mul__(self, other: Tensor) -> Tensor:
-        return self.fusion.combine(Mul, x=self, y=other)
-
-    def __rmatmul__(self, other: Any) -> Tensor:
-        return self.fusion.combine(Matmul, a=other, b=self)
-
-    def __radd__(self, other: Any) -> Tensor:
-        return self.fusion.combine(Add, x=other, y=self)
-
-    def __rmul__(self, other: Any) -> Tensor:
-        return self.fusion.combine(Mul, x=other, y=self)
+    def __mul__(self, other: Any) -> Tensor:
+        return self.fusion.operate("*", self, other)
 
     def __sub__(self, other: Any) -> Tensor:
-        raise error("a fusion has no subtraction", user_span(), hint=NEGATE)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        raise error("a fusion has no subtraction", user_span(), hint=NEGATE)
-
-    def __neg__(self) -> Tensor:
-        raise error("a fusion has no negation", user_span(), hint=NEGATE)
+        return self.fusion.operate("-", self, other)
 
     def __truediv__(self, other: Any) -> Tensor:
-        raise error("a fusion has no division", user_span(), hint=INVERT)
+        return self.fusion.operate("/", self, other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        return self.fusion.operate("@", other, self)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return self.fusion.operate("+", other, self)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return self.fusion.operate("*", other, self)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return self.fusion.operate("-", other, self)
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        raise error("a fusion has no division", user_span(), hint=INVERT)
+        return self.fusion.operate("/", other, self)
+
+    def __neg__(self) -> Tensor:
+        return self.fusion.operate("*", self, -1)
 
     def __repr__(self) -> str:
         partial = f" partial({', '.join(self.partial_over)})" if self.partial_over else ""

@@ -398,6 +398,11 @@ class Statement(Traits):
         written = [] if phase is Phase.FUSION else [Codec.WRITE]
         return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
 
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """The tensors that it reads, in the order in which `evaluate` gives them to a machine."""
+        return tuple(self.values(Codec.READ))
+
     @cached_property
     def named(self) -> tuple[Value, ...]:
         """Return every value that it mentions."""

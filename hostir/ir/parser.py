@@ -60,7 +60,7 @@ VALUE: /%[A-Za-z_]\w*/
 AT: /@[A-Za-z_]\w*/
 NAME: /[A-Za-z_]\w*/
 INT: /\d+/
-NUMBER: /\d+(\.\d+)?(e[+-]?\d+)?/
+NUMBER: /-?\d+(\.\d+)?(e[+-]?\d+)?/
 PHASE.3: /(fusion|program)(?![\w.])/
 AUTO.3: /auto(?![\w.])/
 STAR: "*"

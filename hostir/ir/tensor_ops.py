@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 # that exists (`matmul %a, %b -> %c`). `Map` says how each operand's axes relate to the result's; sharding propagation,
 # slicing and type inference all read it.
 
+MAX_F32, MAX_F64 = (2 - 2.0**-23) * 2.0**127, sys.float_info.max
 CONTRACTED = -1  # in a Map: the axis is summed away
 ALONE = -2  # in a Map: each rank reads all of the axis, as one of extent one that is spread over the result's
 Map = tuple[int, ...]  # for each axis of an operand, the axis of the result that it becomes, or each block of which
@@ -243,6 +245,10 @@ class ByBlocks(TensorOp):
             self._stands_in(self.own)
         if self.first != ZERO:
             self._begins()
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        return self.operands if self.own is None else (*self.operands, self.own)
 
     @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
@@ -561,6 +567,46 @@ class Silu(Unary):
     syntax = "silu {x} -> {out}"
 
 
+def check_number(op: Unary, number: float) -> None:
+    """Raise unless a number is one of the dtype in which a computation on `x` is done."""
+    dtype = op.x.tensor.dtype
+    if abs(number) > (MAX_F64 if dtype.name == "f64" else MAX_F32):  # an infinity, too
+        expected = f"a finite number{'' if dtype.name == 'f64' else ' that f32 can hold'}"
+        raise op.fail(f"{op.keyword()} of {dtype} by {number}", expected=expected)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Scale(Unary):
+    """`x * factor` with a number, computed in f32 (f64: in f64), and rounded once.
+
+    Example: %y: bf16[16, 32] = scale %x: bf16[16, 32] by 0.5
+    """
+
+    syntax = "scale {x} by {factor} -> {out}"
+    factor: Number
+
+    def verify(self) -> None:
+        super().verify()
+        check_number(self, self.factor)
+
+
+@statement
+@dataclass(frozen=True, eq=False, repr=False)
+class Offset(Unary):
+    """`x + amount` with a number, computed in f32 (f64: in f64), and rounded once.
+
+    Example: %y: bf16[16, 32] = offset %x: bf16[16, 32] by -1.0
+    """
+
+    syntax = "offset {x} by {amount} -> {out}"
+    amount: Number
+
+    def verify(self) -> None:
+        super().verify()
+        check_number(self, self.amount)
+
+
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseCopy(Unary):
@@ -721,6 +767,8 @@ class RmsNorm(TensorOp):
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
         dtype, shape = same_dtype(self, self.operands), self.x.tensor.shape
+        if self.eps < 0:
+            raise self.fail(f"eps is {self.eps}", expected="at least 0")
         if not shape:
             raise self.fail(f"{self.x} has no axes", expected="rows")
         if self.weight is not None and self.weight.tensor.shape != shape[-1:]:

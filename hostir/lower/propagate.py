@@ -294,6 +294,8 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 def _wanted(program: Program) -> dict[str, TensorType]:
     """Map each tensor to the sharding that its one user needs, elementwise or a reshape: what a partial sum becomes."""
     users = users_of(program)
+    declared = [*program.inputs, *(result_of(s) for s in program.body)]
+    promised = [part for v in declared if v.tensor.mesh for part in _parts(v.tensor)]
     wanted: dict[str, TensorType] = {}
     for s in reversed(program.body):
         result = result_of(s)
@@ -301,14 +303,21 @@ def _wanted(program: Program) -> dict[str, TensorType]:
             wanted[result.name] = result.tensor
         if isinstance(s, Reshape) and result.name in wanted and s.x.tensor.mesh is None and users[s.x.name] == [s]:
             axes = place_marks(s.x.tensor.shape, flat_marks(wanted[result.name]))
-            if axes is not None:
-                wanted[s.x.name] = replace(wanted[result.name], axes=axes)
+            type = None if axes is None else replace(wanted[result.name], axes=axes)
+            # Ranks may divide M*N, and not M: rows that lie there need what the user has not promised.
+            if type and all(p.whole or any((p / other).whole for other in promised) for p in _parts(type)):
+                wanted[s.x.name] = type
         if not isinstance(s, (Unary, Binary, RmsNorm)) or isinstance(s, Sum) or result.name not in wanted:
             continue
         for v in s.operands:
             if v.tensor.mesh is None and users[v.name] == [s] and v.tensor.shape == result.tensor.shape:
                 wanted[v.name] = wanted[result.name]
     return wanted
+
+
+def _parts(type: TensorType) -> list[Size]:
+    """Return what a rank holds of each factor that lies over ranks."""
+    return [type.local_factor(f) for axis in type.host().axes for f in axis.factors if f.on]
 
 
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:

@@ -220,6 +220,8 @@ class DumpPrinter:
             source, target = FLOAT_OF[s.x.tensor.dtype.name], FLOAT_OF[s.dtype]
             plain = source != target and {source, target} == {"double", "float"}
             return _assign(out, f"({target})({first});" if plain else f"__{source}2{target}({first});")
+        if isinstance(s, (ops.Scale, ops.Offset)):
+            raise s.fail(f"nvFuser's form has no spelling here for {s.keyword()}, which computes with a number")
         if isinstance(s, ops.DenseCopy):
             return _assign(out, f"Set( {first}, cache_op=Streaming )")
         return _assign(out, f"{s.keyword()}({first});")

@@ -15,6 +15,7 @@ from hostir.ir.source import check_known, described, error, user_span
 from hostir.runtime.guest import resolved
 from hostir.torch import float8
 from hostir.torch.library import call
+from hostir.torch.programs import MACHINES
 
 _transforms = torch._C._functorch.peek_interpreter_stack
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
@@ -41,13 +42,20 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands as a matmul of torch takes them: cast where autocast is on. Refuses what torch.func does."""
+    """Return operands as a matmul of torch takes them: cast where autocast is on.
+
+    Raises HostIRError inside a torch.func transform, and for tensors on a device that hostir does not run on.
+    """
     if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
         raise error(
             "torch.func transforms and forward-mode gradients do not go through hostir's functions",
             user_span(),
             expected="a call outside torch.vmap, torch.func.grad, forward_ad.dual_level and their like",
         )
+    for x in tensors:
+        if x.device.type not in MACHINES:
+            hint = "tensors on meta have no elements; FakeTensorMode works shapes out" if x.is_meta else ""
+            raise error(f"a tensor is on {x.device}", user_span(), expected=f"one of: {', '.join(MACHINES)}", hint=hint)
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return [*tensors]

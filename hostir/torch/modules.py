@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hostir.ir.source import described, error, user_span, warn_once
 from hostir.torch.functional import column_parallel_linear, gated_linear, name_of, row_parallel_linear
 from hostir.torch.operators import SETTINGS
-from hostir.torch.programs import DTYPES, LEDGER
+from hostir.torch.programs import DTYPES, LEDGER, MACHINES
 
 LAST = Shard(-1)
 
@@ -163,6 +163,8 @@ class ShardedLinear(nn.Linear):
             return f"its input is on another mesh, {x.device_mesh}"
         if x.ndim < 2:
             return f"its input has {x.ndim} axes"
+        if x.device.type not in MACHINES:
+            return f"its input is on {x.device}"
         if not torch.is_autocast_enabled(x.device.type) and (x.dtype != self.weight.dtype or x.dtype not in DTYPES):
             return f"its input is {x.dtype}, its weight {self.weight.dtype}"
         if layouts.fp8 and x.dtype == torch.float64:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ from benchmarks.scores import (
 from hostir.lower import STRATEGIES
 from hostir.runtime.kernels.scaled import scaled_matmul_reference
 from hostir.runtime.simulated.machine import run_local
-from tests.launch import ROOT, launch
+from tests.launch import environment, launch
 
 SMALL = "--device cpu --repeats 2 --shrink 64"
 Results = dict[str, Any]
@@ -74,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("comparison")
     outs = {name: folder / re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS}  # the rest is added to it
     commands = [command.replace(" ", f" {SMALL} --out {outs[name]} ", 1) for name, command in RUNS.items()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
+    env = environment(HOSTIR_CACHE=str(folder))
     done = launch(2, str(Path(__file__).with_name("on_ranks.py")), *commands, env=env, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder

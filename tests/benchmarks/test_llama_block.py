@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from argparse import Namespace
 from collections import Counter
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.llama_block import HOSTIRS, TORCHS, WAYS, Bench, Case, report
-from tests.launch import ROOT, launch
+from tests.launch import environment, launch
 
 PASS, PLAIN = "DTensor compiled, hostir's pass", "DTensor compiled"
 Results = dict[str, Any]
@@ -22,7 +21,7 @@ Results = dict[str, Any]
 
 def measured(folder: Path, *options: str) -> tuple[Results, str]:
     """The one row that the benchmark writes on two CPU processes, and its table."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
+    env = environment(HOSTIR_CACHE=str(folder))
     small = ("--device", "cpu", "--shrink", "32", "--models", "8B", "--tokens", "64", "--repeats", "1")
     command = ("-m", "benchmarks.llama_block", *small, *options, "--out", str(folder / "block"))
     done = launch(2, *command, env=env, timeout=220)

@@ -14,13 +14,13 @@ import pytest
 from benchmarks import on_eight
 from benchmarks.on_eight import PARTS, RUNNING, Job, Part, options, run_all
 from hostir.runtime.session import Session
-from tests.launch import ROOT, launch
+from tests.launch import environment, launch
 
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(200)
 def test_the_script_runs_the_parts_that_are_wanted_and_says_how_each_went(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(tmp_path)}
+    env = environment(HOSTIR_CACHE=str(tmp_path))
     tiny = (
         "--device",
         "cpu",

@@ -25,6 +25,41 @@ def findings(body: str, outputs: str = "") -> list[Diagnostic]:
     return [found for found in hi.check(program) if found.level == "error"]
 
 
+# Which operand a finding names --------------------------------------------------------------------------------------
+BUFFERS = {
+    **dict.fromkeys(("x", "y", "out"), "f32[4, 4]"),
+    **{"row": "f32[4]", "own": "f32[2, 4]", "half": "f32[2, 4]", "halves": "f32[2, 2, 4]", "scale": "f32[1, 1]"},
+    **{"q": "f8e4m3[4, 4]", "r": "f8e4m3[4, 4]", "q_own": "f8e4m3[2, 4]", "scale_2": "f32[1, 1]"},
+}
+BLOCKS = "ready %f >= 1 from %me own"
+
+
+@pytest.mark.parametrize(
+    ("operands", "statement"),
+    [
+        ("x y own", f"matmul %x, %y -> %out {BLOCKS} %own"),
+        ("x y row own", f"linear %x, %y, %row -> %out {BLOCKS} %own"),
+        (
+            "q r scale scale_2 row q_own",
+            f"scaled_matmul %q, %r scaled %scale, %scale_2 plus %row to f32 -> %out {BLOCKS} %q_own",
+        ),
+        ("halves half own", f"sum %halves axis 0 plus %half -> %out {BLOCKS} %own"),
+    ],
+)
+def test_a_finding_names_the_operand_that_was_freed_or_is_overwritten(operands: str, statement: str) -> None:
+    buffers = BUFFERS | ({"out": "f32[2, 4]"} if "sum" in statement else {})
+    begin = "%f: flag[2] = allocate_symmetric\nbarrier of %s over didx\n"
+    begin += "".join(f"%{name}: {type} = allocate\n" for name, type in buffers.items())
+    begin += "for %i in 0..2 { signal %f[%i] = 1 at %me over didx }\n"
+    for operand in operands.split():
+        freed = [found.message for found in findings(f"{begin}free %{operand}\n{statement}")]
+        assert f"%{operand} is used after it was freed" in freed
+        if buffers[operand] == buffers["out"]:
+            written = statement.replace("-> %out", f"-> %{operand}")
+            messages = [found.message for found in findings(f"{begin}{written}")]
+            assert f"{statement.split()[0]} writes %{operand} while it reads it" in messages
+
+
 # What a statement may overwrite -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "body",

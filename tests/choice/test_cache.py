@@ -68,6 +68,18 @@ def test_jobs_that_write_at_once_lose_nothing(folder: Path) -> None:
     assert len(cache.read(KEY)) == 20
 
 
+@pytest.mark.timeout(30)
+def test_what_is_no_regular_file_is_ignored_and_replaced(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    path = cache.path_of(KEY)
+    os.mkfifo(path)
+    os.mkfifo(folder / "lock")
+    with pytest.warns(CacheWarning, match="ignored: it is no regular file"):
+        assert cache.read(KEY) == {}
+    cache.write(KEY, "p", ENTRIES)
+    assert cache.read(KEY) == ENTRIES
+
+
 def changed(**changes: object) -> str:
     path = cache.path_of(KEY)
     return json.dumps({**json.loads(path.read_text()), **changes})

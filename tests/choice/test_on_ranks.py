@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import environment, launch
 
 SCRIPT = Path(__file__).with_name("cases_on_ranks.py")
 ROOT = SCRIPT.parents[2]
@@ -33,8 +32,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
 def on_two_ranks(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTIR_CACHE": str(folder)}
-    return launch(2, *command, env=env, timeout=120)
+    return launch(2, *command, env=environment(HOSTIR_CACHE=str(folder)), timeout=120)
 
 
 def hostir(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.launch import launch
+from tests.launch import environment, launch
 
 ROOT = Path(__file__).parents[2]
 Ended = subprocess.CompletedProcess[str]
@@ -29,8 +29,7 @@ def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **
     A command is the path of a script, or arguments of `hostir`. What is named after a fault of `FAULTS` runs with it.
     """
     (folder / "commands.json").write_text(json.dumps(commands))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    job = launch(ranks, __file__, str(folder), env=env, timeout=150)
+    job = launch(ranks, __file__, str(folder), env=environment(**variables), timeout=150)
     assert job.returncode == 0, job.stderr
     every = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     ended = {}

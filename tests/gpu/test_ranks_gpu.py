@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.launch import environment
 
 TESTS = Path(__file__).parents[1]
 JOBS = {
@@ -33,8 +34,9 @@ def launch(ranks: int) -> list[str]:
 def test_every_case_of_a_job_passes(job: str, ranks: int) -> None:
     script, *arguments = JOBS[job]
     command = [*launch(ranks), str(TESTS / script), *arguments]
-    variables = {**os.environ, "DEVICE": "cuda", "PYTHONPATH": str(TESTS.parent)}
-    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=390, check=False)
+    ran = subprocess.run(
+        command, env=environment(DEVICE="cuda"), capture_output=True, text=True, timeout=390, check=False
+    )
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]
 
 

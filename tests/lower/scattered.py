@@ -8,6 +8,8 @@ import hostir as hi
 from hostir.ir import Program
 from tests.lower.gathered import GRID, LINE, NAMED_GRID, NAMED_LINE, Text, counted, row, shape_of
 
+ELEMENTWISE = ("gelu {}", "silu {}", "relu {}", "scale {} by -0.5", "offset {} by 2.0")
+
 
 def scattered(ranks: int, seed: int, *, named: bool = False, to_all: bool = False) -> Program:
     """A reduce_scatter of rows over `ranks` ranks, on a mesh with another axis or none, and what is around it.
@@ -41,7 +43,7 @@ def scattered(ranks: int, seed: int, *, named: bool = False, to_all: bool = Fals
     if text.chance(0.3):
         out = text.add(lies, f"add {out}, {text.input('[4]')}")
     if text.chance(0.3):
-        out = text.add(lies, f"{text.random.choice(['gelu', 'silu', 'relu'])} {out}")
+        out = text.add(lies, text.random.choice(ELEMENTWISE).format(out))
     if text.chance(0.3):
         out = text.add(lies, f"add {out}, {text.input(lies)}")
     outputs = [out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -186,3 +187,23 @@ def test_communications_and_loops_are_where_the_pattern_says() -> None:
         "reduce_scatter",
         "wait",
     ]
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "pipeline", "auto"])
+def test_ranks_divide_a_product_of_sizes_of_which_they_divide_one(strategy: str) -> None:
+    with hi.Fusion("flat") as fusion:
+        a, b = hi.tensor("a", ["M", 4], "f64"), hi.tensor("b", [4, "N"], "f64")
+        y = hi.relu(hi.reshape(a @ b, ["M*N"]))
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(1, mesh)
+    b.shard(0, mesh)
+    y.shard(0, mesh)
+    for M, N in ((3, 4), (4, 3)):
+        x, w = torch.randn(M, 4, dtype=torch.float64), torch.randn(4, N, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", hi.FallbackWarning)
+            (found,) = hi.run(fusion, x, w, strategy=strategy)
+        torch.testing.assert_close(found, (x @ w).relu().flatten())
+    with pytest.raises(hi.HostIRError, match=r"M\*N must be a multiple of 2|M=3, N=3|not whole"):
+        hi.run(fusion, x[:3], w, strategy=strategy)

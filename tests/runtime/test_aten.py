@@ -28,6 +28,10 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "copy": torch.clone,
 }
+NUMBERS: dict[str, tuple[str, Callable[[torch.Tensor, float], torch.Tensor]]] = {
+    "scale": ("factor", torch.mul),
+    "offset": ("amount", torch.add),
+}
 
 
 def layout(draw: st.DrawFn, axes: int) -> dict[str, object]:
@@ -158,7 +162,7 @@ def test_rows_that_have_one_stride_are_one_product(
 def test_elementwise_kernels_of_any_layout_are_as_accurate_as_torch(data: st.DataObject) -> None:
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 1 << 30)))
-    dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([*ELEMENTWISE, "add", "mul"]))
+    dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([*ELEMENTWISE, *NUMBERS, "add", "mul"]))
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     x = filled(shape, dtype, **layout(draw, len(shape)))
     out, buffer = embedded(shape, dtype, **layout(draw, len(shape)))
@@ -166,6 +170,10 @@ def test_elementwise_kernels_of_any_layout_are_as_accurate_as_torch(data: st.Dat
         f = ELEMENTWISE[kind]
         KERNELS[kind](out, x)
         torchs, exact = f(x), f(x.double())
+    elif kind in NUMBERS:
+        (option, torchs_kernel), number = NUMBERS[kind], draw(st.sampled_from([0.1, -3.0, 1e-3, 0.0]))
+        KERNELS[kind](out, x, **{option: number})
+        torchs, exact = torchs_kernel(x.float(), number).to(dtype), torchs_kernel(x.double(), number)
     else:
         short = [draw(st.sampled_from([1, size])) for size in shape[draw(st.integers(0, len(shape))) :]]
         y = filled(short, dtype, **layout(draw, len(short)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
@@ -10,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import environment, launch
 
 SCRIPT = Path(__file__).with_name("misaligned_calls.py")
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
 
 
 def ranks(case: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HOSTIR_TIMEOUT": "20", "PYTHONPATH": str(SCRIPT.parents[2])}
-    return launch(2, str(SCRIPT), case, env=env, timeout=100)
+    return launch(2, str(SCRIPT), case, env=environment(HOSTIR_TIMEOUT="20"), timeout=100)
 
 
 AG = "rank 0 calls @ag with M=8, rank 1 with M=12|rank 1 calls @ag with M=12, rank 0 with M=8"

@@ -171,7 +171,7 @@ print("no more than one")
 def test_executors_of_programs_with_messages_share_what_messages_need_until_the_session_ends(tmp_path: Path) -> None:
     script = tmp_path / "many.py"
     script.write_text(BEGIN + MANY)
-    ended = launch(2, str(script), env=environment(PYTHONPATH=str(ROOT)), timeout=100)
+    ended = launch(2, str(script), env=environment(), timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("no more than one") == 2
 

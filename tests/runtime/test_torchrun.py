@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import Job, begin, free_port, launch
+from tests.launch import environment as launched_environment
 
 SCRIPT = Path(__file__).with_name("torchrun_cases.py")
 ROOT = SCRIPT.parent.parent.parent
@@ -81,7 +81,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **more}
+    return launched_environment(**{"PYTHONWARNINGS": "error", **more})
 
 
 def torchrun(case: str) -> subprocess.CompletedProcess[str]:

@@ -526,6 +526,14 @@ def what_is_no_call_is_refused() -> None:
                 transform(function, given)
         with forward_ad.dual_level(), pytest.raises(hi.HostIRError, match="forward-mode"):
             function(forward_ad.make_dual(given, given))
+    for layer, each in layers:
+        with pytest.raises(
+            hi.HostIRError, match=r"layer_cases\.py:\d+.*a tensor is on meta[^$]*of: cpu, cuda"
+        ) as refused:
+            layer(each.to("meta"))
+        assert "FakeTensorMode" in str(refused.value)
+    with pytest.raises(hi.HostIRError, match="a tensor is on meta"):
+        all_reduce(x.to("meta"), group())
     with pytest.raises(hi.HostIRError, match="gather_dim=2"):
         column_parallel_linear(x, w, group(), gather_dim=2)
     with pytest.raises(hi.HostIRError, match="no group 'nobody'"):

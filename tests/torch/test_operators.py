@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import environment, launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -47,7 +46,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(TIMEOU
 @cache
 def done(script: Path, ranks: int) -> subprocess.CompletedProcess[str]:
     """The job of all cases of a script."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEED": str(random.randrange(10**6))}
+    env = environment(SEED=str(random.randrange(10**6)))
     names = [name for name in CASES[script] if ranks == 2 or name in ON_FOUR]
     return launch(ranks, str(script), *names, env=env, timeout=TIMEOUT)
 

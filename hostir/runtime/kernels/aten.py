@@ -77,6 +77,22 @@ def silu(out: torch.Tensor, x: torch.Tensor) -> None:
     torch.ops.aten.silu.out(x, out=out)
 
 
+def scale(out: torch.Tensor, x: torch.Tensor, *, factor: float) -> None:
+    """`out = x * factor`, in f32 or better, rounded once."""
+    if out.is_cpu and out.itemsize < 4:  # there torch may round the number to the dtype first
+        out.copy_(x.float().mul_(factor))
+    else:
+        torch.mul(x, factor, out=out)
+
+
+def offset(out: torch.Tensor, x: torch.Tensor, *, amount: float) -> None:
+    """`out = x + amount`, in f32 or better, rounded once."""
+    if out.is_cpu and out.itemsize < 4:
+        out.copy_(x.float().add_(amount))
+    else:
+        torch.add(x, amount, out=out)
+
+
 def copy(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out = x`."""
     out.copy_(x)
@@ -186,7 +202,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm)
 }
 BY_CUBLAS = (matmul, linear, scaled_matmul)
-KERNELS |= {f.__name__: f for f in (scaled_matmul, row_scales, largest, quantize)}
+KERNELS |= {f.__name__: f for f in (scale, offset, scaled_matmul, row_scales, largest, quantize)}
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:

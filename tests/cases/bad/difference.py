@@ -1,11 +1,11 @@
-# error: a fusion has no subtraction
+# error: not a tensor: None
 # at: 10:23
-# hint: multiply with an input that holds -1
+# expected: a tensor of this fusion
 import hostir as hi
 
 
 def bad(ranks: int = 4) -> hi.Fusion:
     with hi.Fusion("bad") as fusion:
         a = hi.tensor("a", [16, 8], "f32")
-        fusion.output(a - a)
+        fusion.output(a - None)
     return fusion

@@ -1,4 +1,4 @@
-# error: not a tensor: 2.0
+# error: not a tensor: '2.0'
 # at: 10:13
 import hostir as hi
 
@@ -7,5 +7,5 @@ def bad(ranks: int = 4) -> hi.Fusion:
     with hi.Fusion("bad") as fusion:
         a = hi.tensor("a", [16, 8], "f32")
         b = hi.tensor("b", [8, 4], "f32")
-        c = a * 2.0
+        c = a * "2.0"
     return fusion
