@@ -50,8 +50,8 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
     c.set_device_mesh(mesh)
     assert strategies(fusion, reference(H200, 2)) == {"sequential", "ring", "fused", "push"}
     assert re.fullmatch(
-        r"the allgather at .*test_candidates.py:\d+:\d+ is not overlapped: no tensor has a Stream axis to slice it along, "
-        "and the program is sequential",
+        r"the allgather at .*test_candidates.py:\d+:\d+ is not overlapped: "
+        "no tensor has a Stream axis to slice it along, and the program is sequential",
         reasons(fusion, reference(H200, 2))["pipeline"],
     )
 
