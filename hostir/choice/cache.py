@@ -41,7 +41,7 @@ class Candidate:
         return max(counts) > 1 and (self.streams > 1 or 1 not in counts)
 
     def __str__(self) -> str:
-        streams = f", {self.streams} streams" if self.on_streams else ""
+        streams = f", {self.streams} stream{'s' * (self.streams != 1)}" if self.on_streams else ""
         return f"{self.strategy}{streams}, {self.kernels}"
 
 

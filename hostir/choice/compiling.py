@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hostir.choice.cache import ASKED_FOR, Candidate, Choice
+from hostir.choice.cache import ASKED_FOR, Choice
 from hostir.choice.decision import (
-    SEQUENTIAL,
+    asked_for,
     choose,
-    left_whole,
     log_choice,
     machine_name,
     program_of,
@@ -138,8 +137,7 @@ def compiled(
         host = program_of(program, choice)
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
-        taken = Candidate(strategy, STREAMS if streams is None else streams, KERNELS.get(kernels))
-        notes = tuple(left_whole(host).values()) if strategy != SEQUENTIAL else ()
+        taken, notes = asked_for(strategy, host, KERNELS.get(kernels))
         choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
         if warn:

@@ -49,6 +49,7 @@ from hostir.runtime.unroll import unroll
 # The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
 
 SEQUENTIAL = "sequential"
+NOTHING_TO_OVERLAP = "no communication to overlap"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tupl
             program = lower(fusion, strategy, streams)
         except HostIRError as refusal:
             program = refusal
+        if isinstance(program, Program):
+            streams = max(program.streams, 1)
         for each in _kernels(fusion, platform, kernels):
             yield Candidate(strategy, streams, each), program
 
@@ -144,7 +147,7 @@ def _refused(
         return False
     if same:
         other = same[0].strategy
-        why = _why_same(candidate, program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
+        why = _why_sequential(program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
         return Impossible(candidate, why)
     if candidate.kernels == "aten" and _signals_by_sms(program):
         return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
@@ -161,13 +164,23 @@ def _same(a: Program, b: Program) -> bool:
     return a.body == b.body
 
 
-def _why_same(candidate: Candidate, program: Program) -> str:
-    """Return why a strategy lowers to the same program as another."""
-    if left := left_whole(program):
-        return next(iter(left.values()))
-    if candidate.strategy == "pipeline":
-        return "no tensor has a Stream axis to slice communications along"
-    return "no communication to overlap"
+def _why_sequential(program: Program) -> str:
+    """Return why a strategy lowers to the sequential program."""
+    return next(iter(left_whole(program).values()), NOTHING_TO_OVERLAP)
+
+
+def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
+    """Return what a program by a strategy that was asked for is, and notes on what it does not overlap.
+
+    A program that uses neither worker streams nor peers' memory is the sequential one, whatever was asked for.
+    """
+    if strategy == SEQUENTIAL:
+        return Candidate(SEQUENTIAL, 1, kernels), ()
+    notes = tuple(left_whole(program).values())
+    if program.streams or uses_peers(program):
+        return Candidate(strategy, max(program.streams, 1), kernels), notes
+    why = "" if notes else f": {NOTHING_TO_OVERLAP}"
+    return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{why}")
 
 
 def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
@@ -365,6 +378,11 @@ class Decider:
         only = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
         source = FALLBACK if only and _communicates(found.programs.values()) else ESTIMATED
         return self._taken(source, timings, impossible, notes)
+
+    def program_of(self, candidate: Candidate) -> Program:
+        """Return the host program of a candidate that was chosen."""
+        programs = self.found.programs
+        return programs[candidate] if candidate in programs else self.measurable.programs[candidate]
 
     def fits(self, program: Program, sizes: Mapping[str, int]) -> bool:
         """Whether a candidate's program runs at these sizes, within the limit."""

@@ -87,8 +87,7 @@ class Ranges:
 
     def program(self, candidate: Candidate) -> Program:
         """Return the program of a candidate that was chosen."""
-        programs = self.decider.found.programs
-        return programs[candidate] if candidate in programs else self.decider.measurable.programs[candidate]
+        return self.decider.program_of(candidate)
 
     @cached_property
     def plain(self) -> Program:

@@ -17,6 +17,7 @@ from hostir.choice import cache
 from hostir.choice.cache import Choice, Timing
 from hostir.choice.decision import SEQUENTIAL, Decider, candidates, check_ranks, check_sizes, choose, decide
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
+from hostir.choice.overlaps import overlap_clauses
 from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
 from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
@@ -25,6 +26,7 @@ from hostir.ir.source import HostIRError, amount, error, is_first_rank
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.session import Session, joined, launched, session
+from hostir.runtime.unroll import unroll
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 # Choices as aligned tables of plain text.
@@ -128,7 +130,13 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
         print(json.dumps(ranges.to_json(), indent=1) if options.json else describe_ranges(ranges))
         return 0
     choice = decider.choice(sizes)
-    print(json.dumps(choice.to_json(), indent=1) if options.json else describe(choice))
+    if options.json:
+        print(json.dumps(choice.to_json(), indent=1))
+        return 0
+    print(describe(choice))
+    host = decider.program_of(choice.taken)
+    clauses = overlap_clauses(unroll(host, host.meshes[0].devices[0], sizes))
+    print("\n" + "\n".join(f"'{choice.taken}': {clause}" for clause in clauses))
     return 0
 
 

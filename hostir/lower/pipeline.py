@@ -20,6 +20,8 @@ from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places,
 # The passes -----------------------------------------------------------------------------------------------------------
 
 NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that stays whole
+NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, and the program is sequential"
+NOT_SLICED = "no Stream axis slices it"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Pipeline(Pass):
     """Makes a loop over the Stream axis: each round selects, communicates and computes one slice.
 
     It is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made generic:
-    whatever statements can be sliced along the Stream axis run in one loop.
+    whatever statements can be sliced along the Stream axis run in one loop. A communication outside of all loops gets a
+    comment that says why.
     """
 
     name = "pipeline"
@@ -47,8 +50,12 @@ class Pipeline(Pass):
         for group in found:
             if group.left_out and not group.communicates:  # a loop that hides nothing is not what was asked for
                 raise next(iter(group.left_out.values()))
-        reasons = {name: why.diagnostics[0].message for group in found for name, why in group.left_out.items()}
-        return build(with_reasons(program, reasons), [group for group in found if group.communicates])
+        loops = [group for group in found if group.communicates]
+        sliced = {result_of(s).name for group in loops for s in group.statements}
+        communications = {result_of(s).name for s in program.body if isinstance(s, Communication)}
+        reasons = dict.fromkeys(communications - sliced, NOT_SLICED if found else NO_STREAM_AXIS)
+        reasons |= {name: why.diagnostics[0].message for group in found for name, why in group.left_out.items()}
+        return build(with_reasons(program, reasons), loops)
 
 
 def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:

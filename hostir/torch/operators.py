@@ -79,7 +79,7 @@ class Operator:
         """Start the program of a fusion beside what the caller issues next. Raises Unfit."""
         executor = self._executor(build, key, inputs, "eager")
         started = executor.start(*inputs)
-        LEDGER.ran(self.name, self.group.name, executor)
+        LEDGER.ran(self.name, self.group.name, executor, started=True)
         return started
 
     def _executor(

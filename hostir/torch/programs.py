@@ -14,6 +14,7 @@ import torch
 from hostir.choice import Choice, Ranges
 from hostir.choice.cache import FALLBACK
 from hostir.choice.compiling import compiled
+from hostir.choice.overlaps import overlap_clauses
 from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, amount, check_known, warn_once
@@ -286,9 +287,9 @@ class Ran:
     Fields:
         operator: its name, such as `symm_mem::fused_all_gather_matmul`.
         group: the name of the process group.
-        strategy: how hostir ran it, with streams and kernels; `torch` if torch's own function did.
+        strategy: that of the program that ran, with its streams and kernels; `torch` if torch's own function ran.
         calls: the number of calls.
-        why: why it ran so, and why not by another strategy.
+        why: how many communications of the program overlap with what, why it ran, and why not another.
     """
 
     operator: str
@@ -320,14 +321,17 @@ class Report(tuple[Ran, ...]):
 
 @dataclass
 class Ledger:
-    """The calls of this process, counted by operator, by the name of the group, and by what ran or why torch did."""
+    """The calls of this process, counted by operator, by the name of the group, and by what ran or why torch did.
 
-    by_hostir: Counter[tuple[str, str, Executor, Executor]] = field(default_factory=Counter)
+    The last part of a key of `by_hostir` is True for calls that were started beside what their operator issued next.
+    """
+
+    by_hostir: Counter[tuple[str, str, Executor, Executor, bool]] = field(default_factory=Counter)
     by_torch: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
-    def ran(self, operator: str, group: str, executor: Executor) -> None:
-        """Record a call that an executor has just run."""
-        self.by_hostir[operator, group, executor, getattr(executor, "current", executor)] += 1
+    def ran(self, operator: str, group: str, executor: Executor, started: bool = False) -> None:
+        """Record a call that an executor has just run, or has `started` beside what comes next."""
+        self.by_hostir[operator, group, executor, getattr(executor, "current", executor), started] += 1
 
     def left(self, operator: str, group: str, why: str) -> None:
         """Record a call that was left to torch."""
@@ -342,13 +346,16 @@ class Ledger:
         """Return the calls, those that ran alike as one."""
         counts: Counter[tuple[str, str, str]] = Counter()
         reasons: dict[tuple[str, str, str], dict[str, None]] = {}
-        rows = [((op, group, *explained(executor, ran)), n) for (op, group, executor, ran), n in self.by_hostir.items()]
+        rows = [
+            ((op, group, *explained(executor, ran, started)), n)
+            for (op, group, executor, ran, started), n in self.by_hostir.items()
+        ]
         rows += [((op, group, "torch", (why,)), n) for (op, group, why), n in self.by_torch.items()]
         for (operator, group, strategy, why), count in rows:
             counts[operator, group, strategy] += count
             reasons.setdefault((operator, group, strategy), {}).update(dict.fromkeys(why))
         found = Report(Ran(*name, count, tuple(reasons[name])) for name, count in counts.items())
-        sessions = {group: executor.session for _, group, executor, _ in self.by_hostir}
+        sessions = {group: executor.session for _, group, executor, *_ in self.by_hostir}
         found.symmetric_bytes = {group: it.symmetric_bytes for group, it in sessions.items() if it is not None}
         return found
 
@@ -356,14 +363,17 @@ class Ledger:
 LEDGER = Ledger()
 
 
-def explained(executor: Executor, ran: Executor) -> tuple[str, tuple[str, ...]]:
+def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tuple[str, ...]]:
     """Return the strategy of the program that ran, and why it was taken and no other."""
-    choice = executor.choice
+    choice, call = executor.choice, ran.latest
+    overlapping = () if call is None else overlap_clauses(call.plan.unrolled)
+    if started and ran.machine == "cuda":  # elsewhere a call has ended when `start` returns
+        overlapping = (*overlapping, "it was started beside the computations that its operator issued next")
     if isinstance(choice, Choice):
-        return str(choice.taken), (f"{choice.source} on {choice.machine}", *choice.notes)
+        return str(choice.taken), (f"{choice.source} on {choice.machine}", *overlapping, *choice.notes)
     taken = next(candidate for candidate, made in executor.executors.items() if made is ran)  # type: ignore[attr-defined]
     choices = [c for c in choice.choices.values() if c.taken == taken] or list(choice.choices.values())
-    why = [clause for c in choices for clause in (f"{c.source} on {c.machine}", *c.notes)]
+    why = [clause for c in choices for clause in (f"{c.source} on {c.machine}", *overlapping, *c.notes)]
     why += [f"not {it.candidate}: {it.reason}" for c in choices for it in c.impossible]
     why += [
         f"not {it.candidate}: estimated or measured slower"

@@ -21,6 +21,7 @@ from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.lower import STRATEGIES
 from tests.choice.fusions import turned, weight_gathered_whole
 
 GPUS = Platform("cuda", "NVIDIA H200", 8, "nvlink", (("torch", "2.11"),), H200)
@@ -229,6 +230,42 @@ def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
     assert hint.startswith("  hint: 'pipeline' slices any communication")
     assert Path(said.filename) == Path(__file__)
     assert executor.choice.notes
+
+
+def without_a_stream_axis() -> hi.Fusion:
+    with hi.Fusion("rows") as fusion:
+        a, b = hi.tensor("a", [8, 4], "f32"), hi.tensor("b", [4, 4], "f32")
+        c = a @ b
+        fusion.output(c)
+    mesh = hi.DeviceMesh(range(2))
+    a.shard(0, mesh)
+    c.set_device_mesh(mesh)
+    return fusion
+
+
+def test_a_pipeline_without_a_stream_axis_says_that_it_is_sequential_and_why() -> None:
+    fusion = without_a_stream_axis()
+    why = "not overlapped: no tensor has a Stream axis to slice it along, and the program is sequential"
+    with pytest.warns(hi.FallbackWarning, match=f"In @rows the allgather at .* is {why}"):
+        executor = hi.compile(fusion, "pipeline")
+    assert executor.program == hi.lower(fusion, "sequential")
+    assert why in str(hi.lower(fusion, "pipeline"))
+    assert str(executor.choice) == "@rows runs 'sequential, auto' (asked for) on local"
+    assert why in executor.choice.notes[0]
+    assert executor.choice.notes[1:] == ("'pipeline' lowers to the sequential program",)
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "sequential"])
+def test_any_strategy_without_a_communication_says_that_it_is_sequential(strategy: str) -> None:
+    executor = hi.compile(patterns.no_communication(), strategy)
+    assert executor.choice.strategy == "sequential"
+    assert executor.choice.notes == (f"'{strategy}' lowers to the sequential program: no communication to overlap",)
+
+
+def test_a_choice_has_the_streams_of_its_program() -> None:
+    executor = hi.compile(patterns.allgather_matmul(ranks=4), "ring", streams=8)
+    assert executor.choice.streams == executor.program.streams == 3
+    assert str(executor.choice.taken) == "ring, 3 streams, auto"
 
 
 def test_of_several_ranks_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""Say which communications of an unrolled program may run at the same time as which of its computations.
+
+The order of the operations on the rank's streams decides, as it does on the machines; the strategy is not asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from hostir.runtime.unroll import ComputeOp, Op, UnrolledProgram
+
+NOTHING = "it has no communication"
+
+
+def overlaps(unrolled: UnrolledProgram) -> Iterator[tuple[Op, list[ComputeOp]]]:
+    """Yield each operation that moves data between ranks, with the computations that may run beside it."""
+    for position, op in enumerate(unrolled.ops):
+        if op.by_group or len({unrolled.owner(register) for register in unrolled.tensors(op)}) > 1:
+            yield op, _beside(unrolled, position)
+
+
+def _beside(unrolled: UnrolledProgram, position: int) -> list[ComputeOp]:
+    """Return the computations that neither end before a communication begins nor begin after it has ended."""
+    ops, order = unrolled.ops, unrolled.order
+    handle = ops[position].starts
+    ends = [at for at, op in enumerate(ops) if handle and op.awaits == handle] if handle else [position]
+    return [
+        op
+        for at, op in enumerate(ops)
+        if isinstance(op, ComputeOp)
+        and op.kind != "copy"
+        and not order.precedes(at, position)
+        and (_starts_before_the_end(unrolled, at, position) or not any(order.precedes(end, at) for end in ends))
+    ]
+
+
+def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> bool:
+    """Return whether a computation may start while copies run that come directly before it on its stream."""
+    ops = unrolled.ops
+    if not ops[at].starts_early or ops[copy].stream != ops[at].stream or copy > at:
+        return False
+    between = (op for op in ops[copy:at] if op.stream == ops[at].stream and op.in_graph)
+    return not any(isinstance(op, ComputeOp) for op in between)
+
+
+def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
+    """Return a clause for each kind of communication: how many overlap, and with which computations."""
+    every: Counter[str] = Counter()
+    overlapping: Counter[str] = Counter()
+    beside: dict[str, dict[str, None]] = {}
+    for op, computations in overlaps(unrolled):
+        kind = op.place.statement.keyword()
+        every[kind] += 1
+        overlapping[kind] += bool(computations)
+        beside.setdefault(kind, {}).update(dict.fromkeys(each.place.statement.keyword() for each in computations))
+    return tuple(_clause(kind, n, overlapping[kind], [*beside[kind]]) for kind, n in every.items()) or (NOTHING,)
+
+
+def _clause(kind: str, count: int, overlapping: int, beside: list[str]) -> str:
+    *others, last = beside or ["no computation"]
+    what = f"{', '.join(others)} and {last}" if others else last
+    if count == 1:
+        return f"its {kind} overlaps with {what}"
+    if not overlapping:
+        return f"none of its {count} {kind}s overlaps with a computation"
+    return f"{overlapping} of its {count} {kind}s overlap{'s' * (overlapping == 1)} with {what}"
