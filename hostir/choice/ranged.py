@@ -40,6 +40,8 @@ class RangedExecutor(Executor):
         self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(ranges.largest))
         self._latest: tuple[list[int] | None, Executor] = None, largest  # with the extents of its call, at `_axes`
+        if largest.session is not None:
+            largest.session.members.add(self)
         self._axes = [  # of the inputs that this rank holds: axes that free sizes determine
             (i, k)
             for i, value in enumerate(ranges.plain.inputs)
@@ -77,6 +79,14 @@ class RangedExecutor(Executor):
     @untraced
     def synchronize(self) -> None:
         self.current.synchronize()
+
+    def _leave(self, reason: str) -> None:
+        """Make no more executors, for which this one has kept the process group. Those that there are refuse calls."""
+        current = self.current
+        self._execute = lambda program, kernels: current
+
+    def _drop_stale(self) -> None:
+        """Do nothing: the plans are those of its executors."""
 
     def _for(self, inputs: Sequence[Any]) -> Executor:
         """Return the executor of a call."""

@@ -611,10 +611,16 @@ class Executor:
         self._drop(is_stale)
 
     def _leave(self, reason: str) -> None:
-        """Make no more calls: drop what the end of the session destroys, and refuse later calls for this reason."""
-        self.latest, self._ended = None, reason
+        """Make no more calls, and refuse later ones for this reason. Drop the plans, which hold process groups."""
+        self._ended = reason
         if self._graphs is not None:
             self._graphs.release(reason)
+        for plan in self.plans.values():
+            if isinstance(plan, GlooPlan):
+                plan.end()
+        self._drop(lambda plan: True)
+        if isinstance(self._machine, GlooMachine):
+            self._machine.end()
 
     def _refuse_elsewhere(self) -> None:
         """Raise in a forked child, and after the end of the session."""

@@ -91,10 +91,15 @@ class Groups:
 
         Where it failed, the groups end with the process: destroying them might wait for lost ranks.
         """
-        groups = [*self.made.values(), *(self._messages.made.values() if self._messages is not None else ())]
-        self.made.clear()
+        each = (self,) if self._messages is None else (self, self._messages)
+        groups = [group for its in each for group in its.made.values()]
+        for its in each:  # executors may outlive the session, and refer to both
+            its.made.clear()
+            its.store = None
         self.streams.clear()
         self.timeouts.clear()
+        if self.memory is not None:
+            self.memory.end()
         self.memory = None
         self._messages = None
         if not done:

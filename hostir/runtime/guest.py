@@ -36,7 +36,8 @@ class Guest(Session):
     limit = GuestWatchdog.limit
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group = group
+        self.group: ProcessGroup | None = group  # None once this rank has left it
+        self.name = group.group_name
         self.device = device
         self.rank, self.size = group.rank(), group.size()
         self.owner = False
@@ -45,14 +46,13 @@ class Guest(Session):
         self.exchanges = Counter()
         if device.type == "cuda":
             os.environ.update(NO_MULTICAST)
-        name = group.group_name
         store: Any = dist.distributed_c10d._get_process_group_store(group)
         theirs = store.clone()  # a connection of its own
-        self.store = PrefixStore(f"hostir/{_numbers[name]}", theirs)
-        _numbers[name] += 1
-        self._share(GuestWatchdog, patience, lambda: group)
+        self.store = PrefixStore(f"hostir/{_numbers[self.name]}", theirs)
+        _numbers[self.name] += 1
+        self._share(GuestWatchdog, patience, lambda: self.group)
         theirs.set_timeout(patience)  # not before: connecting to the store may take longer than the calls of this group
-        LOG.info("joined the group %s of %d ranks on %s", name, self.size, device)
+        LOG.info("joined the group %s of %d ranks on %s", self.name, self.size, device)
 
     def check(self, where: str) -> None:
         """Raise if a rank of the group has died."""
@@ -71,13 +71,14 @@ class Guest(Session):
         if not found:
             return ()
         groups = f"group{'s' * (len(found) > 1)} {', '.join(found)}"
-        what = f"this rank, of group '{self.group.group_name}', has made executors of {groups}, too"
+        what = f"this rank, of group '{self.name}', has made executors of {groups}, too"
         return ((None, f"{what}: if ranks call the groups in different orders, their calls wait for each other"),)
 
     def leave(self, done: bool, wait: bool) -> None:
         """Leave the group, which stays as it is. `wait` for the others if their GPUs may use this one's memory."""
         shared = self.device.type == "cuda" and self.groups.memory is not None and bool(self.groups.memory.met)
         self.part(done, PARTING, wait and shared)
+        self.group = None
         LOG.info("left the group, %s", "done" if done else "after a failure")
 
 

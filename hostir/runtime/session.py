@@ -497,6 +497,7 @@ class Session:
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
         self.groups.end(done, default=self.owner)
+        self.store = self.calls.store = None  # closes the connections: executors may outlive the session
 
 
 _torchs_own = dist.init_process_group

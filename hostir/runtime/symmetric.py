@@ -145,6 +145,9 @@ class Sharing(Protocol):
     def synchronize(self) -> None:
         """Wait until nothing that this rank has issued uses any memory."""
 
+    def close(self) -> None:
+        """Close what this rank holds open besides the memory: the session ends."""
+
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Prepare this rank's memory for the first call, before any peer touches it."""
 
@@ -262,6 +265,11 @@ class SymmetricMemory:
         self.sharing = sharing
         self.met: dict[ProgramKey, SharedMemory] = {}
         self.meetings = self.released = 0
+
+    def end(self) -> None:
+        """Release the memory of all programs: the session ends. What graphs of the caller use stays as long as they."""
+        self.met.clear()
+        self.sharing.close()
 
     @property
     def bytes(self) -> int:

@@ -169,7 +169,7 @@ class Links:
         for each in (self.listener, *(link.socket for link in self.links)):
             if each is not None:
                 each.close()
-        self.listener, self.links = None, []
+        self.listener, self.links, self.store = None, [], None
 
     # Connecting ---------------------------------------------------------------------------------------------------
     def connect(self) -> None:
@@ -390,6 +390,8 @@ class Watchdog:
         os.write(self.signalled, b"\0")
         self.thread.join()
         self.restore_handlers(signal.SIG_DFL if done else lambda number, frame: None)
+        self.plan = None  # a plan holds memory and process groups
+        self.replaced.clear()
         self.drop()
 
     def drop(self) -> None:

@@ -267,6 +267,9 @@ def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
     known = _groups.get(name)
     if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
+        for other, group in list(_groups.items()):
+            if group.process_group is not registered(other):  # it was destroyed, and lives on while it is kept here
+                del _groups[other]
         known = _groups[name] = OperatorGroup(name, resolved(name))
     return known
 

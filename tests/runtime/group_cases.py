@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hostir as hi
+import hostir.torch
 from examples import patterns
 from hostir.runtime.executor import Executor, run
 from hostir.runtime.sharding import shard
@@ -284,6 +285,31 @@ def a_forked_child_is_no_rank() -> None:
         assert found.read().count("this process was forked from rank") == 2
     os.wait()
     layer.check(4, 3)
+
+
+@case
+def destroyed_groups_leave_no_files_or_threads() -> None:
+    """The executors outlive their groups. What hostir holds for the last group goes when the next one is joined."""
+    layers: list[Layer] = []
+
+    def after_groups(count: int) -> tuple[int, int]:
+        for call in range(count):
+            for strategy in ("sequential", "fused"):
+                group = dist.new_group(range(4))
+                layers.append(gathered(group, strategy, 4))
+                layers[-1].check(8, call)
+                layers[-1].group = None
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", hi.FallbackWarning)
+                    hi.torch.column_parallel_linear(torch.randn(2, K), torch.randn(N, K), group)
+                dist.destroy_process_group(group)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    files, threads = after_groups(2)
+    more_files, more_threads = after_groups(8)
+    assert more_files < files + 8, (files, more_files)  # less than one for each group
+    assert more_threads < threads + 8, (threads, more_threads)
+    contains(refused(lambda: layers[0].check(8, 1)), "after the end of its session")
 
 
 @case

@@ -33,6 +33,7 @@ HEALTHY = [
     "workspaces_are_bounded",
     "the_first_rank_of_each_group_warns",
     "a_forked_child_is_no_rank",
+    "destroyed_groups_leave_no_files_or_threads",
     "a_call_that_fails_on_one_rank_ends_nothing",
 ]
 LOST = [

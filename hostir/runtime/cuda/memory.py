@@ -264,6 +264,9 @@ class PeerMemory:
         """Wait until the GPU is idle."""
         torch.cuda.synchronize(self.device)
 
+    def close(self) -> None:
+        """Do nothing: the memory goes with the plans that use it."""
+
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Initialise flags for the first call, on whatever stream it will be made."""
         memory.kept["handle"], self.handle = self.handle, None

@@ -146,6 +146,7 @@ class GlooMachine:
         self.sharing = self.symmetric.sharing
         self.messages = groups.messages
         self.queues: dict[LaneKey, Jobs] = {}
+        self.threads: list[weakref.finalize[..., GlooMachine]] = []  # each, when called, ends the thread of a lane
         for stream in range(streams):
             self.queue(stream)
 
@@ -161,8 +162,14 @@ class GlooMachine:
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
             threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True).start()
-            weakref.finalize(self, jobs.put, None)
+            self.threads.append(weakref.finalize(self, jobs.put, None))
         return self.queues[key]
+
+    def end(self) -> None:
+        """End the threads, once the last call has returned. An executor may outlive its session."""
+        for end in self.threads:
+            end()
+        self.queues.clear()
 
 
 def _work(jobs: Jobs) -> None:
@@ -271,6 +278,11 @@ class GlooPlan:
         """End the run under way with this error, on whichever threads it waits."""
         for op in self.in_flight()[:1]:
             self.fail(op, problem)
+
+    def end(self) -> None:
+        """Drop the steps. They refer to this plan, and would keep its process groups until garbage is collected."""
+        self.lanes, self.workers, self.registers, self.memory = {}, [], [], None
+        self.one_sided = GlooOneSided(self)
 
     def in_flight(self) -> list[Op]:
         """Return the operations being executed, those first that wait for a peer; else the caller's lane's first.

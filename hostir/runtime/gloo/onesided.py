@@ -111,6 +111,7 @@ class SharedFiles:
     def __init__(self) -> None:
         self.mutex = threading.Lock()
         self.lock = -1  # the file that all ranks lock to take turns
+        self.unlock: Callable[[], object] | None = None  # closes that file
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
@@ -132,7 +133,7 @@ class SharedFiles:
         newest = os.open(offers[0].path, os.O_RDWR)
         if self.lock < 0:
             self.lock = newest
-            weakref.finalize(self, os.close, self.lock)
+            self.unlock = weakref.finalize(self, os.close, self.lock)
         else:
             os.dup2(newest, self.lock, inheritable=False)
             os.close(newest)
@@ -143,6 +144,11 @@ class SharedFiles:
 
     def synchronize(self) -> None:
         """Do nothing: a call that has returned has ended."""
+
+    def close(self) -> None:
+        """Close the lock file, when no call follows."""
+        if self.unlock is not None:
+            self.unlock()
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
         """Do nothing: the memory is ready."""
