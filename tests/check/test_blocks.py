@@ -272,7 +272,7 @@ program @uncut(%x: f32[5, 3, 2, 4]) -> (%z) {
 
 def test_rows_that_cannot_be_cut_are_refused_with_what_to_do() -> None:
     (found,) = hi.check(hi.parse(UNCUT))
-    assert found.message == "rank 0: 2 blocks of the rows of shape [3, 2, 4] with strides [16, 4, 1] are no views"
+    assert found.message == "rank 0: 2 blocks of the rows of shape [3, 2, 4] with strides [16, 4, 1] are not views"
     assert found.hint == "copy it first"
     assert hi.check(hi.parse(UNCUT.replace("flag[2]", "flag[3]"))) == []
 

@@ -97,10 +97,10 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
         (
             "%v = select %c[0]\nfree %c\n%w = select %a[1]\nrelu %v -> %w",
             (7, 5),
-            "%v is used after %c, of which it is a view, was freed",
+            "%v is used after its buffer %c was freed",
         ),
         ("%v = select %c[0]\nfree %v\nrelu %c -> %c", (6, 5), "%c is used after it was freed"),
-        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after %c, of which it is a view, was freed"),
+        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after its buffer %c was freed"),
         ("free %c\nmatmul %c, %b -> %a", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = allgather %s -> %c over didx\nwait %h", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = send %c to 1 - %me over didx\nwait %h", (5, 4), "%c is used after it was freed"),
@@ -112,9 +112,9 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
         ("for %i in 0..2 {\nfree %c\n}", (5, 5), "%c is freed twice"),
         ("for %i in 0..2 {\n%v = select %c[%i]\nfree %v\n}", (6, 6), "%c is freed twice"),
         ("if %me == 0 {\nfree %c\n}\nif %me / 2 == 0 {\nfree %c\n}", (8, 5), "%c is freed twice"),
-        ("free %a", (4,), "%a is an input: an input is the caller's to free"),
-        ("%v = select %a[0]\nfree %v", (5,), "%v is a view of an input: an input is the caller's to free"),
-        ("if %me == 3 {\nfree %a\n}", (5,), "%a is an input: an input is the caller's to free"),
+        ("free %a", (4,), "%a is an input: only the caller may free an input"),
+        ("%v = select %a[0]\nfree %v", (5,), "%v is a view of an input: only the caller may free an input"),
+        ("if %me == 3 {\nfree %a\n}", (5,), "%a is an input: only the caller may free an input"),
     ],
 )
 def test_memory_ends_once_and_with_all_its_views(body: str, lines: tuple[int, ...], message: str) -> None:
