@@ -151,7 +151,7 @@ class _Walk:
         for x, out in product_of(s.values(Codec.READ), s.values(Codec.WRITE)):
             one = self.buffers[x.name] == self.buffers[out.name]
             self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
-        self.fits &= s.known_whole()  # unknown statements may do anything to their tensors
+        self.fits &= s.known_uncut()  # unknown statements may do anything to their tensors
 
     def is_dense(self, x: Value) -> bool:
         """Return True if a tensor is dense for all sizes."""

@@ -62,7 +62,7 @@ class DumpPrinter:
 
     # Tensors -----------------------------------------------------------------------------------------------------
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
-        """Number a tensor and its axes: in the order of its axes, or in the `order` of a permute."""
+        """Number a tensor and its axes, in the order of its axes or in the `order` of a permute."""
         type = value.tensor
         if type.dtype == FLAG:
             raise error("nvFuser's form has no spelling for flags", value.span)
@@ -93,7 +93,7 @@ class DumpPrinter:
     ) -> tuple[str, ...]:
         """Return the IterDomains of an axis: a split that has one for each factor, and the rest.
 
-        With `cut`, the axis is one piece of so many: a streamIdx axis stands behind that many of its IterDomains.
+        With `cut` = (outer, count), the axis is cut into `count` pieces: a streamIdx axis follows `outer` IterDomains.
         """
         parts: list[tuple[str, Size]] = []
         for factor in axis.factors:
@@ -186,7 +186,7 @@ class DumpPrinter:
         return [f"{out} = view( {x} )"]
 
     def chunk(self, s: host.Chunk) -> Printed:
-        """Print a chunk as nvFuser does: the whole axis, with a streamIdx axis where it is cut."""
+        """Print a chunk as nvFuser does: the uncut axis, with a streamIdx axis at the cut."""
         out = self.define(s.out, "l")
         cut = 0
         for factor in s.x.tensor.axes[s.axis].factors:
@@ -225,7 +225,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """Print a result together with the axis that was summed away, as nvFuser does."""
+        """Print a result together with its reduced axis, as nvFuser does."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, kind="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 
