@@ -1,4 +1,4 @@
-"""Ranks that are alike: rank 0 stands for all, and the verdict is that of a look at all."""
+"""Checks of rank 0 in place of all ranks: the verdict equals the verdict of a check of all ranks."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_one_rank_of_a_grid_stands_for_all(grid: tuple[int, int]) -> None:
 
 
 def touches(events: list) -> Counter:  # type: ignore[type-arg]
-    """The accesses to rank 0's memory, each with the event that makes it."""
+    """Return the accesses to rank 0's memory, each with its event."""
     return Counter(
         (e.rank, e.call, e.verb, id(e.statement), e.rounds, a.buffer.name, a.region.offset, a.region.dims, a.does)
         for e in events
@@ -249,7 +249,7 @@ def test_the_verdict_of_a_rank_of_a_grid_is_that_of_a_look_at_all(grid: tuple[in
 
 
 def same_verdicts(program: Program, random: Random, most: int) -> int:
-    """Hold one rank's verdict against that of all, on so many mutants; return how many have ranks that are alike."""
+    """Compare the verdict on rank 0 with the verdict on all ranks for mutants; return how many have equal ranks."""
     found, times = mutants(program), 0
     for mutant in random.sample(found, min(most, len(found))):
         try:

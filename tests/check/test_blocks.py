@@ -1,4 +1,4 @@
-"""Computations by blocks of rows: flags behind each block, sums that wait for the blocks of all sources."""
+"""Computations by blocks of rows: flags after each block, sums that wait for the blocks of all sources."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_rank_stands_for_many(form: str) -> None:
 
 
 def shorter(form: str, ranks: int) -> dict[str, Program]:
-    """The program without each of its statements that order others, by the statement."""
+    """Map each statement that orders others to the program without it."""
     lines = reduce_scatter(form, ranks).splitlines()
     return {
         f"{n}: {line.strip()}": hi.parse("\n".join([*lines[:n], *lines[n + 1 :]]))

@@ -1,4 +1,4 @@
-"""Buffers in `hostir.check`: what a statement may overwrite, who frees them and when, and who writes outputs."""
+"""Buffers in `hostir.check`: overwritten operands, frees, and writes of outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUTS = "%a: f32[4, 4], %b: f32[4, 4], %p: f32[4, 4] partial(didx), %s: f32[4@d
 
 
 def findings(body: str, outputs: str = "") -> list[Diagnostic]:
-    """The errors of a program with a buffer %c that is written first, in line 3. %me is the rank's place."""
+    """Return the errors of a program with a buffer %c, which is written first, in line 3. %me is the rank's place."""
     head = f"{HEAD}program @p({INPUTS}) -> ({outputs}) streams 2 {{ %c: f32[4, 4] = allocate relu %a -> %c "
     program = hi.parse(f"{head}%me = rank of %s over didx\n{body}\n}}\n", "p.hir")
     return [found for found in hi.check(program) if found.level == "error"]

@@ -1,4 +1,4 @@
-"""The checker's rules, one by one: what orders two statements and what does not, over streams, ranks and calls."""
+"""The checker's rules, one by one: which statements are ordered, over streams, ranks and calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ORDER  gelu %x -> %t
 
 
 def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_that_stream() -> None:
-    """Whoever had it before may still use it there."""
+    """The memory's previous owner may still use it on that stream."""
     (found,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
     assert (
         found.message
@@ -278,7 +278,7 @@ def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_p
 
 # Hardware queues --------------------------------------------------------------------------------------------------
 def signalled_last() -> Program:
-    """All streams but the last wait for a flag, which the last raises: each was issued its wait before that."""
+    """All streams but the last wait for a flag that the last one sets. The waits are issued before the signal."""
     return program(
         "  %f: flag[1] = allocate_symmetric\n"
         "  for %s in 0..2 {\n    set_stream %s\n    wait_signal %f[0] >= 1\n  }\n"

@@ -1,6 +1,6 @@
-"""Signals by kernels: the SM that a matmul which waits leaves them, and what it leaves to nothing else.
+"""Signals by kernels: the SM that a waiting matmul leaves to them, and to nothing else.
 
-The checker and the simulated ranks know of it independently, so each program is held against both.
+The checker and the simulated ranks implement this rule independently, so each program is tried on both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 3 {{
 
 
 def kinds(drawn: hi.Program) -> set[str]:
-    """What the checker reports; the simulated ranks must hang where it says so, and be right where it says nothing."""
+    """Return the checker's findings.
+
+    Simulated ranks must hang if it reports that, and be right if it reports nothing.
+    """
     found = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
     guilt = convicted(drawn, SEEDS)
     assert bool(found) == bool(guilt), f"checker: {found}; simulated ranks: {guilt}"

@@ -42,7 +42,7 @@ every_form = pytest.mark.parametrize("form", FORMS.values(), ids=[*FORMS])
 
 
 def lowered(fusion: Program, form: Pass) -> Program:
-    """What becomes of a fusion with this pass in the middle."""
+    """Return the fusion lowered with this pass in the middle."""
     return run_passes(fusion, [*EXPLICIT, form, *FINISH])
 
 
@@ -85,7 +85,7 @@ def test_rows_of_every_layout_and_number_are_summed_up_on_all(layout: str, form:
 def test_partial_sums_of_two_bytes_are_added_up_in_f32_with_the_same_bits_on_all_ranks(
     form: Pass, dtype: Dtype
 ) -> None:
-    """In every run, on every schedule: sums in another order of the ranks would show."""
+    """The same bits in every run, on every schedule: a sum in another order of the ranks would differ."""
     ranks = 4
     fusion = matmul([2 * ranks], ranks, dtype).program()
     program = lowered(fusion, form)

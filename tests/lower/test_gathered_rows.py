@@ -32,7 +32,7 @@ GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.
 
 
 def waiting(program: Program) -> int:
-    """How many products wait for their rows."""
+    """Return the number of products that wait for their rows."""
     return sum(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
 
 

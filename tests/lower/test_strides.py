@@ -29,7 +29,7 @@ Parts = list[torch.Tensor | None]
 
 
 def parts_of(p: Program, inputs: list[torch.Tensor], layout: Callable[[torch.Tensor], torch.Tensor]) -> list[Parts]:
-    """Each input as the parts of ranks, laid out so."""
+    """Return each input as the parts of ranks, with this layout."""
     ranks = range(p.ranks)
     parts = [[shard(x, v.tensor, rank, SIZES) for rank in ranks] for v, x in zip(p.inputs, inputs, strict=True)]
     return [[None if x is None else layout(x) for x in mine] for mine in parts]
