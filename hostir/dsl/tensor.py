@@ -275,8 +275,8 @@ class Tensor:
 
     def _loop_at(self, position: int, span: Span | None) -> tuple[int, Factor]:
         count = len(self._loop)
-        whole = isinstance(position, int) and not isinstance(position, bool)
-        if not whole or not -count <= position < count:
+        is_integer = isinstance(position, int) and not isinstance(position, bool)
+        if not is_integer or not -count <= position < count:
             expected = f"an axis from 0 to {count - 1}" if count else "a tensor with axes"
             raise error(f"%{self.name} has no axis {described(position)}", span, expected=expected)
         return self._loop[position]

@@ -376,7 +376,7 @@ class Computation:
     def fitting(self, left: Readings) -> list[Chosen]:
         """Return the choices of a reading for each tensor that fit each other."""
         tensors = tuple(dict.fromkeys(self.node.tensors))
-        found: list[Chosen] = []
+        choices: list[Chosen] = []
         for ranks in product_of(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
             rank = dict(zip(tensors, ranks, strict=True))
             meeting = self.meeting(rank)
@@ -386,8 +386,8 @@ class Computation:
                 pairs = [pair for pair in meeting or () if pair[0][0] == tensor or pair[1][0] == tensor]
                 longer = ({**choice, tensor: reading} for choice in chosen for reading in room)
                 chosen = [choice for choice in longer if all(self.meet(choice, *pair) for pair in pairs)]
-            found += chosen
-        return found
+            choices += chosen
+        return choices
 
     def meeting(
         self, rank: Mapping[TensorNode, int]
@@ -456,10 +456,10 @@ class Axes:
         rules = [rule for rule in rules if rule.fitting(self.left)]
         self.left = _pruned(self.left, rules, self.left) or self.left
         for tensor in self.left:
-            found = self.left[tensor]
-            trials = (_pruned({**self.left, tensor: [reading]}, rules, [tensor]) for reading in found)
-            if len(found) > 1:
-                self.left = next((left for left in trials if left), {**self.left, tensor: found[:1]})
+            chosen = self.left[tensor]
+            trials = (_pruned({**self.left, tensor: [reading]}, rules, [tensor]) for reading in chosen)
+            if len(chosen) > 1:
+                self.left = next((left for left in trials if left), {**self.left, tensor: chosen[:1]})
 
     # Rules -------------------------------------------------------------------------------------------------------
     def _prints(self) -> Iterator[Rule]:
@@ -639,8 +639,8 @@ class Types:
         along = [axis for axis in reversed(mesh.axes) if node.team in mesh.teams(axis)]
         if not along:
             teams = ", ".join(f"({' '.join(map(str, team))})" for axis in mesh.axes for team in mesh.teams(axis)[:1])
-            given = " ".join(map(str, node.team))
-            raise error(f"the team ({given}) is no row or column of the mesh", node.span, expected=f"such as {teams}")
+            devices = " ".join(map(str, node.team))
+            raise error(f"the team ({devices}) is no row or column of the mesh", node.span, expected=f"such as {teams}")
         used = {self.mark(d.on, mesh, d.span) for t in node.tensors for d in t.domains if d.on in ("x", "y")}
         return next((axis for axis in along if axis in used), along[0])
 
@@ -650,20 +650,20 @@ class Types:
         Inputs, and their views and copies, are never partial sums: their device axis stores the addends explicitly.
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
-        found: dict[str, set[str]] = {}
+        partials: dict[str, set[str]] = {}
         given = {t.name for t in dump.inputs}
         for node in nodes:
             if _same_elements(node) and node.tensors[0].name in given:
                 given.add(node.out.name)
         for node in reversed(nodes):
             if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
-                found.setdefault(node.x.name, set()).add(self.over(node))
-            elif _same_elements(node) and node.out.name in found:
-                marks = found[node.out.name]
+                partials.setdefault(node.x.name, set()).add(self.over(node))
+            elif _same_elements(node) and node.out.name in partials:
+                marks = partials[node.out.name]
                 if isinstance(node, ViewNode) and node.over:
                     marks = marks - {self.mark(node.over, self.mesh(node.x), node.span)}
-                found.setdefault(node.tensors[0].name, set()).update(marks)
-        return {name: marks for name, marks in found.items() if name not in given}
+                partials.setdefault(node.tensors[0].name, set()).update(marks)
+        return {name: marks for name, marks in partials.items() if name not in given}
 
 
 def _same_elements(node: ViewNode | ComputeNode | CommunicationNode) -> bool:

@@ -236,16 +236,16 @@ _RANK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.ASCII)  # the prefix tha
 
 def tokens(text: str, file: str) -> list[Token]:
     """Split a text into tokens; any text can be split."""
-    found: list[Token] = []
+    result: list[Token] = []
     for number, line in enumerate(text.split("\n"), 1):
         prefix = _RANK.match(line)
         leads = True
         for match in _TOKEN.finditer(line, prefix.end() if prefix else 0):
             if match["comment"] is not None:
                 continue
-            found.append(Token(match[0], Span(file, number, match.start() + 1, len(match[0]), line), leads))
+            result.append(Token(match[0], Span(file, number, match.start() + 1, len(match[0]), line), leads))
             leads = False
-    return found
+    return result
 
 
 # The parts of statements ----------------------------------------------------------------------------------------------
@@ -369,10 +369,10 @@ class Scanner:
         return Devices(tuple(rows), grid)
 
     def integers(self, end: str) -> tuple[int, ...]:
-        found: list[int] = []
+        numbers: list[int] = []
         while not self.skip(end):
-            found.append(self.integer())
-        return tuple(found)
+            numbers.append(self.integer())
+        return tuple(numbers)
 
     def team(self) -> tuple[int, ...]:
         span = self.expect("(").span
@@ -423,11 +423,11 @@ class Scanner:
         if self.next.text == "ceilDiv":
             self.take()
             self.expect("(")
-            whole = self.extent()
+            extent = self.extent()
             self.expect(",")
             part = self.extent()
             self.expect(")")
-            return AxisExtent(whole.size / part.size, (*whole.splits, part.size))
+            return AxisExtent(extent.size / part.size, (*extent.splits, part.size))
         if self.skip("("):
             inner = self.extent()
             self.expect(")")
@@ -540,8 +540,8 @@ class CallNode:
         return found
 
     def word(self, key: str) -> str:
-        found = self.options.get(key)
-        return found.text if isinstance(found, Token) else ""
+        word = self.options.get(key)
+        return word.text if isinstance(word, Token) else ""
 
     def operands(self, *counts: int) -> tuple[TensorNode, ...]:
         if len(self.tensors) not in counts:

@@ -103,15 +103,15 @@ class DumpPrinter:
             else:
                 parts.append(("S", factor.extent))
         parts = [p for k, p in enumerate(parts) if p[0] != "S" or not p[1].is_one or k == 0]
-        whole = axis.extent
+        uncut = axis.extent
         if cut:
             parts.insert(cut[0], ("streamIdx", cut[1]))
-            whole = whole * cut[1]
+            uncut = uncut * cut[1]
         if len(parts) == 1:
             return (self.domain(kind + parts[0][0], _size(parts[0][1])),)
         if parts[-1][0] != "S":
             parts.append(("S", ONE))
-        shown, rest = [], _size(whole)
+        shown, rest = [], _size(uncut)
         for on, extent in parts[:-1]:
             shown.append(self.domain(kind + on, _size(extent)))
             rest = f"( ceilDiv({rest}, {_size(extent)}) )"

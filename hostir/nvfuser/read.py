@@ -89,17 +89,17 @@ class Builder:
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
 
-    def slice(self, whole: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
+    def slice(self, unsliced: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
         """Return this round's slice of an axis if the value has all `count` slices, else the value."""
-        if whole.name not in self.whole:
-            return whole
+        if unsliced.name not in self.whole:
+            return unsliced
         index = self.loop_over(count)
         if index is None:
             message = f"{tensor.name} is meant in {count} slices, and no loop around this has {count} rounds"
             raise error(message, tensor.span, hint="ShardByStream says which slice is meant")
-        key = f"slice {index.name} of axis {axis} of {whole.name}"
+        key = f"slice {index.name} of axis {axis} of {unsliced.name}"
         if key not in self.scope:
-            chunk = host.Chunk(whole, self.temporary(tensor, whole.tensor), Ref(index), count, axis)
+            chunk = host.Chunk(unsliced, self.temporary(tensor, unsliced.tensor), Ref(index), count, axis)
             chunk = replace(chunk, span=tensor.span)
             chunk = replace(chunk, out=replace(chunk.out, type=chunk.infer()))
             self.emit(chunk, tensor.span)
@@ -329,9 +329,9 @@ class DumpReader(Builder):
         """Allocate tensors without ALLOCATE that a loop writes slice by slice and that are used outside it."""
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)
-        made = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
+        allocated = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
         for node in inside:
-            if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*made, *self.scope}:
+            if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*allocated, *self.scope}:
                 sliced = any(d.on == "stream" and d.kind != "r" for d in node.out.domains)
                 if sliced and self.uses[node.out.name] > uses[node.out.name]:
                     self.allocate(node.out)
@@ -427,10 +427,10 @@ class DumpReader(Builder):
             return ops.Sum(out, operands[0], self.summed(node, operands[0], out))
         return operation(node, out, operands)
 
-    def slices(self, node: ComputeNode, whole: ops.TensorOp, axis: int, count: Size) -> list[Value]:
+    def slices(self, node: ComputeNode, unsliced: ops.TensorOp, axis: int, count: Size) -> list[Value]:
         """Return the operands for one slice of a result: operands with the sliced axis are replaced by their slices."""
         found = []
-        for tensor, value, map in zip(node.operands, whole.operands, maps_of(whole), strict=True):
+        for tensor, value, map in zip(node.operands, unsliced.operands, maps_of(unsliced), strict=True):
             sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
             spread = sliced and value.tensor.shape[sliced[0]].is_one
             found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
