@@ -268,7 +268,7 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
 
 
 def seen_from(rows: Value, makers: Mapping[str, Statement]) -> Value:
-    """Return the tensor of which `rows` is a reshape that keeps the last axis; `rows` itself if it is not one."""
+    """Return the tensor before reshapes of `rows` that keep the last axis; `rows` itself without such reshapes."""
     maker = makers.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:
         rows = maker.x

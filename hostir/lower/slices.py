@@ -265,7 +265,7 @@ class Slices(Scope):
         return out
 
     def into(self, source: Value, target: Value, why: str) -> Statement:
-        """Return a copy between a slice and a view of the same slice, one of which has the outer blocks as an axis."""
+        """Return a copy between a slice and a view of the same slice that has the outer blocks as an axis."""
         if len(source.tensor.axes) < len(target.tensor.axes):
             source = self.blocks(source, target.tensor)
         elif len(source.tensor.axes) > len(target.tensor.axes):

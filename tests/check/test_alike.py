@@ -113,12 +113,12 @@ def order_of(body: str) -> object:
 
 
 @pytest.mark.parametrize("body", LIKE)
-def test_ranks_are_alike_that_do_the_same_one_place_further_on(body: str) -> None:
+def test_ranks_are_alike_if_they_do_the_same_shifted_by_one_place(body: str) -> None:
     assert order_of(body) is not None
 
 
 @pytest.mark.parametrize("body", UNLIKE)
-def test_ranks_are_not_alike_that_differ_in_more_than_their_place(body: str) -> None:
+def test_ranks_are_not_alike_if_they_differ_in_more_than_their_place(body: str) -> None:
     assert order_of(body) is None
 
 
@@ -236,7 +236,7 @@ def touches(events: list) -> Counter:  # type: ignore[type-arg]
 
 @pytest.mark.xdist_group("mutation")
 @pytest.mark.parametrize("seed", range(12))
-def test_the_verdict_is_that_of_a_look_at_all_ranks(seed: int) -> None:
+def test_the_verdict_on_rank_0_equals_the_verdict_on_all_ranks(seed: int) -> None:
     random = Random(seed)
     program = random.choice([p for p in originals() if " put " in str(p) or " get " in str(p)])
     same_verdicts(program, random, 8)

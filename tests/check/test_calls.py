@@ -82,7 +82,7 @@ def test_a_ring_over_calls_is_found_that_two_ranks_meet_first_in_the_third() -> 
     assert [found.kind for found in hi.check(program)] == ["SMs held"]
 
 
-def test_what_no_number_of_calls_would_show_is_unchecked() -> None:
+def test_a_program_that_no_number_of_calls_proves_is_unchecked() -> None:
     (found,) = hi.check(hi.parse(APART))
     assert (found.kind, found.hint) == (UNCHECKED, JOIN)
 

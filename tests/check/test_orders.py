@@ -190,7 +190,7 @@ def test_a_finding_names_both_statements_their_ranks_streams_and_rounds_and_what
     assert "p.hir:8:3: note: rank 0, stream 0, call 1: 'relu %x -> %y'" in lines
 
 
-def test_a_race_is_told_once_however_many_ranks_rounds_and_calls_show_it() -> None:
+def test_a_race_is_reported_once_for_all_ranks_rounds_and_calls() -> None:
     body = f"  set_stream 0\n  for %i in 0..8 {{\n    relu %x -> %y\n  }}\n{JOIN}"
     found = hi.check(program(body))
     assert [d.message.split(":")[0] for d in found] == ["race on %x"]
@@ -219,7 +219,7 @@ def test_proving_raises_all_errors() -> None:
     ],
     ids=["too long", "no small sizes"],
 )
-def test_what_was_not_looked_at_is_an_error_and_no_proof(unseen: Program, why: str) -> None:
+def test_an_unchecked_program_is_an_error_and_gets_no_proof(unseen: Program, why: str) -> None:
     (found,) = hi.check(unseen)
     assert (found.level, found.kind) == ("error", "unchecked")
     assert f"@p was not checked for races: {why}" in found.message

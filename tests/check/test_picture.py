@@ -132,7 +132,7 @@ def test_what_a_finding_is_about_is_red_and_nothing_else_is(path: Path) -> None:
 
 
 @each
-def test_every_finding_is_told(path: Path) -> None:
+def test_every_finding_is_listed(path: Path) -> None:
     drawn = case(path)
     told = " ".join(drawn.words)
     assert f"@{drawn.program.name}: {len(drawn.analysis.findings) or 'no'} finding" in told

@@ -95,7 +95,7 @@ def test_a_copy_by_sms_in_front_of_a_signal_keeps_it_waiting_unless_it_is_before
 
 
 def test_the_matmul_leaves_nothing_to_the_signals_of_the_call_before() -> None:
-    """Those stand in front of this call's on their stream, and the matmul does not know of them."""
+    """Signals of the previous call precede this call's on their stream; the matmul reserves no SM for them."""
     later = AGAIN.replace("%there[%r]", "%more[%r]")
     assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, "  set_stream %user\n  synchronize 1\n", later)) == {"SMs held"}
 

@@ -409,7 +409,7 @@ def test_programs_that_differ_in_numbers_alone_share_their_proofs(monkeypatch: p
     analysed: list[Any] = []
     analyse = orders.analyse
     monkeypatch.setattr(orders, "analyse", lambda *given: analysed.append(given) or analyse(*given))
-    rounds = ROUNDS.replace("gelu", "silu")  # of which nothing is known yet
+    rounds = ROUNDS.replace("gelu", "silu")  # without a cached proof
     symbolic = text(rounds.replace("64", "M"), "%x: f32[N, M]", ranks=1)
     assert prove(symbolic, {"M": 31, "N": 4})
     for m in (31, 32, 33):

@@ -50,7 +50,7 @@ def test_the_canonical_form(text: str, canonical: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "M+1", "-4", "0", "M//8", "4.5", "M/0", "8 8", "7/2", "M*", "é?"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(HostIRError, match="size"):
         Size.of(text)
 
@@ -105,7 +105,7 @@ program @p(%x: f32[S, M/S]) -> (%y) {
         ("M=8", "sizes='M=8'"),
     ],
 )
-def test_sizes_that_are_none_are_refused_wherever_they_are_given(sizes: Any, said: str) -> None:
+def test_invalid_sizes_are_refused_everywhere(sizes: Any, said: str) -> None:
     program = hi.parse(QUOTIENT)
     for take in (lambda: hi.check(program, sizes=sizes), lambda: hi.Executor(program, sizes=sizes)):
         with pytest.raises(hi.HostIRError, match=said):

@@ -168,7 +168,7 @@ def test_random_fusions_give_the_unsharded_result(form: Pass) -> None:
 @every_strategy
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> None:
-    """That the ranks divide, and the chunks; `push` takes any."""
+    """The numbers of ranks and of chunks must divide the rows; `push` takes any number of rows."""
     fusion = matmul(["M"], ranks).program()
     program = hi.lower(fusion, strategy)
     for rows in (0, 12 * ranks, *((1, 7) if strategy == "push" else ())):
@@ -207,7 +207,7 @@ NEXT = {
 @pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
 @pytest.mark.parametrize("between", NEXT)
 def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str, between: str) -> None:
-    """Also behind what is computed row by row, which each rank does of its own rows."""
+    """Also after row-wise statements, which each rank computes on its local rows."""
     text = f"""hostir 1
 mesh @mesh [tp] = 0 1 2
 fusion @stack(%a: f32[12, 6@tp], %b0: f32[6@tp, 4], %x: f32[12, 4], %s: f32[4], %w: f32[4, 5]) -> (%y) {{

@@ -257,7 +257,7 @@ def test_ranks_that_are_alone_have_a_plain_matmul(strategy: str) -> None:
 
 
 @every_strategy
-def test_what_stays_whole_says_why(strategy: str) -> None:
+def test_a_communication_that_is_not_overlapped_says_why(strategy: str) -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @turned(%x: f32[4@didx, 4], %w: f32[4, 6@didx]) -> (%y) {

@@ -101,7 +101,7 @@ def test_every_buffer_but_the_outputs_is_freed_once() -> None:
         assert made - set(freed) <= {v.name for v in program.outputs}
 
 
-def test_what_the_sequential_strategy_runs_is_whole() -> None:
+def test_the_sequential_strategy_slices_nothing() -> None:
     program = hi.lower(patterns.mlp(), "sequential")
     assert [s.keyword() for s in program.walk() if isinstance(s, (Communication, Matmul))] == [
         "allgather",

@@ -348,7 +348,7 @@ class Order(Tracer):
 
 
 def in_pieces(fusion: Program, streams: int = 1) -> Program:
-    """What `fused` makes of it if blocks may be as small as they like."""
+    """Return the fusion lowered by `fused` with blocks of any size."""
     return run_passes(fusion, [*EXPLICIT, Fused(streams, Pieces(most=8, min_bytes=1)), *FINISH])
 
 
@@ -357,7 +357,7 @@ def tall(ranks: int, pieces: int) -> Program:
 
 
 def late(order: Order) -> int:
-    """By how many blocks, at most, a copy waits longer than for the one that is computed when its turn comes."""
+    """Return the largest delay of a copy, in blocks: copies should wait for blocks in the order they are computed."""
     awaited = [order.raised.index(flag) for flag in order.awaited if flag in order.raised]
     assert len(awaited) == len(set(awaited)) > 0
     return max(at - sorted(awaited)[turn] for turn, at in enumerate(awaited))

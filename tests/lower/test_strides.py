@@ -87,7 +87,7 @@ def test_a_view_of_an_input_can_be_made_dense(machine: str) -> None:
         assert torch.equal(c[0] if machine == "local" else c, a.t().reshape(-1).relu())
 
 
-def test_a_copy_is_told_once_whatever_the_sizes() -> None:
+def test_a_copy_is_reported_once_for_all_sizes() -> None:
     p = replace(alone(ONE.replace("4, 8", "M, 8"), "%a: f32[M, 8]"), name="told")
     executor = Executor(p, machine="gloo")
     with warnings.catch_warnings(record=True) as told:
