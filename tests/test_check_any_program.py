@@ -122,8 +122,8 @@ def test_programs_that_python_mangled_are_checked() -> None:
 @pytest.mark.parametrize(
     ("field", "held", "message"),
     [
-        ("streams", "two", "the program has as its streams 'two'"),
-        ("meshes", (), "the program has as its meshes ()"),
+        ("streams", "two", "field 'streams' of the program is 'two'"),
+        ("meshes", (), "field 'meshes' of the program is ()"),
         ("body", ("free",), "'free' stands among the statements"),
     ],
 )

@@ -12,60 +12,61 @@ from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, error, user_span
 
-MAX_CALLS = 32  # that are checked
+MAX_CALLS = 32  # the most successive calls that one check covers
 
 
 def check_calls(calls: object, given_as: str) -> None:
-    """Raise unless it is a number of calls that is checked, or None; the message begins with `given_as`."""
+    """Raise unless `calls` is None or an integer from 1 to MAX_CALLS; the message begins with `given_as`."""
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or not 1 <= calls <= MAX_CALLS):
-        hint = "leave it out: then as many are checked as show the errors of any number of calls, mostly 2"
+        hint = "leave it out to check as many calls as show the errors of any number of calls, mostly 2"
         raise error(given_as, user_span(), expected=f"an integer from 1 to {MAX_CALLS}", hint=hint)
 
 
 def check(
     program: Program, *, explicit: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
-    """Return all findings in program order, warnings last; none for a program that is right under every legal schedule.
+    """Return all findings in program order, warnings last.
 
-    If a program could not be checked for races, that is an error of kind `unchecked`.
+    The list is empty for a program that is right under every legal schedule. A program that cannot be checked for races
+    gets an error of kind `unchecked`.
 
     Args:
-        program: of either phase. Only host programs whose structure is sound are checked for races, deadlocks and
+        program: a fusion or a host program. Only host programs of sound structure are checked for races, deadlocks and
             misuse of memory.
-        explicit: as for `check_structure`.
-        sizes: of symbols; those left out get small values.
+        explicit: passed on to `check_structure`.
+        sizes: values of symbols; symbols left out get small values.
         calls: how many successive calls to check; by default enough to show the errors of any number of calls.
     """
-    found = check_structure(program, explicit=explicit)
-    if found:
-        return found
+    findings = check_structure(program, explicit=explicit)
+    if findings:
+        return findings
     return _orders(program, sizes, calls)
 
 
 def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
-    """Findings about a program of sound structure."""
+    """Return the findings about a program of sound structure."""
     return program.misfits(sizes or {}) if program.phase is not Phase.HOST else _analysed(program, sizes, calls)[0]
 
 
 def _analysed(
     program: Program, sizes: Mapping[str, int] | None, calls: int | None = None
 ) -> tuple[list[Diagnostic], bool]:
-    """Findings about a host program of sound structure, and whether its symmetric buffers are resizable."""
+    """Return the findings about a host program of sound structure; and True if its symmetric buffers are resizable."""
     from hostir.check.proof import analyse_quickly  # loads numpy
 
-    found = analyse_quickly(program, sizes, calls)
-    return found.findings, found.resizable
+    analysis = analyse_quickly(program, sizes, calls)
+    return analysis.findings, analysis.resizable
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
     """Return the program; raise a HostIRError with all errors that `check` finds in it. Warnings pass.
 
-    A program that could not be checked is refused like a wrong one. A proof is remembered for all sizes that it holds
-    for (`hostir.check.signature`): a later call with any of them takes some 100 us.
+    A program that cannot be checked is refused like a wrong one. A proof is cached for all sizes that it covers
+    (`hostir.check.signature`): a later call with any of these sizes takes about 100 us.
 
     Args:
-        program: of either phase.
-        sizes: of symbols; those left out get small values.
+        program: a fusion or a host program.
+        sizes: values of symbols; symbols left out get small values.
     """
     verify(program)
     if program.phase is Phase.HOST:
@@ -78,9 +79,9 @@ class Proof:
     """A proof of a host program.
 
     Fields:
-        kind: what all sizes that it holds for have in common, and no others.
-        resizable: whether calls with any of these sizes may use the same symmetric memory in any order: calls then use
-            each buffer one after another on all ranks, wherever in it the parts for their sizes are.
+        kind: the signature of all sizes that the proof covers. Other sizes have other signatures.
+        resizable: True if calls with any of these sizes may use the same symmetric memory in any order. Then successive
+            calls use each buffer one after another on all ranks, whichever part of the buffer each call uses.
     """
 
     kind: SizesKey
@@ -88,7 +89,7 @@ class Proof:
 
 
 def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
-    """Return the proof of a host program whose structure is sound, as `prove` makes it and with the same errors."""
+    """Return the proof of a host program of sound structure; raise the same errors as `prove`."""
     known = _signature(program)
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
     program.check_whole(bound)
@@ -98,8 +99,8 @@ def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
         bound = small_sizes(program, bound) or bound
     key = known.of(bound)
     if key not in known.proved:
-        found, resizable = _analysed(program, bound)
-        if errors := [each for each in found if each.level == "error"]:
+        findings, resizable = _analysed(program, bound)
+        if errors := [each for each in findings if each.level == "error"]:
             raise HostIRError(*(_refused(each) if each.kind == UNCHECKED else each for each in errors))
         known.proved[key] = resizable
     return Proof(key, known.proved[key])
@@ -111,7 +112,7 @@ def _signature(program: Program) -> Signature:
 
 
 def forget() -> None:
-    """Forget all proofs: for tests and benchmarks."""
+    """Clear all cached proofs, for tests and benchmarks."""
     _signature.cache_clear()
     forget_forms()
 

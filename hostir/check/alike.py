@@ -1,12 +1,12 @@
 """Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
 
-In most programs each rank does what its neighbours along the axes of the mesh do, shifted by one rank: its peers, and
-the rows and flags that belong to ranks, are those next to the neighbour's. Then a race, a deadlock or a read of
+In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a row block or a
+flag, then the next rank along an axis accesses the next peer, row block or flag. Then a race, a deadlock or a read of
 unwritten memory on any rank also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the
 argument.
 
-Rank 0 is traced with indices that hold their value on every rank. Anything that would make ranks differ, such as a
-condition or an epoch, raises `UnlikeError`; then every rank has to be traced.
+Rank 0 is traced with indices that hold one value for each rank. Whatever would make ranks differ, such as a condition
+or an epoch that depends on the rank, raises `UnlikeError`; then every rank has to be traced.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from hostir.ir.source import HostIRError
 from hostir.ir.types import Mesh
 
 T = TypeVar("T")
-Steps = tuple[int, ...]  # for each axis of the grid: the weight of the digit that goes up along it, 0 where none does
+# For each axis of the grid: the weight of the digit that rises along the axis; 0 if no digit does.
+Steps = tuple[int, ...]
 
 
 class UnlikeError(Exception):
-    """Raised where ranks do different things, so that rank 0 cannot stand for all."""
+    """Raised where ranks do different things, so that rank 0 cannot represent all ranks."""
 
 
 class PerRank:
-    """An integer with a value for each rank. A comparison gives the answer that all ranks share, or raises."""
+    """An integer with one value for each rank. A comparison returns the answer if all ranks agree, else raises."""
 
     __slots__ = ("numbers",)
 
@@ -47,9 +48,9 @@ class PerRank:
 
     @staticmethod
     def of(values: Any) -> Any:
-        """Return a number with these values; an int where they are all the same."""
-        found = np.asarray(values, dtype=np.int64)
-        return int(found[0]) if (found == found[0]).all() else PerRank(found.tobytes())
+        """Return a number with these values, one for each rank; an int if they are all equal."""
+        numbers = np.asarray(values, dtype=np.int64)
+        return int(numbers[0]) if (numbers == numbers[0]).all() else PerRank(numbers.tobytes())
 
     @property
     def values(self) -> Any:
@@ -84,14 +85,14 @@ def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int
 
 @lru_cache(maxsize=1 << 14)
 def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> bool:
-    found = compare(_spread(a), _spread(b))
-    if found.all() or not found.any():
-        return bool(found.all())
+    answers = compare(_spread(a), _spread(b))
+    if answers.all() or not answers.any():
+        return bool(answers.all())
     raise UnlikeError
 
 
 def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """Return an operator on the numbers of all ranks, and the same with its operands exchanged."""
+    """Return an operator on the numbers of all ranks, and its reflected form (operands exchanged)."""
     return (
         lambda a, b: _computed(compute, _plain(a), _plain(b)),
         lambda b, a: _computed(compute, _plain(a), _plain(b)),
@@ -113,13 +114,16 @@ for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.e
 # Ranks as a grid ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Torus:
-    """All ranks as a row-major grid that closes along each of its axes. A rotation adds one place to every rank's."""
+    """All ranks as a row-major grid that is a ring along each axis.
+
+    A rotation moves every rank by one along an axis.
+    """
 
     shape: tuple[int, ...]
 
     @staticmethod
     def of(program: Program) -> Torus | None:
-        """Return the grid along whose axes the teams of all meshes lie; None where there is none."""
+        """Return the grid whose axes hold the teams of all meshes; None if there is no such grid."""
         ranks = tuple(range(program.ranks))
         if len(ranks) == 1 or any(mesh.devices != ranks for mesh in program.meshes):
             return None
@@ -128,24 +132,24 @@ class Torus:
         return Torus(shapes.pop()) if len(shapes) == 1 else None
 
     def places(self, ranks: Any) -> tuple[Any, ...]:
-        """Return the place of each rank along each axis."""
+        """Return the coordinates of each rank: one array for each axis."""
         return np.unravel_index(ranks, self.shape)
 
     @cached_property
     def opposite(self) -> list[int]:
-        """For each rank, the one that stands to rank 0 as rank 0 stands to it."""
+        """For each rank, the rank at the opposite distance from rank 0: the coordinates are negated."""
         places = [-along for along in self.places(np.arange(prod(self.shape)))]
-        found: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
-        return found
+        ranks: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
+        return ranks
 
     def axes_of(self, team: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the axes along which a team of rank 0 lies; raise unless it has all ranks along them."""
+        """Return the axes along which a team of rank 0 lies; raise unless the team has all ranks along these axes."""
         axes = tuple(axis for axis, places in enumerate(self.places(team)) if places.any())
         if prod(self.shape[axis] for axis in axes) != len(team):
             raise UnlikeError
         return axes
 
-    # The clocks of an event on several ranks, which have the lanes of each rank in turn.
+    # Clocks of one event on several ranks. A clock lists the lanes of rank 0, then the lanes of rank 1, and so on.
     def seen_from(self, rank: int, clock: Clock) -> Clock:
         """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
         inner, places = len(clock), prod(self.shape)
@@ -157,13 +161,13 @@ class Torus:
         return clock
 
     def latest(self, axes: tuple[int, ...], clock: Clock) -> Clock:
-        """Return the clock of what follows the same event on all ranks along some axes, given that of rank 0's."""
+        """Return the clock of an event that follows one event on all ranks along some axes, given rank 0's clock."""
         by_place = clock.reshape(*self.shape, -1)
         return np.broadcast_to(by_place.max(axis=axes, keepdims=True), by_place.shape).reshape(-1)
 
 
 class _Tracer(Tracer):
-    """Traces rank 0 with index values of all ranks at once."""
+    """Traces rank 0 with the index values of all ranks at once."""
 
     def __init__(self, program: Program, sizes: Mapping[str, int], torus: Torus) -> None:
         super().__init__(0, program, sizes)
@@ -178,7 +182,10 @@ class _Tracer(Tracer):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Trace a computation of rank 0. What makes its blocks those of other ranks is left to `_Rotations`."""
+        """Trace a computation of rank 0.
+
+        `_Rotations` checks later that its blocks correspond to blocks of other ranks.
+        """
         of_rank_0 = ready and replace(ready, first=_at(ready.first, 0), own_first=_at(ready.own_first, 0))
         super().compute(kind, out, operands, options, of_rank_0, done and replace(done, first=0))
         if ready is not None or done is not None:
@@ -195,7 +202,7 @@ class _Frame(Frame):
         return place
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Return rank 0's peer; raise unless every rank's is as far from it along each axis."""
+        """Return rank 0's peer; raise unless every rank's peer is at the same distance along each axis."""
         assert isinstance(self.machine, _Tracer)
         stride = team[1] if len(team) > 1 else 1
         return _peer(_plain(place), len(team), stride, self.machine.torus)
@@ -206,7 +213,7 @@ _Tracer.frame = _Frame
 
 @lru_cache(maxsize=1 << 12)
 def _peer(place: bytes | int, count: int, stride: int, torus: Torus) -> int:
-    """Return rank 0's peer at a place in its team, in which ranks are `stride` apart; raise where others' differ."""
+    """Return rank 0's peer at a place in its team of ranks `stride` apart; raise if distances to peers differ."""
     ranks = np.arange(prod(torus.shape))
     peers = ranks + (_spread(place) - ranks // stride % count) * stride
     for peer, rank, extent in zip(torus.places(peers), torus.places(ranks), torus.shape, strict=True):
@@ -217,7 +224,7 @@ def _peer(place: bytes | int, count: int, stride: int, torus: Torus) -> int:
 
 
 def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
-    """Return the order of events as seen from rank 0, which stands for all ranks; None where ranks differ."""
+    """Return the order of events as seen from rank 0, which represents all ranks; None if ranks differ."""
     torus = Torus.of(program)
     if torus is None:
         return None
@@ -253,14 +260,18 @@ class Alike(Order):
         for flag in tracer.waits:
             flag.slot = _at(flag.slot, 0)
         super().__init__([tracer])
-        if any(lane[1] == SIGNAL for lane in self.lanes):  # such lanes say nothing about other ranks
+        # The lane of a signal exists once, so it has no counterpart on other ranks.
+        if any(lane[1] == SIGNAL for lane in self.lanes):
             raise UnlikeError
         self.lanes = {
-            (rank, *kind): rank * self.width + n for rank in range(self.count) for n, kind in enumerate(kinds)
+            (rank, *tail): rank * self.width + n for rank in range(self.count) for n, tail in enumerate(kinds)
         }
 
     def _at_rank_0(self, event: Event) -> Iterator[Event]:
-        """Keep an event's accesses to rank 0's memory; yield copies for what other ranks do to that memory."""
+        """Keep an event's accesses to rank 0's memory.
+
+        Yield copies of the event for other ranks that access this memory.
+        """
         far = [access for access in event.accesses if access.rank > 0]
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
         for access in far:
@@ -268,7 +279,7 @@ class Alike(Order):
             yield self.copy(event, rank, [_access(access, rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
-        """Return the signal that arrives at rank 0 where rank 0 sends this one: some other rank sends it."""
+        """Return the signal that rank 0 receives when all ranks send this one: another rank sends it."""
         rank = self.torus.opposite[flag.rank]
         event = flag.event
         if rank:
@@ -280,12 +291,12 @@ class Alike(Order):
         """Copy an event of rank 0 as the same event of another rank."""
         lane = event.lane and (rank, *event.lane[1:])
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
-        made = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
-        made.lane, made.tick, made.ends, made.seen = lane, event.tick, ends, partial(self.torus.seen_from, rank)
-        made.after, made.accesses = [event], [*accesses]
-        return made
+        twin = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
+        twin.lane, twin.tick, twin.ends, twin.seen = lane, event.tick, ends, partial(self.torus.seen_from, rank)
+        twin.after, twin.accesses = [event], [*accesses]
+        return twin
 
-    # Methods that join all ranks use rank 0 alone, and rotate its clocks for the others.
+    # Methods that join all ranks use rank 0 alone; the clocks of other ranks are rotations of rank 0's.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
         return [issued[0].get(team, [])]
 
@@ -295,7 +306,10 @@ class Alike(Order):
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
-        """Yield a kernel that may be in a cycle of kernels that block each other; without one there is no cycle."""
+        """Yield one kernel that may be in a cycle of kernels that block each other.
+
+        Yield nothing if there is no cycle.
+        """
         import networkx as nx
 
         lanes, kernels = Lanes(self), self.ranks[0].kernels
@@ -326,34 +340,34 @@ def _at(number: Any, rank: int) -> int:
 
 
 def _differs(number: object) -> bool:
-    """Whether a number differs from rank to rank."""
+    """Return True if a number differs from rank to rank."""
     return isinstance(number, PerRank)
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Return an access that a rank makes, as one to memory of the rank that it accesses."""
+    """Translate a remote access to the buffer coordinates of the rank that owns the memory."""
     region = access.region
     if _differs(region.offset):
         region = Region(_at(region.offset, rank), region.dims)
     return Access(access.buffer, region, access.does)
 
 
-# Memory that goes round with the ranks --------------------------------------------------------------------------------
+# Memory that rotates with the ranks -----------------------------------------------------------------------------------
 class _Rotations:
-    """Map the addresses of each rank's buffers to those that the next rank along an axis uses in the same way.
+    """Maps the addresses that a rank uses to the addresses that the next rank along an axis uses in the same way.
 
-    An address maps to itself, or to the one whose digit of weight `step` is one higher modulo the ranks along the axis.
-    So all regions correspond, and overlap on every rank as they do on rank 0.
+    An address maps to itself, or its digit of weight `step` rises by one modulo the number of ranks along the axis.
+    So regions correspond from rank to rank, and overlap on every rank as they do on rank 0.
     """
 
     def __init__(self, tracer: _Tracer) -> None:
         self.tracer = tracer
         self.shape = tracer.torus.shape
         self.places = tracer.torus.places(np.arange(prod(self.shape)))
-        self.steps: dict[tuple[str, int], int] = {}  # by buffer and axis; those that are not here do not go round
+        self.steps: dict[tuple[str, int], int] = {}  # by buffer and axis; buffers left out do not rotate along the axis
 
     def check(self) -> None:
-        """Raise UnlikeError unless every address maps to that of the next rank along each axis."""
+        """Raise UnlikeError unless every address maps to the next rank's address along each axis."""
         computed = self.tracer.by_blocks
         in_blocks = {id(event) for blocks in computed for event in (*blocks.parts, *blocks.units)}
         of_blocks = {id(flag) for blocks in computed for flag in (*blocks.waits, *blocks.signals)}
@@ -379,7 +393,7 @@ class _Rotations:
                 raise UnlikeError
 
     def _weigh(self, moving: Sequence[tuple[Access, Steps]], going: Sequence[tuple[Flag, Steps]]) -> None:
-        """Take over the weights of digits in which addresses of accesses and slots of flags go up."""
+        """Record the weights of the digits that rise in addresses of accesses and in slots of flags."""
         weights = [(access.buffer.name, steps) for access, steps in moving]
         weights += [(flag.flags, steps) for flag, steps in going]
         for name, steps in dict.fromkeys(weights):
@@ -388,7 +402,7 @@ class _Rotations:
                     self._need(name, axis, step)
 
     def _moving(self, address: Any) -> Steps:
-        """Return the weights of the digits in which an address goes up along each axis, 0 where it stays the same."""
+        """Return the weight of the digit of an address that rises along each axis; 0 if the address stays the same."""
         return _steps(address.numbers, self.shape) if _differs(address) else (0,) * len(self.shape)
 
     def _need(self, buffer: str, axis: int, step: int) -> None:
@@ -396,7 +410,7 @@ class _Rotations:
             raise UnlikeError
 
     def _apart(self) -> None:
-        """Raise unless a buffer's digits of different axes are different ones, so that no rotation moves another's."""
+        """Raise unless the digits of a buffer for different axes are disjoint, which makes rotations independent."""
         digits: dict[str, list[tuple[int, int]]] = {}
         for (buffer, axis), step in self.steps.items():
             digits.setdefault(buffer, []).append((step, step * self.shape[axis]))
@@ -408,9 +422,9 @@ class _Rotations:
         if not fits(_at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 
-    # Computations by blocks: their blocks correspond as their flags do, whatever their numbers ----------------------
+    # Computations by blocks: blocks correspond as their flags do, whatever their indices ---------------------------
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
-        """Return the accesses and flags of a computation, with the weights of digits in which they go up."""
+        """Return the accesses and flags of a computation, each with the weights of the digits that rise."""
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
         if (turned % count != np.tile(units, (len(turned) // count, 1))).any():
@@ -421,17 +435,17 @@ class _Rotations:
         flags: list[tuple[Flag, Steps]] = []
         if ready is not None:
             size = count // ready.results
-            own = range(_at(ready.own_first, 0) * size, (_at(ready.own_first, 0) + ready.own_blocks) * size)
-            inside = turned[own.start : own.stop] - self._of_ranks(ready.own_first) * size
-            if ((inside < 0) | (inside >= len(own))).any():
+            local = range(_at(ready.own_first, 0) * size, (_at(ready.own_first, 0) + ready.own_blocks) * size)
+            inside = turned[local.start : local.stop] - self._of_ranks(ready.own_first) * size
+            if ((inside < 0) | (inside >= len(local))).any():
                 raise UnlikeError
-            accesses += self._columns([blocks.parts[n].accesses[:1] for n in own], inside)
-            awaited = [n for n in range(len(turned)) if n not in own]
+            accesses += self._columns([blocks.parts[n].accesses[:1] for n in local], inside)
+            awaited = [n for n in range(len(turned)) if n not in local]
             flags += zip(blocks.waits, _steps_of(turned[awaited] // size, self.shape), strict=True)
         if done is not None:
             size = count // done.blocks
             flags += zip(blocks.signals, _steps_of(units[::size] // size, self.shape), strict=True)
-        if ready is not None and done is not None:  # each block may wait for the one before
+        if ready is not None and done is not None:  # each block may wait for the previous block
             size, turns = count // ready.results, np.arange(ready.results)[:, None]
             here, there = (
                 (first + turns) % ready.results for first in (_at(ready.first, 0), self._of_ranks(ready.first))
@@ -441,42 +455,43 @@ class _Rotations:
         return accesses, flags
 
     def _turned(self, blocks: BlockEvents) -> Any:
-        """Return, for each part of a computation on rank 0, which part corresponds to it on each rank."""
+        """Return, for each part of a computation on rank 0, the index of the corresponding part on each rank."""
         count, ready, done = len(blocks.units), blocks.ready, blocks.done
         flags = [(ready.flags.buffer.name, ready.results)] if ready else []
         flags += [(done.flags.buffer.name, done.blocks)] if done else []
-        found = np.tile(np.arange(len(blocks.parts))[:, None], (1, prod(self.shape)))
+        parts = np.tile(np.arange(len(blocks.parts))[:, None], (1, prod(self.shape)))
         digits: list[tuple[int, int]] = []
         for axis, extent in enumerate(self.shape):
             steps = {self.steps[name, axis] * (count // n) for name, n in flags if (name, axis) in self.steps}
             if not steps:
                 continue
             step = steps.pop()
-            if steps or len(found) % (step * extent):
+            if steps or len(parts) % (step * extent):
                 raise UnlikeError
             digits.append((step, step * extent))
-            place = found // step % extent
-            found += ((place + self.places[axis]) % extent - place) * step
+            place = parts // step % extent
+            parts += ((place + self.places[axis]) % extent - place) * step
         if _overlap(digits):
             raise UnlikeError
-        return found
+        return parts
 
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
-        """Return the accesses of items, with the weights of digits in which they go up.
+        """Return the accesses of items, each with the weights of the digits that rise.
 
-        Item n of rank 0 corresponds to item `turned[n]` of each rank. What only some items access, first, is left out.
+        Item n of rank 0 corresponds to item `turned[n]` of each rank. Items may begin with accesses that only some of
+        them have; these are left out.
         """
-        found: list[tuple[Access, Steps]] = []
+        columns: list[tuple[Access, Steps]] = []
         common = min(map(len, items), default=0)
         for column in zip(*(item[len(item) - common :] for item in items), strict=True):
             if all(access is column[0] for access in column):
-                found.append((column[0], self._moving(column[0].region.offset)))
+                columns.append((column[0], self._moving(column[0].region.offset)))
                 continue
             if any(access.region.dims != column[0].region.dims for access in column):
                 raise UnlikeError
             offsets = np.stack([self._of_ranks(access.region.offset) for access in column])
-            found += zip(column, _steps_of(np.take_along_axis(offsets, turned, 0), self.shape), strict=True)
-        return found
+            columns += zip(column, _steps_of(np.take_along_axis(offsets, turned, 0), self.shape), strict=True)
+        return columns
 
     def _of_ranks(self, number: Any) -> Any:
         """Return the values of a number on all ranks."""
@@ -484,20 +499,20 @@ class _Rotations:
 
 
 def _overlap(digits: Sequence[tuple[int, int]]) -> bool:
-    """Whether digits, each from a weight to another, are not different ones."""
+    """Return True if any two digits overlap. A digit is given by its lowest weight and the weight above it."""
     return any(higher % end for (_, end), (higher, _) in pairwise(sorted(digits)))
 
 
 @lru_cache(maxsize=1 << 12)
 def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
-    """Return for each axis the weight of the digit in which ranks' addresses differ along it, 0 where they do not."""
+    """Return for each axis the weight of the digit in which the addresses of ranks along it differ; 0 if they agree."""
     return _steps_of(np.frombuffer(numbers, dtype=np.int64), shape)[0]
 
 
 def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
-    """Return the same for each of several addresses, which have a row each.
+    """Do as `_steps` for several addresses: each row of `values` holds one address on all ranks.
 
-    Raises UnlikeError unless that digit alone rises by one per rank, modulo the ranks along the axis.
+    Raises UnlikeError unless this digit alone rises by one per rank, modulo the number of ranks along the axis.
     """
     values = values.reshape(-1, *shape)
     steps = []
@@ -513,14 +528,14 @@ def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
 
 @lru_cache(maxsize=1 << 16)
 def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Whether all elements of a region share the digit of weight `step`."""
+    """Return True if all elements of a region share the digit of weight `step`."""
     inner = sum((n - 1) * s for n, s in dims if s < step)
     return offset % step + inner < step and all(s < step or s % (step * count) == 0 for _, s in dims)
 
 
 @lru_cache(maxsize=1 << 16)
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Whether a region stays the same when this digit of all its elements rises by one, modulo the number of ranks."""
+    """Return True if a region stays the same when this digit of its elements rises by one, modulo `count`."""
     if offset // step % count:
         return False
     across, inner = 0, offset % step

@@ -33,31 +33,31 @@ from hostir.ir.sizes import product as size_product
 from hostir.ir.types import FLAG, Kind, TensorType
 
 # Places in a program --------------------------------------------------------------------------------------------------
-# Edits of host programs by place, and what holds at a place: the names in scope, the stream that is current.
+# Edits of host programs by place; and facts about a place: the names in scope, the current stream.
 
 BodyPosition = tuple[int, ...]  # an index into the program's body, an index into the body of that statement, ...
 Block = tuple[Statement, ...]
 
 
 def issues(s: Statement) -> bool:
-    """Whether a statement itself issues something to the current stream."""
+    """Return True if a statement itself issues work to the current stream."""
     return not (s.on_host or moves_on(s) or names_stream(s))
 
 
 def moves_on(s: Statement) -> bool:
-    """Whether another stream may be current after a statement."""
+    """Return True if a statement may change the current stream."""
     return s.sets_stream is not None or bool(s.bodies)
 
 
 def names_stream(s: Statement) -> bool:
-    """Whether a statement gives the current stream a name."""
+    """Return True if a statement gives the current stream a name."""
     defined = s.defines(Phase.HOST)
     return defined is not None and defined.type is Kind.STREAM
 
 
 @dataclass(frozen=True)
 class Edit:
-    """An insertion of statements before a place, which replace the first `drop` statements there."""
+    """An insertion of the statements `new` at a place; they replace the first `drop` statements there."""
 
     place: BodyPosition
     new: Block = ()
@@ -68,9 +68,10 @@ Edits = tuple[Edit, ...]
 
 
 def edited(program: Program, edits: Iterable[Edit]) -> Program:
-    """Return the program with these edits applied. Places refer to the program as given; emptied blocks are removed."""
+    """Return the program with these edits applied. Places refer to `program`; blocks that become empty are removed."""
     body = program.body
-    for edit in sorted(edits, key=lambda e: e.place, reverse=True):  # the last first: it moves no other
+    # From the last to the first: then no edit shifts a later one.
+    for edit in sorted(edits, key=lambda e: e.place, reverse=True):
         body = _spliced(body, edit.place, edit)
     return program.with_body(body)
 
@@ -84,7 +85,7 @@ def _spliced(body: Block, place: BodyPosition, edit: Edit) -> Block:
 
 
 def without(body: Block, gone: Sequence[Statement]) -> Block:
-    """Return a body without these statement objects, and without the loops and conditions that this leaves empty."""
+    """Return a body without these statement objects, and without loops and conditions that become empty."""
     kept: list[Statement] = []
     for s in body:
         if any(s is g for g in gone):
@@ -110,46 +111,49 @@ class Outline:
         return self.places[id(s)]
 
     def block(self, place: BodyPosition) -> Block:
-        """The block that a place is in."""
+        """Return the block that contains a place."""
         body = self.program.body
         for at in place[:-1]:
             body = body[at].bodies[0]
         return body
 
     def end(self, place: BodyPosition) -> BodyPosition:
-        """Return the place after the last statement of the block that a place is in."""
+        """Return the place at the end of the block that contains `place`."""
         return (*place[:-1], len(self.block(place)))
 
     def set_above(self, place: BodyPosition) -> Expr | None:
-        """Return the stream that is set last above a place, if any."""
+        """Return the stream of the last `set_stream` above a place, if any."""
         above = [s.sets_stream for at, s in self.statements if at < place and s.sets_stream is not None]
         return above[-1] if above else None
 
     def stream(self, place: BodyPosition) -> Expr | None:
-        """Return the current stream at a place, as the text above it says; None where its names are not in scope."""
+        """Return the current stream at a place by the text above it.
+
+        None if the stream's names are not in scope there.
+        """
         above = self.set_above(place)
         if above is not None:
             return above if self.knows(place, above) else None
         return Ref(self.user) if self.user else None
 
     def knows(self, place: BodyPosition, stream: Expr) -> bool:
-        """Whether all names of a stream are in scope at a place."""
+        """Return True if all names of a stream are in scope at a place."""
         scope = self.scope(place)
         return all(scope.get(v.name) == v for v in expr_values(stream))
 
     def scope(self, place: BodyPosition) -> dict[str, Value]:
         """Return the values in scope at a place, by name."""
-        found = {v.name: v for v in self.program.inputs}
+        values = {v.name: v for v in self.program.inputs}
         body = self.program.body
         for at in place[:-1]:
             index = body[at].defines(Phase.HOST)
-            found |= _defined(body[:at]) | ({index.name: index} if index else {})
+            values |= _defined(body[:at]) | ({index.name: index} if index else {})
             body = body[at].bodies[0]
-        return found | _defined(body[: place[-1]])
+        return values | _defined(body[: place[-1]])
 
-    # What is put in ---------------------------------------------------------------------------------------------------
+    # Statements to insert ---------------------------------------------------------------------------------------------
     def fork(self, place: BodyPosition, source: Ref | Lit) -> Block:
-        """Return statements that let every other pool stream wait for `source`, then restore the current stream."""
+        """Return statements that make every other pool stream wait for `source`, then restore the current stream."""
         index, count = self._index(place), self.program.streams
         worker: Expr = Ref(index)
         if isinstance(source, Lit):
@@ -160,26 +164,26 @@ class Outline:
         return (self._for_all(index, body, count), *self._back(place)) if count else ()
 
     def join(self, place: BodyPosition) -> Block:
-        """Return statements that let the current stream wait for every pool stream."""
+        """Return statements that make the current stream wait for every pool stream."""
         index = self._index(place)
         return (self._for_all(index, (Synchronize(stream=Ref(index)),), self.program.streams),)
 
     def at_callers(self, place: BodyPosition) -> Block:
-        """Return statements, if needed, that make the caller's stream current at a place of the outermost block."""
+        """Return the statements needed to make the caller's stream current at a place of the outermost block."""
         if len(place) > 1 or self.user is None:
             return ()
         return () if self.set_above(place) in (None, Ref(self.user)) else (SetStream(stream=Ref(self.user)),)
 
     def ends(self) -> list[BodyPosition]:
-        """Return places at the end of the program: before closing barriers and frees, before closing frees, last."""
+        """Return places at the program's end: before closing barriers and frees, before closing frees, and last."""
         body = self.program.body
-        found = [len(body)]
+        places = [len(body)]
         for closing in (_frees, _closes):
             at = len(body)
             while at and closing(body[at - 1]):
                 at -= 1
-            found.append(at)
-        return [(at,) for at in dict.fromkeys(found)]
+            places.append(at)
+        return [(at,) for at in dict.fromkeys(places)]
 
     def _for_all(self, index: Value, body: Block, count: int) -> For:
         return For(index=index, count=Size.of(count), body=body)
@@ -204,7 +208,7 @@ def _closes(s: Statement) -> bool:
 
 
 def resets(body: Block) -> bool:
-    """Whether a body sets the stream before it issues anything to one."""
+    """Return True if a body sets the stream before it issues any work."""
     first = next((s for s in body if not s.on_host), None)
     if first is None or first.sets_stream is not None:
         return first is not None
@@ -239,30 +243,30 @@ def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, 
             yield from _placed(inner, (*outside, at))
 
 
-# Signals and waits that are missing -----------------------------------------------------------------------------------
-# Signals, waits for them, and kernels' `ready` that are missing, with the index expressions that each needs.
+# Missing signals and waits --------------------------------------------------------------------------------------------
+# Missing signals, missing waits, and missing `ready` clauses of kernels, with the index expressions that each needs.
 #
 # A missing signal or wait can be restored without knowing its purpose. Waits without a signal, and signals without a
-# wait, show which epochs of which flags are missing, and on which ranks. An inserted statement has to send, or wait
-# for, exactly those over all ranks and rounds. Its expressions are tried from the program's text and the indices in
-# scope, and those that fit are kept.
+# wait, show the missing flags, epochs and ranks. An inserted statement has to signal, or wait for, exactly these epochs
+# over all ranks and rounds. Candidates for its expressions come from the program's text and from the indices in scope;
+# expressions that fit are kept.
 
 RaisedSlot = tuple[int, int, int]  # rank, slot, epoch
 Numbers = tuple[int, ...]
-MAX_SUGGESTIONS = 40  # suggestions of one kind
+MAX_SUGGESTIONS = 40  # the most signals, or waits, that are suggested
 
 
 class MissingFlags:
-    """Signals and waits of one call without a counterpart, and edits that add it.
+    """Signals and waits of one call without a counterpart, and edits that add the counterpart.
 
-    `deadlock`: events that wait for each other in a circle.
+    `deadlock`: events that wait for each other in a cycle.
     """
 
     def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:
         self.outline = outline
         self.order = order
-        made = (v for s in outline.program.walk() if (v := s.buffer))
-        self.flags = [v for v in made if v.tensor.dtype == FLAG]
+        buffers = (v for s in outline.program.walk() if (v := s.buffer))
+        self.flags = [v for v in buffers if v.tensor.dtype == FLAG]
         awaited = {id(signal) for signal in order.partners.values()}
         self.sent = _by_name(flag for rank in order.ranks for flag in rank.signals)
         alone = (wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
@@ -270,12 +274,15 @@ class MissingFlags:
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
-        """Yield edits that add one signal for all that is missing of a flag; first those after copies to the peer."""
+        """Yield edits that add one signal for all missing epochs of a flag.
+
+        Signals after copies to the peer come first.
+        """
         flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
         if flags is None:
             return
         missing, sent = self.unsent[flags.name], self.sent.get(flags.name, set())
-        found: list[tuple[bool, int, int, Edits]] = []
+        ranked: list[tuple[bool, int, int, Edits]] = []
         for place, before in self._behind():
             frames, slots, epochs = self._operands(place, flags, missing)
             for peer, over in self._peers(place, flags):
@@ -285,12 +292,12 @@ class MissingFlags:
                     if len(raised) == len(frames) and missing <= raised and not raised & sent:
                         signal = Signal(flags=flags, slot=s, epoch=e, peer=peer, over=over)
                         copied = before.remote is not None and before.peer_place == (peer, over)
-                        found.append((not copied, len(raised), len(found), (Edit(place, (signal,)),)))
-        yield from (edits for *_, edits in sorted(found, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
+                        ranked.append((not copied, len(raised), len(ranked), (Edit(place, (signal,)),)))
+        yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
     def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that add a wait for signals that have none, before a statement or before a block around it."""
-        found: list[tuple[int, int, Edits]] = []
+        """Yield edits that add a wait for signals without one, before a statement or before a block around it."""
+        ranked: list[tuple[int, int, Edits]] = []
         for flags in (f for f in self.flags if f.name in self.unawaited):
             for place in self._in_front(users):
                 frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
@@ -298,11 +305,11 @@ class MissingFlags:
                     awaited = {(_rank(f), *which) for f, *which in zip(frames, slot, epoch, strict=True)}
                     if awaited and len(awaited) == len(frames) and awaited <= self.unawaited[flags.name]:
                         wait = WaitSignal(flags=flags, slot=s, epoch=e)
-                        found.append((-len(awaited), len(found), (Edit(place, (wait,)),)))
-        yield from (edits for *_, edits in sorted(found, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
+                        ranked.append((-len(awaited), len(ranked), (Edit(place, (wait,)),)))
+        yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that make a computation wait for flags that nobody waits for; a part of its rows may be `own`."""
+        """Yield edits that make a computation wait for flags without a wait; some of its rows may come from `own`."""
         for s in users:
             place = self.outline.place(s)
             for flags in (f for f in self.flags if f.name in self.unawaited):
@@ -312,12 +319,12 @@ class MissingFlags:
                 for epoch, e in epochs.items():
                     awaited = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
                     if len(awaited) == len(frames) and awaited <= unawaited:
-                        for first, own in ((ZERO, None), *product(slots.values(), owns)):
-                            if (changed := s.waiting(flags, e, first, own)) is not None:
+                        for first, local in ((ZERO, None), *product(slots.values(), owns)):
+                            if (changed := s.waiting(flags, e, first, local)) is not None:
                                 yield (Edit(place, (changed,), drop=1),)
 
     def _stand_ins(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
-        """Return the values that have as many rows as the part of an operand that may be `own`, the last one first."""
+        """Return candidates for `own`: values with the number of rows that `own` replaces, the latest value first."""
         tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
         if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
             return []
@@ -327,63 +334,66 @@ class MissingFlags:
 
     # Places -----------------------------------------------------------------------------------------------------------
     def _behind(self) -> Iterator[tuple[BodyPosition, Statement]]:
-        """Yield the places after each statement that is issued to a stream, with that statement."""
+        """Yield the place after each statement that is issued to a stream, with the statement."""
         for at, s in self.outline.statements:
             if issues(s):
                 yield (*at[:-1], at[-1] + 1), s
 
     def _in_front(self, users: Sequence[Statement]) -> list[BodyPosition]:
-        """Return the places before these statements and the blocks around them, and at the end of conditions before."""
-        found: dict[BodyPosition, None] = {}
+        """Return places before these statements, before blocks around them, and at the ends of earlier conditions."""
+        places: dict[BodyPosition, None] = {}
         for s in users:
             place = self.outline.place(s)
             for depth in range(len(place), 0, -1):
-                found[place[:depth]] = None
+                places[place[:depth]] = None
                 for n, other in enumerate(self.outline.block(place[:depth])[: place[depth - 1]]):
                     if other.conditional:
-                        found[(*place[: depth - 1], n, len(other.bodies[0]))] = None
-        return list(found)
+                        places[(*place[: depth - 1], n, len(other.bodies[0]))] = None
+        return list(places)
 
     def _frames(self, place: BodyPosition, flags: Value) -> list[Frame]:
-        """Return a frame with the values of all indices for each time that a rank reaches a place in one call."""
-        found: list[Frame] = []
+        """Return one frame, with the values of all indices, for each time that a rank reaches a place in one call."""
+        frames: list[Frame] = []
         for rank in self.order.ranks:
             frame = Frame(rank, rank.sizes)
             if frame.here(flags.tensor.mesh):
                 for s in self.outline.program.walk():
                     if s.place is not None:
                         s.evaluate(frame)
-                found += _arrivals(self.outline.program.body, place, frame)
-        return found
+                frames += _arrivals(self.outline.program.body, place, frame)
+        return frames
 
     # Expressions ------------------------------------------------------------------------------------------------------
     def _operands(
         self, place: BodyPosition, flags: Value, missing: set[RaisedSlot]
     ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
-        """Return the frames of a place, and the values that expressions for a slot and for an epoch have in them."""
+        """Return the frames of a place.
+
+        And expressions for a slot and for an epoch, by their values in these frames.
+        """
         frames = self._frames(place, flags)
         slots = self._numbers(self._slots(place, flags), place, frames)
         return frames, slots, self._numbers(self._epochs(flags, missing), place, frames)
 
     def _numbers(self, exprs: Iterable[Expr], place: BodyPosition, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
-        """Return one expression for each sequence of values over these frames; names out of scope are replaced."""
-        found: dict[Numbers, Expr] = {}
+        """Return one expression for each distinct sequence of values over these frames; replace names out of scope."""
+        by_values: dict[Numbers, Expr] = {}
         indices = self._indices(place)
         for expr in exprs:
             strange = {v.name for v in expr_values(expr)} - {v.name for v in indices}
             for index in indices if len(strange) == 1 else () if strange else [None]:
                 known = expr if index is None else rename_expr(expr, dict.fromkeys(strange, index))
                 try:
-                    found.setdefault(tuple(frame.index(known) for frame in frames), known)
+                    by_values.setdefault(tuple(frame.index(known) for frame in frames), known)
                 except ZeroDivisionError:
                     continue
-        return found
+        return by_values
 
     def _indices(self, place: BodyPosition) -> list[Value]:
         return [v for v in self.outline.scope(place).values() if v.type is Kind.INDEX]
 
     def _slots(self, place: BodyPosition, flags: Value) -> Iterator[Expr]:
-        """Yield expressions for a slot of a row of flags: those of the text, each index, blocks of several indices."""
+        """Yield expressions for a slot: expressions of the text, each index, and combinations of several indices."""
         yield from (use.slot for use in self._uses(flags) if use.slot is not None)
         count = flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
         peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
@@ -397,19 +407,19 @@ class MissingFlags:
                 yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
 
     def _epochs(self, flags: Value, missing: set[RaisedSlot]) -> Iterator[Expr]:
-        """Yield expressions for an epoch of a flag: those of the text, the missing epochs, a loop's round plus one."""
+        """Yield expressions for an epoch: expressions of the text, the missing epochs, and a loop's round plus one."""
         yield from (use.epoch for use in self._uses(flags))
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
         rounds = (s.defines(Phase.HOST) for s in self.outline.program.walk() if s.bodies)
         yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
 
     def _uses(self, flags: Value) -> list[FlagOperand]:
-        """Return how statements use flags, those that use these flags first."""
-        found = (use for s in self.outline.program.walk() for use in s.flag_operands)
-        return sorted(found, key=lambda use: use.flags != flags)
+        """Return the flag operands of all statements; operands with these flags come first."""
+        operands = (use for s in self.outline.program.walk() for use in s.flag_operands)
+        return sorted(operands, key=lambda use: use.flags != flags)
 
     def _peers(self, place: BodyPosition, flags: Value) -> Iterator[tuple[Expr, str]]:
-        """Yield expressions for a peer, with its mesh axis: those of the text, and all distances from a rank."""
+        """Yield expressions for a peer and their mesh axes: from the program's text, then all distances from a rank."""
         mesh = flags.tensor.mesh
         known = {v.name for v in self._indices(place)}
         candidates = [s.peer_place for s in self.outline.program.walk() if s.peer_place is not None]
@@ -424,14 +434,14 @@ class MissingFlags:
 
 
 def held_up(order: Order, deadlock: Sequence[Event]) -> list[Flag]:
-    """Return the waits in a deadlock for epochs that nobody sends: a later epoch would end them, but waits for them."""
+    """Return the waits in a deadlock whose epoch nobody sends. A later signal would end them, but waits for them."""
     ids = {id(event.statement) for event in deadlock}
     waits = (wait for rank in order.ranks for wait in rank.waits if id(wait.event.statement) in ids)
     return [wait for wait in waits if (enough := order.enough(wait)) and enough[0].epoch > wait.epoch]
 
 
 def _rows(x: Value) -> Size:
-    """Return the number of rows of a rank's part of a tensor."""
+    """Return the number of rows of a rank's shard of a tensor."""
     return size_product(x.tensor.local_shape[:-1])
 
 
@@ -441,22 +451,22 @@ def _names(s: Statement | None, flags: Value) -> bool:
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
     """Group flags by name: the (rank, slot, epoch) of each in the first call."""
-    found: dict[str, set[RaisedSlot]] = {}
+    slots: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:
-            found.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))
-    return found
+            slots.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))
+    return slots
 
 
 def _peers_of(peer: Expr, over: str, flags: Value, frames: Sequence[Frame]) -> list[int]:
-    """Return the peer's rank in each frame; an empty list if one of them has no such peer."""
-    found: list[int] = []
+    """Return the peer's rank in each frame; an empty list if a frame has no such peer."""
+    peers: list[int] = []
     for frame in frames:
         team = flags.tensor.mesh.team(_rank(frame), over) if flags.tensor.mesh else ()
         if not 0 <= (at := frame.index(peer)) < len(team):
             return []
-        found.append(team[at])
-    return found
+        peers.append(team[at])
+    return peers
 
 
 def _rank(frame: Frame) -> int:
@@ -465,7 +475,7 @@ def _rank(frame: Frame) -> int:
 
 
 def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]:
-    """Yield the frame each time that its rank reaches a place."""
+    """Yield a copy of the frame for each time that its rank reaches a place."""
     at, *inner = place
     if not inner:
         yield Frame(frame.machine, frame.sizes, dict(frame.handles))
@@ -478,20 +488,20 @@ def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]
 # Insertions -----------------------------------------------------------------------------------------------------------
 # Insertions that might repair a finding: a synchronize, a fork, a join, a wait, a free or a barrier.
 #
-# They are suggestions: the checker decides whether one repairs anything, and a search which is best.
+# These are suggestions: the checker decides which of them repair anything, and a search picks the best.
 
 REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
-def repairable(found: Finding, order: Order | None) -> bool:
-    """Whether there may be edits that repair a finding."""
-    if found.kind == "deadlock" and order is not None:
-        return bool(held_up(order, found.events))
-    return found.kind in REPAIRABLE
+def repairable(finding: Finding, order: Order | None) -> bool:
+    """Return True if edits may repair a finding."""
+    if finding.kind == "deadlock" and order is not None:
+        return bool(held_up(order, finding.events))
+    return finding.kind in REPAIRABLE
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield waits for the first handle that nobody waits for: at each place of its block after it."""
+    """Yield edits that wait for the first handle without a wait, at each later place of its block."""
     for place, s in outline.statements:
         handle = s.started
         if handle is None:
@@ -509,7 +519,7 @@ def _waits(handle: Value, place: BodyPosition, behind: tuple[Statement, ...]) ->
 
 
 def for_leaks(outline: Outline, names: Container[str]) -> Edits:
-    """Return edits that free buffers which nobody frees, at the end of the block that allocates them."""
+    """Return edits that free leaked buffers at the end of the block that allocates them."""
     ends: dict[BodyPosition, list[Statement]] = {}
     for place, s in outline.statements:
         value = None if s.symmetric else s.buffer
@@ -520,24 +530,24 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 
 
 class Suggestions:
-    """Edits that may repair a finding about two unordered events, a signal that nobody sends, or kernels' SMs."""
+    """Edits that may repair a finding about two unordered events, a missing signal, or SMs that a kernel holds."""
 
     def __init__(self, outline: Outline, order: Order) -> None:
         self.outline = outline
         self.order = order
 
-    def of(self, found: Finding) -> Iterator[Edits]:
-        if found.kind == "nobody sends":
-            yield from self._unsent(found.events[0])
+    def of(self, finding: Finding) -> Iterator[Edits]:
+        if finding.kind == "nobody sends":
+            yield from self._unsent(finding.events[0])
             return
-        if found.kind == "deadlock":
-            for waiting in {id(w.event.statement): w.event for w in held_up(self.order, found.events)}.values():
-                yield from self._unsent(waiting, found.events)
+        if finding.kind == "deadlock":
+            for waiting in {id(w.event.statement): w.event for w in held_up(self.order, finding.events)}.values():
+                yield from self._unsent(waiting, finding.events)
             return
-        if found.kind == "SMs held":  # by a kernel of the next call; one of this call would better be issued later
+        if finding.kind == "SMs held":  # only by kernels of the next call; a kernel of this call should be issued later
             yield from self._joins()
             return
-        first, second = found.events[:2]
+        first, second = finding.events[:2]
         if first.rank != second.rank or _raises(first) or _raises(second):
             yield from self._flags(first, second)
         if first.rank != second.rank:
@@ -552,7 +562,7 @@ class Suggestions:
 
     # Between streams --------------------------------------------------------------------------------------------------
     def _synchronizes(self, first: Event, second: Event) -> Iterator[Edits]:
-        """Let the stream of the second event wait for that of the first."""
+        """Make the stream of the second event wait for the stream of the first."""
         for place in self._spots(second):
             for stream in self._streams(first, place):
                 yield (Edit(place, (Synchronize(stream=stream),)),)
@@ -563,7 +573,8 @@ class Suggestions:
     def _spots(self, second: Event) -> list[BodyPosition]:
         """Return places where an event's stream may wait: before the event, and after each `set_stream` above it.
 
-        Also before barriers and signals, which pass on what their stream waited for, and at the end of the program.
+        Further places are before barriers and signals, because other ranks are ordered after whatever their stream
+        waited for; and at the end of the program.
         """
         outline = self.outline
         passing = [place for place, s in outline.statements if s.orders & Sync.SIGNAL]
@@ -577,14 +588,16 @@ class Suggestions:
         """Return expressions, in scope at a place, for the streams that are ordered after an event's end."""
         outline = self.outline
         lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
-        found: list[Expr] = [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
+        streams: list[Expr] = (
+            [Ref(outline.user)] if outline.user and (CALLER in lanes or lanes == {event.stream}) else []
+        )
         set_to = [s.sets_stream for _, s in outline.statements if s.sets_stream is not None]
-        found += [s for s in set_to if not (isinstance(s, Ref) and s.value.type is Kind.STREAM)]
-        found += [Lit(int(lane.split()[1])) for lane in sorted(lanes) if lane.startswith("stream ")]
-        return [stream for stream in dict.fromkeys(found) if outline.knows(place, stream)]
+        streams += [s for s in set_to if not (isinstance(s, Ref) and s.value.type is Kind.STREAM)]
+        streams += [Lit(int(lane.split()[1])) for lane in sorted(lanes) if lane.startswith("stream ")]
+        return [stream for stream in dict.fromkeys(streams) if outline.knows(place, stream)]
 
     def _forks(self, second: Event) -> Iterator[Edits]:
-        """Let every pool stream wait for the caller's stream, or for one that waited for other ranks.
+        """Make every pool stream wait for the caller's stream, or for a stream that waited for other ranks.
 
         The waits stand before the loop of the second event, or before the first loop.
         """
@@ -600,12 +613,12 @@ class Suggestions:
                 yield (Edit((at,), outline.fork((at,), Lit(worker))),)
 
     def _ordered_workers(self) -> list[int]:
-        """Return the pool streams that wait for other ranks: by barriers, signals or communications."""
+        """Return the pool streams that wait for other ranks, by barriers, signals or communications."""
         streams = {e.stream for e in self.order.events if e.statement and e.statement.orders & Sync.WAIT}
         return sorted(int(stream.split()[1]) for stream in streams if stream != CALLER)
 
     def _joins(self) -> Iterator[Edits]:
-        """Let the caller's stream wait for every pool stream at the end."""
+        """Make the caller's stream wait for every pool stream at the end."""
         if not self.outline.program.streams:
             return
         for end in self.outline.ends():
@@ -613,7 +626,7 @@ class Suggestions:
 
     # Handles and frees ------------------------------------------------------------------------------------------------
     def _handles(self, first: Event, second: Event) -> Iterator[Edits]:
-        """Move the wait for a communication before what uses its memory, or directly after the communication."""
+        """Move the wait for a communication: directly after it, or before the statement that uses its memory."""
         s, outline = first.statement, self.outline
         handle = s.started if s is not None else None
         if s is None or handle is None:
@@ -654,34 +667,34 @@ class Suggestions:
 
     def _meetings(self, statements: list[Statement]) -> list[BodyPosition]:
         outline = self.outline
-        found: list[BodyPosition] = []
+        places: list[BodyPosition] = []
         for s in reversed(statements):
             place = outline.place(s)
-            found += [place, (*place[:-1], place[-1] + 1)]
+            places += [place, (*place[:-1], place[-1] + 1)]
             for depth in range(len(place) - 1, 0, -1):
                 loop = place[:depth]
-                found += [(*loop, 0), outline.end((*loop, 0)), loop, (*loop[:-1], loop[-1] + 1)]
-        return list(dict.fromkeys([*found, *self._starts(), *outline.ends()]))
+                places += [(*loop, 0), outline.end((*loop, 0)), loop, (*loop[:-1], loop[-1] + 1)]
+        return list(dict.fromkeys([*places, *self._starts(), *outline.ends()]))
 
     def _starts(self) -> list[BodyPosition]:
-        """Return the place before the first statement that is issued to a stream."""
+        """Return the place before the first statement that issues work to a stream."""
         body = self.outline.program.body
         return [(next((n for n, s in enumerate(body) if issues(s) or moves_on(s)), 0),)]
 
     def _on_mesh_of(self, x: Value, place: BodyPosition) -> Value | None:
-        """Return a value in scope on the same mesh as another: an input if there is one."""
+        """Return a value in scope on the mesh of `x`: an input if possible, else `x` itself."""
         same = [v for v in self.outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
         return same[0] if same else self.outline.scope(place).get(x.name)
 
     def _flags(self, first: Event, second: Event) -> Iterator[Edits]:
-        """Let either side wait for a flag that is signalled already, and that nobody waits for."""
+        """Make either event wait for a flag that is signalled already and that nothing waits for."""
         users = [event.statement for event in (second, first) if event.statement is not None]
         missing = MissingFlags(self.outline, self.order)
         yield from missing.waits(users)
         yield from missing.kernels(users)
 
     def _unsent(self, waiting: Event, deadlock: Sequence[Event] = ()) -> Iterator[Edits]:
-        """Add the missing signal; or replace the wait for it by a barrier, or remove it."""
+        """Add the missing signal; or remove the wait, or replace it by a barrier."""
         yield from MissingFlags(self.outline, self.order, deadlock).signals(waiting)
         s = waiting.statement
         if s is None or not s.flag_operands or not s.orders:
@@ -694,10 +707,10 @@ class Suggestions:
 
 
 def _raises(event: Event) -> bool:
-    """Whether an event belongs to a kernel that sets flags, for which others may wait."""
+    """Return True if an event belongs to a kernel that sets flags for others to wait for."""
     return event.statement is not None and any(use.raises and use.rows for use in event.statement.flag_operands)
 
 
 def _issued(event: Event) -> tuple[int, int]:
-    """Return the call and the position in its rank's events: the order of issue."""
+    """Return the sort key of the order of issue: the call, and the position among its rank's events."""
     return event.call, event.number

@@ -1,4 +1,7 @@
-"""Order the events of all ranks by vector clocks (happens before); find races, cyclic waits and waits that hold SMs."""
+"""Order the events of all ranks by vector clocks (happens-before).
+
+Find races, cyclic waits and kernels that block SMs.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from hostir.ir.machine import Move
 from hostir.ir.regions import Near, Region, covered
 
 # Happens-before -------------------------------------------------------------------------------------------------------
-# Happens before, over all ranks: joins the events of the ranks, and visits them with vector clocks.
+# Happens-before over all ranks: join the events of the ranks, and visit them with vector clocks.
 #
 # Every lane (a stream of a rank, a team's collectives on a rank, ...) counts its events. An event's clock holds, for
-# each lane, how many of its events come before: the maximum over the events that it follows. So whether A comes before
-# B is one look-up (Mattern 1989), and no closure of the relation is ever made. Events never reached wait in a cycle.
+# each lane, the number of events of this lane that come before it: the maximum over the events that it follows. Then
+# one look-up tells whether A comes before B (Mattern 1989), and the transitive closure is never computed. An event that
+# is never reached waits in a cycle, or behind one.
 
 Clock = Any  # an array, by lane
 SIGNAL = "signal"  # the lane of one signal
@@ -30,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class Trouble:
-    """A mismatch between what ranks issue, or a deadlock: found without looking at memory."""
+    """A mismatch between the statements that ranks issue, or a deadlock. Neither depends on accesses to memory."""
 
     kind: str
     events: list[Event | None]
@@ -39,18 +43,18 @@ class Trouble:
 
 @dataclass
 class Order:
-    """The events of all ranks with the edges between ranks. `troubles` are mismatches met in joining them."""
+    """The events of all ranks, and the edges between ranks. `troubles` are mismatches detected while joining them."""
 
     ranks: Sequence[Tracer]
     events: list[Event] = field(default_factory=list)
     lanes: dict[Lane, int] = field(default_factory=dict)
-    # Clocks of signals; where kernels wait, also of the begins in `lasting`.
+    # Clocks of signals; if kernels wait, also clocks of the begin events in `lasting`.
     clocks: dict[Event, Clock] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     sent: dict[tuple[int, str, int], list[Flag]] = field(default_factory=dict)  # the signals of each flag
-    needs: dict[Event, Clock] = field(default_factory=dict)  # of signals: `clocks`, and what may hold them up besides
-    partners: dict[Flag, Event] = field(default_factory=dict)  # of a wait for a flag: the signal that ends it
-    resizable: bool = False  # as the `RaceDetector` that has visited it found
+    needs: dict[Event, Clock] = field(default_factory=dict)  # clocks of signals that also count events in `held`
+    partners: dict[Flag, Event] = field(default_factory=dict)  # for each wait for a flag: the signal that ends it
+    resizable: bool = False  # set by the `RaceDetector` that visits the events
 
     def __post_init__(self) -> None:
         self.events = [event for rank in self.ranks for event in rank.events]
@@ -64,14 +68,14 @@ class Order:
 
     # Edges between ranks ----------------------------------------------------------------------------------------------
     def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
-        """Add an event that follows all of these, of a team: one edge to it replaces an edge to each of them."""
+        """Add an event that follows all of these events of a team. An edge to it replaces an edge to each of them."""
         first = after[0]
         moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
         self.events.append(moment)
         return moment
 
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
-        """Return, for each rank of a team, what it issued to the team."""
+        """Return, for each rank of a team, the items that it issued to the team."""
         return [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
 
     def _join_collectives(self) -> None:
@@ -84,7 +88,7 @@ class Order:
                 self._join_sides(sides)
 
     def _join_sides(self, sides: Sequence[Side]) -> None:
-        """Order each side's end after the begin of those that it receives from; its receivers may hold it up."""
+        """Order each side's end after the begin of its senders; its receivers may hold it up."""
         if sides[0].exchange.moves is None:
             meeting = self._moment([side.begin for side in sides], sides[0].exchange.team)
             for side in sides:
@@ -139,23 +143,23 @@ class Order:
         self._show_signals()
 
     def _show_signals(self) -> None:
-        """Let whoever has seen a wait for a kernel's signal, which is on no lane, know that the signal was sent."""
+        """Give each signal of a kernel, which is on no lane, ticks that show that it was sent: its wait's ticks."""
         for wait, signal in self.partners.items():
             if signal.lane is None and wait.event.lane is not None:
                 signal.ends += wait.event.ends
-            elif signal.lane is None:  # another kernel waits, block by block
+            elif signal.lane is None:  # another kernel waits, block by block: the signal gets a lane for itself
                 signal.lane, signal.tick = (signal.rank, SIGNAL, len(self.lanes)), 1
                 self.lanes[signal.lane] = len(self.lanes)
                 signal.ends.append((signal.lane, 1))
 
     def enough(self, wait: Flag) -> list[Flag]:
-        """Return the signals that can end a wait, in the order of their epochs."""
+        """Return the signals that can end a wait, by rising epoch."""
         same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
         return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
 
     # Clocks -----------------------------------------------------------------------------------------------------------
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
-        """Visit all events in an order that follows the edges; return those that are never reached."""
+        """Visit all events in an order that follows the edges; return the events that are never reached."""
         keep = {flag.event for rank in self.ranks for flag in rank.signals}
         if not any(rank.kernels for rank in self.ranks):
             return self._walk(visit, keep, self.clocks)
@@ -174,7 +178,7 @@ class Order:
         kept: dict[Event, Clock],
         held: bool = False,
     ) -> list[Event]:
-        """Visit all events once. With `held`, clocks also count what may hold an event up."""
+        """Visit all events once. With `held`, clocks also count the events that may hold an event up."""
         waiting = {event: len(event.after) + len(event.held) for event in self.events}
         followers = self.followers()
         clocks: dict[Event, Clock] = {}
@@ -202,16 +206,16 @@ class Order:
         return list(waiting)
 
     def followers(self) -> dict[Event, list[Event]]:
-        """Return, for each event, those that directly follow it or may be held up by it."""
-        found: dict[Event, list[Event]] = {}
+        """Return, for each event, the events that directly follow it or may be held up by it."""
+        followers: dict[Event, list[Event]] = {}
         for event in self.events:
             for before in (*event.after, *event.held):
-                found.setdefault(before, []).append(event)
-        return found
+                followers.setdefault(before, []).append(event)
+        return followers
 
     def known(self, event: Event, clock: Clock) -> bool:
-        """Whether an event has ended for an observer with this clock."""
-        for lane, tick in event.ends:  # noqa: SIM110, as this is asked more often than anything else
+        """Return True if an event has ended for an observer with this clock."""
+        for lane, tick in event.ends:  # noqa: SIM110, as this is the hottest loop of the checker
             if clock[self.lanes[lane]] >= tick:
                 return True
         return False
@@ -238,7 +242,7 @@ def _clock(
 
 
 def _agree(sides: Sequence[Side | None]) -> bool:
-    """Whether all ranks of a team issue the same collective."""
+    """Return True if all ranks of a team issue the same collective."""
     first = sides[0]
     if first is None or None in sides:
         return False
@@ -255,9 +259,9 @@ def _agree(sides: Sequence[Side | None]) -> bool:
 
 
 def _fits(move: Move, source: Side, target: Side) -> bool:
-    """Whether both ends of a move have the same dtype and number of elements."""
-    (taken, dtype), (given, other) = _content(source, "x"), _content(target, "out")
-    return dtype == other and 0 < taken * move.put[1] == given * move.take[1]
+    """Return True if both ends of a move have the same dtype and number of elements."""
+    (taken, dtype), (stored, other) = _content(source, "x"), _content(target, "out")
+    return dtype == other and 0 < taken * move.put[1] == stored * move.take[1]
 
 
 def _content(side: Side, which: str) -> tuple[int, object]:
@@ -267,7 +271,7 @@ def _content(side: Side, which: str) -> tuple[int, object]:
 
 
 def _form(side: Side) -> tuple[object, ...]:
-    """Return the shapes of what a side reads and writes, then the dtypes."""
+    """Return the shapes of a side's operand and result, then their dtypes."""
     return (*(v and v.shape for v in (side.x, side.out)), _dtype(side, "x"), _dtype(side, "out"))
 
 
@@ -277,11 +281,11 @@ def _dtype(side: Side, which: str) -> object:
 
 
 # Races ----------------------------------------------------------------------------------------------------------------
-# Unordered accesses to memory: races, use after free, reads of memory that nobody wrote.
+# Unordered accesses to memory: races, use after free, reads of unwritten memory.
 #
-# Events are visited in an order that follows happens-before, so an earlier access is ordered before a later one or
-# not at all. For each buffer the accesses that a later one could still race with are kept, by region (the idea of
-# FastTrack, Flanagan and Freund 2009: after an ordered write, what came before it need not be checked again).
+# Events are visited in an order that follows happens-before. So an access visited earlier is either ordered before a
+# later one, or unordered with it. For each buffer, the accesses that a later one could still race with are kept, by
+# region (as in FastTrack, Flanagan and Freund 2009: after an ordered write, earlier accesses need no further check).
 
 
 @dataclass(eq=False, slots=True)
@@ -294,9 +298,9 @@ class Touch:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two unordered accesses to a common element, in the order of issue; `first` is None where only one is involved.
+    """Two unordered accesses to a common element, in the order of issue; `first` is None if only one is involved.
 
-    In an `unwritten` conflict, `first` has left undefined what `second` reads.
+    In an `unwritten` conflict, `second` reads elements that `first` left undefined.
     """
 
     kind: str  # race, use after free, unwritten
@@ -307,7 +311,7 @@ class Conflict:
 
 @dataclass(eq=False, slots=True)
 class AccessGroup:
-    """The accesses to one region of a buffer; `near` holds the groups of all regions that overlap it, and itself."""
+    """The accesses to one region of a buffer; `near` holds this group and the groups of all overlapping regions."""
 
     reads: list[Touch] = field(default_factory=list)
     writes: list[Touch] = field(default_factory=list)
@@ -320,12 +324,13 @@ class History:
 
     groups: dict[Region, AccessGroup] = field(default_factory=dict)
     near: Near[AccessGroup] = field(default_factory=Near)
-    written: dict[Region, None] = field(default_factory=dict)  # at some time
-    undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)  # and what was written since
+    written: dict[Region, None] = field(default_factory=dict)  # regions written at any time so far
+    # By region: who left it undefined, and the regions written since.
+    undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)
     freed: Touch | None = None
 
     def group(self, region: Region) -> AccessGroup:
-        """Return the group of a region, which is made on first use."""
+        """Return the group of a region; create it on first use."""
         group = self.groups.get(region)
         if group is None:
             group = self.groups[region] = AccessGroup()
@@ -336,7 +341,7 @@ class History:
         return group
 
     def add(self, touch: Touch, clean: bool) -> None:
-        """Record an access; `clean` if it is ordered after all others that it could race with."""
+        """Record an access. `clean`: it is ordered after all accesses that it could race with."""
         group, access = self.groups[touch.access.region], touch.access
         if access.writes:
             if clean:
@@ -352,7 +357,7 @@ class History:
         group.reads.append(touch)
 
     def _undefine(self, touch: Touch) -> None:
-        if touch.event.verb != "allocates":  # of what is new nothing was written before
+        if touch.event.verb != "allocates":  # a new buffer has never been written
             self.undefined[touch.access.region] = touch, []
 
     def _define(self, region: Region) -> None:
@@ -364,7 +369,7 @@ class History:
                     del self.undefined[gone]
 
     def unwritten(self, region: Region) -> Iterator[Touch | None]:
-        """Yield why a region may not be read: the access that left some of it undefined, or None if nobody wrote it."""
+        """Yield the reasons not to read a region: an access that left a part undefined, or None if nothing wrote it."""
         if not self.undefined and region in self.written:
             return
         gaps = ((gone, *gap) for gone, gap in self.undefined.items() if gone.meets(region))
@@ -376,17 +381,17 @@ class History:
 
 @dataclass(eq=False, slots=True)
 class CallUses:
-    """The accesses of one call to a buffer: the ticks that a clock has reached once they have ended, or events."""
+    """The accesses of one call to a buffer, as ticks: they have ended for a clock that has reached all of them."""
 
     ticks: Clock
-    others: list[Event] = field(default_factory=list)  # that several ticks show, any one of them
+    others: list[Event] = field(default_factory=list)  # events that end at any one of several ticks
 
 
 class RaceDetector:
-    """Check the accesses of events, one event after another, against earlier accesses to the same memory.
+    """Checks the accesses of events, one event after another, against earlier accesses to the same memory.
 
-    `conflicts` holds one conflict for each pair of statements and each buffer, with the number of times it was met.
-    `resizable` tells whether calls use each symmetric buffer one after another, whatever elements they access: then
+    `conflicts` holds one conflict for each pair of statements and each buffer, with the number of its occurrences.
+    `resizable` is True if calls use each symmetric buffer one after another, whatever elements they access: then
     buffers may have another size in every call.
     """
 
@@ -394,11 +399,12 @@ class RaceDetector:
         self.order = order
         self.resizable = True
         self.kept = {buffer for rank in order.ranks for buffer in rank.kept.values()}
-        self.uses: dict[Buffer, dict[tuple[int, bool], CallUses]] = {}  # of symmetric buffers, by call and if writes
+        self.uses: dict[Buffer, dict[tuple[int, bool], CallUses]] = {}  # of symmetric buffers, by (call, writes)
         self.histories: dict[Buffer, History] = {}
         self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
         self.raced: set[Buffer] = set()
-        self.unsure: list[tuple[Touch, Buffer, History, Touch | None]] = []  # reads of nothing so far, and why
+        # Reads of memory unwritten so far, with the reason.
+        self.unsure: list[tuple[Touch, Buffer, History, Touch | None]] = []
 
     def visit(self, event: Event, clock: Clock) -> None:
         for access in event.accesses:
@@ -407,8 +413,8 @@ class RaceDetector:
                 self.resizable = self._follows(buffer, event, access.writes, clock)
             history = self.histories.setdefault(buffer, History())
             touch = Touch(event, access)
-            found = self._unordered(touch, history, clock)
-            for other in found:
+            unordered = self._unordered(touch, history, clock)
+            for other in unordered:
                 if _implied_by_writer(other, touch):
                     continue
                 self.raced.add(buffer)
@@ -419,10 +425,10 @@ class RaceDetector:
                 self.unsure += [(touch, buffer, history, why) for why in history.unwritten(access.region)]
             if access.does == "frees":
                 history.freed = touch
-            history.add(touch, clean=not found)
+            history.add(touch, clean=not unordered)
 
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
-        """Whether an access follows all of other calls that it could race with, wherever they are in the buffer."""
+        """Return True if an access follows every access of other calls, unless both read, anywhere in the buffer."""
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():
             if call == event.call or not (writes or wrote):
@@ -448,7 +454,7 @@ class RaceDetector:
 
     def _unordered(self, touch: Touch, history: History, clock: Clock) -> list[Touch]:
         near, known, event = history.group(touch.access.region).near, self.order.known, touch.event
-        reads = touch.access.writes  # these meet reads, too
+        reads = touch.access.writes  # a write conflicts with reads, too
         others = [other for group in near for other in ((*group.writes, *group.reads) if reads else group.writes)]
         return [other for other in others if other.event is not event and not known(other.event, clock)]
 
@@ -459,23 +465,23 @@ class RaceDetector:
                 self._note(Conflict("unwritten", buffer, why, touch))
 
     def forget(self) -> None:
-        """Drop the links between groups, which lead around: the garbage collector takes longer to find all of them."""
+        """Drop the cyclic links between groups, which would cost the garbage collector more time."""
         for history in self.histories.values():
             for group in history.groups.values():
                 group.near.clear()
 
     def _note(self, conflict: Conflict) -> None:
         sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)
-        own = conflict.buffer.rank == conflict.second.event.rank
-        first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, own), (conflict, 0))
-        self.conflicts[conflict.kind, conflict.buffer.name, sides, own] = first, times + 1
+        local = conflict.buffer.rank == conflict.second.event.rank
+        first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, local), (conflict, 0))
+        self.conflicts[conflict.kind, conflict.buffer.name, sides, local] = first, times + 1
 
 
 def _implied_by_writer(a: Touch, b: Touch) -> bool:
-    """Whether a conflict is a read that is not ordered after an allocation, which needs no finding of its own.
+    """Return True if a conflict is a read that is not ordered after an allocation: another finding implies it.
 
-    Either the writer of what it reads is not after the allocation, or the read is not after the writer, or nobody
-    wrote it: each of these is a finding.
+    Either the write of these elements is not after the allocation, or the read is not after the write, or nothing
+    wrote them. Each of these is a finding.
     """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 
@@ -487,13 +493,13 @@ def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
 
 
 # Cyclic waits ---------------------------------------------------------------------------------------------------------
-# Ranks that wait for each other in a cycle, and flags that are set out of order.
+# Ranks that wait for each other in a cycle; flags that are set out of order.
 
 
 def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
-    """Yield the cycle of events that wait for each other, shown once, if some events were never reached.
+    """Yield one cycle of events that wait for each other, if some events were never reached (`left`).
 
-    If a signal of a higher epoch would end one of the waits, the signals of its flag are reported as unordered instead.
+    If a signal of a higher epoch would end one of the waits, report the signals of its flag as unordered instead.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):
@@ -514,7 +520,7 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
 
 
 def _one_per_statement(cycle: list[Event]) -> list[Event | None]:
-    """Return the events of a cycle, each statement of a rank once, the first in program order first."""
+    """Return one event for each statement and rank of a cycle, beginning with the first in program order."""
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
     for event in reversed(cycle):
         if event.statement is not None:
@@ -533,7 +539,8 @@ def flags_out_of_order(order: Order) -> Iterator[Trouble]:
     """Yield signals of one flag that are not ordered with rising epochs."""
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
-        for lower, higher in pairwise(f for f in flags if f.event in order.clocks):  # a deadlock cuts the rest off
+        # Events behind a deadlock have no clock.
+        for lower, higher in pairwise(f for f in flags if f.event in order.clocks):
             events: list[Event | None] = [lower.event, higher.event]
             first, second = _epochs(lower, higher)
             if lower.epoch == higher.epoch and lower.event.rank != higher.event.rank:
@@ -547,7 +554,7 @@ def flags_out_of_order(order: Order) -> Iterator[Trouble]:
 
 
 def _epochs(a: Flag, b: Flag) -> list[str]:
-    """Return two epochs as text, with their calls where these differ."""
+    """Return two epochs as text, with the calls if these differ."""
     return [f"{f.epoch[1]}" + (f" of call {f.epoch[0] + 1}" if a.epoch[0] != b.epoch[0] else "") for f in (a, b)]
 
 
@@ -556,18 +563,24 @@ def _before(order: Order, first: Event, second: Event) -> bool:
 
 
 # Kernels that hold all SMs --------------------------------------------------------------------------------------------
-# Kernels that hold all SMs of a rank while they wait for what needs these SMs, itself or something before it.
+# Kernels that hold all SMs of a rank while they wait for a signal that needs these SMs, or that follows an event that
+# needs them.
 #
-# A set of kernels, at most one a rank, can run at one time if none of them ends before another starts: every start then
-# lies outside the future of every end, so some schedule has done all that comes before the starts and nothing more. In
-# such a set kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, and comes
-# before no start of the set: it cannot begin until K ends. (Copies that K starts beside have their SMs by then, and
-# signals `by 1 sms` that were issued before K in its call get the one that K leaves them, unless a *rival* may have
-# taken it: another kernel of the rank that waits, or a communication, which begins beside the set and, for want of the
-# other SMs, stays.) The set is stuck if each of its kernels waits for a signal that one of them holds up. Each then
-# waits for the one that holds it up, and so on around: the search is for such cycles.
+# A set of kernels, at most one on each rank, can run at one time if no kernel of the set ends before another starts.
+# Then every start lies outside the future of every end. So there is a schedule that has done exactly the events before
+# the starts.
+#
+# In such a set, kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, but not
+# before any start of the set: this event cannot begin until K ends. There are two exceptions:
+# - Copies that K may overlap already have their SMs.
+# - Signals `by 1 sms` that were issued before K in its call get the SM that K leaves free, unless a *rival* may have
+#   taken it. A rival is another waiting kernel of the rank, or a communication, that begins beside the set and stays,
+#   because it cannot get the other SMs.
+#
+# The set is stuck if each of its kernels waits for a signal that a kernel of the set holds up. Then each kernel waits
+# for the kernel that holds up its signal, and so on in a cycle: the search looks for such cycles.
 
-MAX_PATHS = 20_000  # followed in one strongly connected set of kernels; a set with more counts as stuck
+MAX_PATHS = 20_000  # the most paths followed in a strongly connected set of kernels; a set with more counts as stuck
 
 
 def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
@@ -595,10 +608,10 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
 
 
 def calls_needed(order: Order, ranks: int) -> int:
-    """Return the number of calls to check, so that any deadlock of any number of calls shows.
+    """Return the number of calls to check that shows every deadlock of any number of calls.
 
-    If all events of one call that need SMs have ended when a kernel starts `apart` calls later, the calls of successive
-    kernels in a cycle differ by less than `apart`. docs/memory-model.md has the argument.
+    Suppose that all events of one call that need SMs have ended when a kernel starts `apart` calls later. Then the
+    calls of successive kernels in a cycle differ by less than `apart`. docs/memory-model.md has the argument.
     """
     first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
     calls = order.ranks[0].turn
@@ -611,15 +624,15 @@ def calls_needed(order: Order, ranks: int) -> int:
 
 
 def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
-    """Yield the events of a rank's first call that need SMs, and the ends of those that may hold them."""
+    """Yield the events of a rank's first call that need SMs, and the ends of events that may keep holding SMs."""
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)
 
 
 def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterator[list[WaitingKernel]]:
-    """Yield the cycles of a strongly connected set of kernels that can all run at one time, once for each kernel in it.
+    """Yield the cycles of a strongly connected set of kernels whose members can all run at one time.
 
-    If there are more than `MAX_PATHS` paths, the last cycle is empty.
+    Each cycle is yielded once for each of its kernels. The last cycle is empty if there are over `MAX_PATHS` paths.
     """
     paths = [[kernel] for kernel in reversed(component)]
     inside = set(component)
@@ -636,7 +649,7 @@ def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterato
 
 
 def together(order: Order, a: WaitingKernel, b: WaitingKernel) -> bool:
-    """Whether two kernels are of different ranks, and neither ends before the other starts."""
+    """Return True if two kernels are on different ranks, and neither ends before the other starts."""
     ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
     return a.start.rank != b.start.rank and not ordered
 
@@ -659,8 +672,8 @@ class _Line:
     def first_held(self, first: int, holder: Event, taken: int) -> int:
         """Return the index of the first event, from `first` on, that gets no SM while `holder` runs.
 
-        Small events get the SM that it leaves, if they were issued before it in its call, and before the tick at which
-        a rival may have taken that SM.
+        Small events get the SM that `holder` leaves free if they were issued before it in its call, and if their tick
+        is not above `taken`, at which a rival may have taken that SM.
         """
         if self.issued[first] < (holder.call, 0):
             return first
@@ -687,10 +700,10 @@ class Lanes:
         self.of: dict[int, list[_Line]] = {}
         for (rank, index), events in lines.items():
             self.of.setdefault(rank, []).append(_Line(index, events))
-        # Of each rank the begin and the end of what may take an SM and keep it, if kernels that wait have the others.
+        # For each rank: begin and end of events that may take an SM and keep it while waiting kernels hold the others.
         self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
         nothing = np.zeros(len(order.lanes), dtype=np.int32)
-        # All that comes before any signal of a kernel: what is held up of one of them is in there, and nothing else is.
+        # The clock of everything that comes before any signal that a kernel waits for.
         self.latest: dict[WaitingKernel, Clock] = {
             kernel: np.maximum.reduce([nothing, *(order.needs[signal] for signal in _signals(order, kernel))])
             for rank in order.ranks
@@ -698,7 +711,7 @@ class Lanes:
         }
 
     def held(self, after: Clock, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> Event | None:
-        """Return an event before `after` that gets no SM of `holder`'s rank while these kernels run, or None."""
+        """Return an event before `after` that gets no SM of `holder`'s rank while `running` run; None without one."""
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
@@ -712,7 +725,7 @@ class Lanes:
         return None
 
     def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
-        """Return the begin clocks of what may take the SM that `holder` leaves, while these kernels run."""
+        """Return the begin clocks of rivals: they may take the SM that `holder` leaves free while `running` run."""
         known, clocks = self.order.known, self.order.clocks
         return [
             clocks[begin]
@@ -722,18 +735,23 @@ class Lanes:
         ]
 
     def begun(self, kernel: WaitingKernel, line: _Line) -> int:
-        """Return the last tick of a lane whose events do not need the SMs that a kernel takes."""
+        """Return the last tick of a lane up to which events do not need the SMs that a kernel takes."""
         overlapped = kernel.overlapped
-        own = overlapped is not None and overlapped.lane is not None and self.order.lanes[overlapped.lane] == line.index
-        return max(int(self.order.clocks[kernel.start][line.index]), overlapped.tick if overlapped and own else 0)
+        same_lane = (
+            overlapped is not None and overlapped.lane is not None and self.order.lanes[overlapped.lane] == line.index
+        )
+        return max(int(self.order.clocks[kernel.start][line.index]), overlapped.tick if overlapped and same_lane else 0)
 
     def any_held(self, kernel: WaitingKernel, holder: WaitingKernel) -> bool:
-        """Whether one kernel alone blocks a signal that another kernel, or the kernel itself, waits for."""
+        """Return True if `holder` alone holds up a signal that `kernel` waits for; they may be the same kernel."""
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, cycle: list[WaitingKernel], *, sure: bool = True) -> Trouble | None:
-        """Return the deadlock of a cycle if each kernel waits for what one of them blocks; always, unless `sure`."""
-        found: list[Trouble] = []
+        """Return the deadlock of a cycle if each kernel waits for a signal that one of them holds up.
+
+        Always, unless `sure`.
+        """
+        troubles: list[Trouble] = []
         for kernel in cycle:
             signals = [(s, self.order.needs[s]) for s in _signals(self.order, kernel)]
             held = ((s, e) for s, after in signals for h in cycle if (e := self.held(after, h, cycle)))
@@ -742,5 +760,5 @@ class Lanes:
                 return Trouble("SMs held", [kernel.start, *_signals(self.order, kernel)[:1]])
             if signal is None or event is None:
                 return None
-            found.append(Trouble("SMs held", [kernel.start, *dict.fromkeys((event, signal))]))
-        return found[0]
+            troubles.append(Trouble("SMs held", [kernel.start, *dict.fromkeys((event, signal))]))
+        return troubles[0]

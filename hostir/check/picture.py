@@ -1,4 +1,4 @@
-"""Draw the orders of a program: `hostir check FILE --graph OUT.svg`."""
+"""Draw the order of a program's events: `hostir check FILE --graph OUT.svg`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,31 @@ from hostir.ir.op import Statement, Sync
 from hostir.ir.program import Program, format_statement
 
 # The scene ------------------------------------------------------------------------------------------------------------
-# The contents of a picture: statements as boxes in lanes and columns, and arrows for what orders them.
+# The contents of a picture: statements as boxes in lanes and columns, and arrows for their order.
 #
-# Columns are the depth in happens-before: a box stands right of all that comes before it, and sides of one
-# communication stand above each other. Arrows within a rank also stand for chains through what is left out; arrows from
-# rank to rank only for those through ranks that are left out.
+# A column is a depth in happens-before: a box stands right of all boxes that come before it, and the sides of one
+# communication stand above each other. An arrow within a rank also represents chains through boxes that are left out.
+# An arrow from rank to rank only represents chains through ranks that are left out.
 
-COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"  # kinds of boxes; the first is a lane, too
-CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other all around
-EARLY = ("begins", "moves")  # of a communication's events, those that need not have met other ranks
-Way = Literal["order", "ranks", "meets"]  # of an arrow: within a rank, to another, between sides of a communication
+# Categories of boxes; the first is a lane, too.
+COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"
+CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other in a cycle
+EARLY = ("begins", "moves")  # events of a communication that do not wait for other ranks
+# Of an arrow: within a rank; to another rank; between sides of a communication.
+Way = Literal["order", "ranks", "meets"]
 Tie = tuple[int, ...]  # events that happen together
 
 
 @dataclass(eq=False)
 class Box:
-    """A box of the picture: a statement of one rank, round and call, several like it in a row, or the caller's."""
+    """A box: a statement of one rank, round and call.
+
+    Several similar statements in a row; or an action of the caller.
+    """
 
     rank: int
     lane: str
-    kind: str
+    role: str
     word: str
     operands: str
     title: str
@@ -55,7 +60,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """An arrow: `source` happens before `target`; columns are those of the events. `back`: it closes a cycle."""
+    """An arrow: `source` happens before `target`.
+
+    It runs from column `leaves` to `enters`. `back`: it closes a cycle.
+    """
 
     source: Box
     target: Box
@@ -90,7 +98,7 @@ class Scene:
 
     @property
     def lanes(self) -> dict[tuple[int, str], int]:
-        """Return the number of rows of each lane, by rank and name, from the top."""
+        """Return the number of rows of each lane, by rank and lane name, from top to bottom."""
         rows: dict[tuple[int, str], int] = {}
         for box in sorted(self.boxes, key=_place):
             rows[box.rank, box.lane] = max(rows.get((box.rank, box.lane), 0), box.row + 1)
@@ -98,17 +106,17 @@ class Scene:
 
 
 def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, named: Set[Event]) -> list[Box]:
-    """Return the boxes of some ranks in the first calls, as issued. An allocation gets one if a finding names it."""
-    found: dict[tuple[object, ...], Box] = {}
+    """Return the boxes of some ranks in the first calls, in issue order; allocations only if a finding names them."""
+    boxes: dict[tuple[object, ...], Box] = {}
     for event in (e for rank in ranks for e in order.ranks[rank].events):
         if event.call >= calls or (event.verb == "allocates" and event not in named):
             continue
         what = id(event.statement) if event.statement else event.verb == "writes"
         key = (event.rank, event.call, what, event.rounds)
-        if key not in found:
-            found[key] = _box(program, event, calls)
-        found[key].events.append(event)
-    return list(found.values())
+        if key not in boxes:
+            boxes[key] = _box(program, event, calls)
+        boxes[key].events.append(event)
+    return list(boxes.values())
 
 
 def _box(program: Program, event: Event, calls: int) -> Box:
@@ -123,11 +131,11 @@ def _box(program: Program, event: Event, calls: int) -> Box:
         return Box(event.rank, "caller", OTHER, head, values, f"{does}\n{where}", [])
     text = format_statement(s, program)
     lane = COMMUNICATION if s.started else "caller" if event.stream == CALLER else event.stream
-    kind = COMMUNICATION if s.transfers else COMPUTATION if event.sms and not event.small else OTHER
+    role = COMMUNICATION if s.transfers else COMPUTATION if event.sms and not event.small else OTHER
     operands = text.split(s.keyword(), 1)[1].split(" over ")[0].replace("->", "→").strip()
     if s.buffer:
         operands = f"{s.buffer}"
-    return Box(event.rank, lane, kind, s.keyword(), operands, f"{text}\n{where}", [rounds] if rounds else [])
+    return Box(event.rank, lane, role, s.keyword(), operands, f"{text}\n{where}", [rounds] if rounds else [])
 
 
 def _list(numbers: Iterable[int]) -> str:
@@ -142,7 +150,8 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
     graph = _between(order, events, held=any(finding.kind in CYCLIC for finding in findings.values()))
-    early = [n for n, event in enumerate(events) if event.verb in EARLY]  # where ranks differ, no edge leads on
+    # If ranks differ, these events have no edges to other ranks.
+    early = [n for n, event in enumerate(events) if event.verb in EARLY]
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
     graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
     back = _closing(graph, owners)
@@ -159,9 +168,9 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 
 
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
-    """Return a graph of the shown events, with an edge wherever a path leads from one to another past hidden events.
+    """Return a graph of the shown events, with an edge wherever a path through hidden events leads from one to another.
 
-    `held` includes edges from what may hold an event up: programs may not rely on them, but they close cycles.
+    `held` includes edges from events that may hold an event up: programs may not rely on them, but they close cycles.
     """
     import networkx as nx
 
@@ -169,21 +178,21 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
     events = [event for event in order.events if event.call <= last]
     number = {event: n for n, event in enumerate(events)}
     bit = {number[event]: 1 << n for n, event in enumerate(shown)}
-    whole = nx.DiGraph()
-    whole.add_nodes_from(range(len(events)))
+    full = nx.DiGraph()
+    full.add_nodes_from(range(len(events)))
     for n, event in enumerate(events):
-        whole.add_edges_from((number[before], n) for before in (*event.after, *(event.held if held else ())))
+        full.add_edges_from((number[before], n) for before in (*event.after, *(event.held if held else ())))
     ranks = {event.rank for event in shown}
     outside = [event.rank not in ranks or event.verb == "meets" for event in events]
-    seen = [0] * len(events)  # for each event, as bits: which of those shown lead to it past the rest
-    near = [0] * len(events)  # the same, through other ranks only
-    groups = nx.condensation(whole)
+    seen = [0] * len(events)  # for each event, as bits: the shown events that lead to it through hidden events
+    near = [0] * len(events)  # the same, only through events of other ranks
+    groups = nx.condensation(full)
     for group in nx.topological_sort(groups):
         members, stable = sorted(groups.nodes[group]["members"]), False
         while not stable:
             before = [(seen[n], near[n]) for n in members]
             for n in members:
-                for other in whole.predecessors(n):
+                for other in full.predecessors(n):
                     seen[n] |= bit.get(other, seen[other])
                     near[n] |= bit.get(other, near[other] if outside[other] else 0)
             stable = before == [(seen[n], near[n]) for n in members]
@@ -198,20 +207,20 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """Return the edges to leave out to break all cycles: those within a cycle to another rank or back in time."""
+    """Return the edges whose removal breaks all cycles: edges of a cycle that lead to another rank or back in time."""
     import networkx as nx
 
-    found: list[tuple[int, int]] = []
+    edges: list[tuple[int, int]] = []
     for cycle in nx.strongly_connected_components(graph):
         inner = graph.subgraph(cycle).edges
-        found += [
+        edges += [
             (a, b) for a, b in inner if owners[a].rank != owners[b].rank or (a > b and owners[a] is not owners[b])
         ]
-    return sorted(found)
+    return sorted(edges)
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """Return the column of each event: the length, in boxes, of the longest path to it."""
+    """Return the column of each event: the number of boxes on the longest path to it."""
     import networkx as nx
 
     columns: dict[int, int] = {}
@@ -222,7 +231,7 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 
 def _share_column(a: Box, b: Box) -> bool:
-    """Whether two boxes are one, or sides of one communication, so that one column may hold both."""
+    """Return True if two boxes may share a column: they are the same box, or sides of one communication."""
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b
     return a.word == b.word or not any(s and s.collective for s in (a.events[0].statement, b.events[0].statement))
@@ -240,13 +249,13 @@ def _stack(boxes: Iterable[Box]) -> None:
 def _arrows(
     graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int], ties: Iterable[Tie]
 ) -> list[Arrow]:
-    """Return an arrow for each pair of joined boxes that no others imply; ties replace those that they explain."""
+    """Return the arrows between boxes, without arrows that others imply. Ties replace the arrows that they explain."""
     import networkx as nx
 
-    found: dict[tuple[Box, Box], Arrow] = {}
+    arrows: dict[tuple[Box, Box], Arrow] = {}
     tied = {(owners[a].rank, b) for sides in ties for a, b in permutations(sides, 2)}
     for a, b in (step for sides in ties for step in pairwise(sides)):
-        found[owners[a], owners[b]] = Arrow(owners[a], owners[b], columns[a], columns[b], "meets")
+        arrows[owners[a], owners[b]] = Arrow(owners[a], owners[b], columns[a], columns[b], "meets")
     for edges, closes in ((sorted(nx.transitive_reduction(graph).edges), False), (back, True)):
         for a, b in edges:
             source, target = owners[a], owners[b]
@@ -255,12 +264,12 @@ def _arrows(
             level = not closes and columns[a] == columns[b]
             way: Way = "meets" if level else "ranks" if source.rank != target.rank else "order"
             leaves, enters = (max(columns[n], owners[n].first) for n in (a, b))
-            found.setdefault((source, target), Arrow(source, target, leaves, enters, way, closes))
-    return list(found.values())
+            arrows.setdefault((source, target), Arrow(source, target, leaves, enters, way, closes))
+    return list(arrows.values())
 
 
 def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
-    """Return the ties of barriers: their sides in the order of ranks, where these share a column."""
+    """Return the ties of barriers: sides that share a column, in the order of ranks."""
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
         for meeting in event.after if event.statement and event.statement.orders is Sync.MEET else ():
@@ -282,7 +291,7 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
 
 
 def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
-    """Return the arrows around a cycle of boxes, and the neighbours in it that no arrow joins."""
+    """Return neighbours in a cycle of boxes that no arrow joins, and the arrows around the cycle."""
     import networkx as nx
 
     graph = nx.DiGraph()
@@ -299,14 +308,14 @@ def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[B
 
 
 def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
-    """Return the boxes outside loops, and those within `reach` rounds of an outermost loop around the findings."""
+    """Return the boxes outside loops, and the boxes at most `reach` rounds of an outermost loop from a finding."""
     rounds = {event.rounds[0] for event in centre if event.rounds} or {0}
     return [box for box in boxes if not box.rounds or min(abs(box.rounds[0][0] - r) for r in rounds) <= reach]
 
 
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
-    """Return at most so many boxes, those that their rank issues closest to the findings' events."""
-    first: dict[int, int] = {}  # box of a rank
+    """Return at most `most` boxes: the boxes that their rank issues closest to the findings' events."""
+    first: dict[int, int] = {}  # by rank: its first box
     turns = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
     places = [n - turns[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
     far = [min(abs(n - turn - place) for place in places) for n, turn in enumerate(turns)]
@@ -315,18 +324,18 @@ def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
 
 
 def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
-    """Return the boxes with frees or waits in a row on one stream merged, unless a finding names one of them."""
-    found: list[Box] = []
+    """Merge successive frees or waits on one stream into one box, unless a finding names one of them."""
+    kept: list[Box] = []
     for box in boxes:
-        before = found[-1] if found else box
+        before = kept[-1] if kept else box
         if before is box or not _alike(before, box) or not centre.isdisjoint((*before.events, *box.events)):
-            found.append(replace(box))
+            kept.append(replace(box))
             continue
         operands = ", ".join(dict.fromkeys([*before.operands.split(", "), box.operands]))
         title, rounds = f"{before.title}\n{box.title}", list(dict.fromkeys((*before.rounds, *box.rounds)))
         events = [*before.events, *box.events]
-        found[-1] = replace(before, operands=operands, title=title, rounds=rounds, events=events)
-    return found
+        kept[-1] = replace(before, operands=operands, title=title, rounds=rounds, events=events)
+    return kept
 
 
 def _alike(a: Box, b: Box) -> bool:
@@ -336,31 +345,31 @@ def _alike(a: Box, b: Box) -> bool:
 
 
 def _is_small(s: Statement) -> bool:
-    """Whether a statement may share a box with others of its kind that it follows: frees, waits for streams."""
+    """Return True if a statement may share a box with equal neighbours: frees and waits for streams."""
     return s.freed is not None or s.orders is Sync.STREAMS
 
 
 def _place(box: Box) -> tuple[int, bool, bool, int]:
-    """Sort key of lanes: for each rank the caller's stream, the pool in order, communications."""
+    """Return the sort key of a lane: by rank; then the caller's stream, the pool's streams, communications."""
     number = box.lane.removeprefix("stream ")
     return box.rank, box.lane == COMMUNICATION, box.lane != "caller", int(number) if number.isdigit() else 0
 
 
 # The drawing ----------------------------------------------------------------------------------------------------------
-# A picture of the orders of a program: `hostir check FILE --graph OUT.svg`.
+# A picture of the order of a program's events: `hostir check FILE --graph OUT.svg`.
 #
-# Rows are the streams of each rank and its communications; a box stands right of all that comes before it. Arrows say
-# what comes before what, without those that others imply. What is in conflict is red.
+# Rows are the streams of each rank and its communications; a box stands right of all boxes that come before it. Arrows
+# show happens-before, without arrows that others imply. Conflicts are red.
 
-MAX_BOXES, MIN_BOXES, MAX_RANKS, MAX_FINDINGS = 150, 16, 8, 4  # that are drawn
-MAX_LISTED = 12  # findings in words
+MAX_BOXES, MIN_BOXES, MAX_RANKS, MAX_FINDINGS = 150, 16, 8, 4  # limits of a picture
+MAX_LISTED = 12  # the most findings listed as text
 
 # In pixels.
-NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # beyond the second rounds are left out, beyond the last statements
+NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # wider than WIDE: leave out rounds; wider than WIDEST: leave out statements
 LEFT, RIGHT, TOP, BOTTOM = 122, 16, 90, 16
 HEIGHT, CHANNEL, GAP, GUTTER, LINE = 30, 16, 20, 18, 17
-HEAD, REST, WORDS = 6.5, 5.9, 6.1  # of a character: in a box's first line, in its second, in running text
-TITLE_LENGTHS = (22, 18, 15, 12)  # of a box's second line, in characters: the first with which all fits
+HEAD, REST, WORDS = 6.5, 5.9, 6.1  # width of a character: in a box's first line, in its second line, in running text
+TITLE_LENGTHS = (22, 18, 15, 12)  # limits on a box's second line, in characters; the first that fits is used
 
 FILLS = {COMMUNICATION: ("#fbeee5", "#e07b39"), COMPUTATION: ("#e8eff8", "#3f6fb5"), OTHER: ("#f6f8fa", "#9aa5b1")}
 MEANINGS = {"order": "comes before", "ranks": "comes before, on another rank", "meets": "start together"}
@@ -386,7 +395,7 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def draw(program: Program, analysis: Analysis) -> str:
-    """Return the picture as SVG: the ranks, rounds and calls that findings name; a line says what is left out."""
+    """Return the picture as SVG: the ranks, rounds and calls that findings name. One line lists what is left out."""
     title = f"@{program.name}: {_count(len(analysis.findings), 'finding') or 'no findings'}"
     header = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
     if analysis.order is None:
@@ -396,7 +405,7 @@ def draw(program: Program, analysis: Analysis) -> str:
 
 
 def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
-    """Return a scene with as many rounds as fit, and what is left out, as text."""
+    """Return a scene with as many rounds as fit, and descriptions of everything left out."""
     numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
     stuck = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # other findings may follow from it
     findings = dict(list((stuck or numbered).items())[:MAX_FINDINGS])
@@ -416,25 +425,25 @@ def _choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, 
         some = near(reach)
         return len(some) > MAX_BOXES or _width(scene(some), TITLE_LENGTHS[-1]) > WIDE
 
-    found = near(max(0, bisect_left(range(1 + max(rounds, default=0)), True, key=too_much) - 1))
-    kept = {turn[0] for box in found for turn in box.rounds}
+    candidates = near(max(0, bisect_left(range(1 + max(rounds, default=0)), True, key=too_much) - 1))
+    kept = {turn[0] for box in candidates for turn in box.rounds}
     most = MAX_BOXES
-    chosen = scene(closest(found, centre, most))
+    chosen = scene(closest(candidates, centre, most))
     while most > MIN_BOXES and _width(chosen, TITLE_LENGTHS[-1]) > WIDEST:
         most -= most // 4
-        chosen = scene(closest(found, centre, most))
+        chosen = scene(closest(candidates, centre, most))
     left_out = [
         f"{_spans('call', range(1, calls + 1))} of {order.ranks[0].turn}",
         _ranks_left_out(program, order, ranks),
         _unless_empty(_spans("round", [n for n in rounds if n not in kept]), "of loops not drawn"),
-        _unless_empty(_count(len(found) - len(chosen.boxes), "statement"), "farther off not drawn"),
+        _unless_empty(_count(len(candidates) - len(chosen.boxes), "statement"), "farther off not drawn"),
         _unless_empty(_count(len(numbered) - len(findings), "finding"), "more not marked"),
     ]
     return chosen, [text for text in left_out if text]
 
 
 def _ranks(program: Program, named: set[int]) -> list[int]:
-    """Return the ranks to draw: those that findings name, and one more."""
+    """Return the ranks to draw: the ranks that findings name and one more; two ranks if no rank is named."""
     others = [rank for rank in range(program.ranks) if rank not in named]
     return sorted({*sorted(named)[:MAX_RANKS], *others[: 1 if named else 2]})
 
@@ -454,7 +463,7 @@ def _unless_empty(what: str, how: str) -> str:
 
 
 def _spans(what: str, numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as "ranks 0, 2 to 7"; empty for none."""
+    """Return ascending numbers as text, such as "ranks 0, 2 to 7"; empty without numbers."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][-1] + 1:
@@ -505,7 +514,7 @@ class _Page:
             self.bottom += rows * (HEIGHT + CHANNEL)
         self.red = {box for mark in scene.marks for box in mark.boxes}
         self.cycle = {arrow for mark in scene.marks for arrow in mark.cycle}
-        self.taken = [self.place(box) for box in scene.boxes]  # where no label may be
+        self.taken = [self.place(box) for box in scene.boxes]  # rectangles that labels should not cover
 
     def place(self, box: Box) -> Rectangle:
         y = self.rows[box.rank, box.lane] + box.row * (HEIGHT + CHANNEL) + CHANNEL / 2
@@ -531,10 +540,10 @@ class _Page:
         for n, line in enumerate(self.header):
             drawn.append(f'<text class="quiet" x="16" y="{50 + LINE * n}">{escape(line)}</text>')
         x, y = 16, 72 + self.top
-        for kind, (fill, line) in FILLS.items():
+        for role, (fill, line) in FILLS.items():
             drawn.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{fill}" stroke="{line}"/>')
-            drawn.append(f'<text class="quiet" x="{x + 18}" y="{y}">{kind}</text>')
-            x += 42 + round(len(kind) * WORDS)
+            drawn.append(f'<text class="quiet" x="{x + 18}" y="{y}">{role}</text>')
+            x += 42 + round(len(role) * WORDS)
         for way, meaning in MEANINGS.items():
             drawn.append(_path(f"M{x} {y - 4}h18", "arrow", INK[way], "" if way == "meets" else way))
             drawn.append(f'<text class="quiet" x="{x + 26}" y="{y}">{meaning}</text>')
@@ -552,15 +561,15 @@ class _Page:
 
     def _box(self, box: Box) -> str:
         left, top, right, bottom = self.place(box)
-        fill, line = ("#ffebe9", INK["red"]) if box in self.red else FILLS[box.kind]
+        fill, line = ("#ffebe9", INK["red"]) if box in self.red else FILLS[box.role]
         size = f'width="{right - left:g}" height="{bottom - top:g}"'
         colors = f'fill="{fill}" stroke="{line}" stroke-width="{2 if box in self.red else 1}"'
         x, room = (left + right) / 2, max(self.longest, int((right - left - 10) / REST))
         rest = escape(_clip(box.place + box.operands, room))
         head = f'<text class="head" x="{x:g}" y="{top + 13:g}">{escape(box.word)}</text>'
         tail = f'<text class="rest" x="{x:g}" y="{top + 24:g}">{rest}</text>'
-        kind = "box red" if box in self.red else "box"
-        frame = f'<rect class="{kind}" x="{left:g}" y="{top:g}" {size} rx="3" {colors}/>'
+        role = "box red" if box in self.red else "box"
+        frame = f'<rect class="{role}" x="{left:g}" y="{top:g}" {size} rx="3" {colors}/>'
         return f"<g><title>{escape(box.title)}</title>{frame}{head}{tail}</g>"
 
     # Lines ------------------------------------------------------------------------------------------------------------
@@ -571,13 +580,13 @@ class _Page:
         return _path(self._step(arrow), "arrow", color, head)
 
     def _tie(self, arrow: Arrow) -> str:
-        """Return a vertical line between the sides of one communication."""
+        """Return the path of a vertical line between the sides of one communication."""
         x = sum(self.columns[arrow.enters]) / 2
         upper, lower = sorted((self.place(arrow.source), self.place(arrow.target)), key=lambda place: place[1])
         return f"M{x:g} {upper[3]:g}V{lower[1]:g}"
 
     def _step(self, arrow: Arrow) -> str:
-        """Return an arrow from the right end of a box to the left end of another."""
+        """Return the path of an arrow from the right end of a box to the left end of another."""
         source, target = self.place(arrow.source), self.place(arrow.target)
         leaves, enters = self.columns[arrow.leaves][1], self.columns[arrow.enters][0]
         if source[1] == target[1] and arrow.enters == arrow.leaves + 1:
@@ -592,7 +601,7 @@ class _Page:
 
     # Words ------------------------------------------------------------------------------------------------------------
     def _label(self, mark: FindingMark) -> str:
-        """Return a short label of a conflict, placed where it hides least."""
+        """Return a short label of a conflict, placed where it hides the least area."""
         about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
         text = f"{mark.number}: {mark.finding.kind}{about}"
         half = len(text) * (HEAD + 0.7) / 2 + 6
@@ -604,7 +613,7 @@ class _Page:
         return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
 
     def _spots(self, mark: FindingMark) -> list[Point]:
-        """Yield label positions: along the first line of a mark, then around its last box."""
+        """Return label positions: along the first lines of a mark, then around its last box."""
         spots: list[Point] = []
         for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.cycle)][:4]:
             (l0, t0, r0, _), (l1, t1, r1, _) = self.place(a), self.place(b)
@@ -615,7 +624,7 @@ class _Page:
         return [*spots, ((left + right) / 2, bottom + 9), ((left + right) / 2, top - 9)]
 
     def _hidden(self, area: Rectangle) -> float:
-        """Return how much occupied area a rectangle would hide."""
+        """Return the occupied area, in square pixels, that a rectangle would hide."""
         left, top, right, bottom = area
         shared = (
             max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y)) for x, y, r, b in self.taken
@@ -625,10 +634,13 @@ class _Page:
     def _words(self) -> list[tuple[str, str]]:
         """Return the findings as lines of text with their styles."""
         lines = []
-        for number, found in enumerate(self.findings[:MAX_LISTED], 1):
-            at = f"line {found.span.line}: " if found.span else ""
-            level = "warning: " if found.level == "warning" else ""
-            styles = {"finding": f"{number}. {at}{level}{found.message}", "quiet": found.hint and f"hint: {found.hint}"}
+        for number, finding in enumerate(self.findings[:MAX_LISTED], 1):
+            at = f"line {finding.span.line}: " if finding.span else ""
+            level = "warning: " if finding.level == "warning" else ""
+            styles = {
+                "finding": f"{number}. {at}{level}{finding.message}",
+                "quiet": finding.hint and f"hint: {finding.hint}",
+            }
             for style, text in styles.items():
                 lines += [(style, escape(line)) for line in self._wrapped(text)]
         if len(self.findings) > MAX_LISTED:
@@ -640,7 +652,7 @@ class _Page:
 
 
 def _curve(x0: float, a: Rectangle, x1: float, b: Rectangle) -> str:
-    """Return a curve from a box to one above or below it, or over the boxes between two in one row."""
+    """Return a curve from one box to another above or below it; in the same row it passes over the boxes between."""
     if a[1] == b[1]:
         return f"M{x0:g} {a[1]:g}C{x0:g} {a[1] - 13:g} {x1:g} {b[1] - 13:g} {x1:g} {b[1] - 1:g}"
     down = a[1] < b[1]

@@ -1,9 +1,9 @@
 """Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
 
 Loops are unrolled for the given sizes; symbols without a value get a small one. Every rank is traced through two calls,
-or more where two do not show everything. The events of all ranks are joined by the rules of docs/memory-model.md, and
-one walk with vector clocks checks all accesses to memory. A finding names both statements, their ranks and streams, the
-order that is missing, and what to insert.
+or more if two calls do not show every error. The events of all ranks are joined by the rules of docs/memory-model.md,
+and one walk with vector clocks checks all accesses to memory. A finding names both statements, their ranks and streams,
+the missing order, and the statement to insert.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, Span
 
-MAX_STATEMENTS = 500_000  # over all ranks and calls: checking so many takes about a minute
+MAX_STATEMENTS = 500_000  # over all ranks and calls; checking this many takes about a minute
 JOIN = "have the kernel's stream 'synchronize' the others first"
 VALUES = "give values: --set NAME=VALUE"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The result of a check: findings, the order of events (None if none is kept), and the sizes and calls checked.
+    """The result of a check: findings, the order of events (None if not kept), and the sizes and calls checked.
 
-    `resizable`: whether symmetric buffers may have other sizes in every call, as `RaceDetector` says.
+    `resizable`: True if symmetric buffers may have another size in every call (see `RaceDetector`).
     """
 
     findings: list[Diagnostic]
@@ -52,15 +52,16 @@ class Analysis:
 
 @uncollected()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Do as `analyse`, by rank 0 alone if it represents all ranks and nothing is wrong. The result holds no order."""
-    found = _of_one_rank(program, sizes or {}, calls)
-    return found or replace(analyse(program, sizes, calls), order=None)
+    """Do as `analyse`, on rank 0 alone if it represents all ranks and nothing is wrong. The result holds no order."""
+    analysis = _of_one_rank(program, sizes or {}, calls)
+    return analysis or replace(analyse(program, sizes, calls), order=None)
 
 
 def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) -> Analysis | None:
     """Analyse rank 0 alone; return None if all ranks have to be traced.
 
-    They have to if rank 0 does not represent them, or if something is wrong and they are few enough to find out what.
+    All ranks have to be traced if rank 0 does not represent them; or if something is wrong and the program is small
+    enough to trace all ranks, whose findings are more precise.
     """
     if misfits := program.misfits(sizes):
         return Analysis(misfits)
@@ -74,12 +75,12 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
     order = alike(program, bound, number)
     if order is None:
         return None
-    found = findings_of(program, order)
-    more = not found and not calls and calls_needed(order, program.ranks) > number
-    unsure = any(f.kind == "SMs held" for f in found)
-    if more or unsure or (found and _statements(program, bound, number) <= MAX_STATEMENTS):
+    findings = findings_of(program, order)
+    more = not findings and not calls and calls_needed(order, program.ranks) > number
+    unsure = any(f.kind == "SMs held" for f in findings)
+    if more or unsure or (findings and _statements(program, bound, number) <= MAX_STATEMENTS):
         return None
-    return Analysis(found, None, bound, number, order.resizable)
+    return Analysis(findings, None, bound, number, order.resizable)
 
 
 @uncollected()
@@ -93,14 +94,14 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
     bound, number = small_sizes(program, sizes or {}), calls or 2
     if bound is None:
         names = ", ".join(sorted(program.size_names))
-        return Analysis([_unchecked(program, f"no small values of {names} make all its sizes whole numbers", VALUES)])
+        return Analysis([_unchecked(program, f"no small values of {names} make all its sizes integers", VALUES)])
     while True:
         statements = _statements(program, bound, number)
         if statements > MAX_STATEMENTS:
             why = f"{statements} statements over all ranks and {number} calls are more than {MAX_STATEMENTS}"
             return Analysis([_unchecked(program, why, "check fewer rounds, ranks or calls")], sizes=bound, calls=number)
         analysis = _traced(program, bound, number)
-        if calls or analysis.order is None or any(found.level == "error" for found in analysis.findings):
+        if calls or analysis.order is None or any(finding.level == "error" for finding in analysis.findings):
             return analysis
         needed = calls_needed(analysis.order, program.ranks)
         if needed <= number:
@@ -112,7 +113,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
 
 def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Trace this many calls on all ranks, and check their events."""
+    """Trace `calls` calls on all ranks, and check their events."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -129,7 +130,7 @@ def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
     """Return the deadlocks of an otherwise sound program on a device whose streams share hardware queues.
 
-    It is checked as if there were one queue: a wait blocks everything that its rank issues later, to any stream.
+    The check assumes a single queue: a wait blocks everything that its rank issues later, to any stream.
     """
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     for tracer in tracers:
@@ -158,18 +159,18 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
     memory = RaceDetector(order)
     left = order.run(memory.visit)
     order.resizable = memory.resizable
-    found: list[Finding] = list(build.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
+    findings: list[Finding] = list(build.troubles([*cyclic_waits(order, left), *flags_out_of_order(order)]))
     if not left:
         memory.finish()
-        found += build.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
-        found += build.leaks(_leaked(order.ranks))
-    found += [build.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
+        findings += build.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
+        findings += build.leaks(_leaked(order.ranks))
+    findings += [build.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
     memory.forget()
-    return sorted(found, key=_in_program_order)
+    return sorted(findings, key=_in_program_order)
 
 
 def _most_specific(conflicts: Iterable[tuple[Conflict, int]]) -> list[tuple[Conflict, int]]:
-    """Drop conflicts with an `allocate` where another conflict reports the same missing order between two streams."""
+    """Drop conflicts with an `allocate` if another conflict reports the same missing order between two streams."""
     every = list(conflicts)
     streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
     return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
@@ -184,32 +185,36 @@ def _sides(conflict: Conflict) -> tuple[int, str]:
 
 
 def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
-    """Return the buffers that are neither freed nor outputs."""
+    """Return the buffers that are neither freed nor returned as outputs."""
     gone = {buffer for t in tracers for buffer in t.freed}
     gone |= {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
     return [buffer for t in tracers for buffer in t.buffers if buffer not in gone]
 
 
-def _in_program_order(found: Diagnostic) -> tuple[bool, int, int]:
-    """Return the sort key of a finding: errors come first, then the position in the text counts."""
-    return found.level != "error", found.span.line if found.span else 0, found.span.column if found.span else 0
+def _in_program_order(finding: Diagnostic) -> tuple[bool, int, int]:
+    """Return the sort key of a finding: errors first, then by position in the text."""
+    return (
+        finding.level != "error",
+        finding.span.line if finding.span else 0,
+        finding.span.column if finding.span else 0,
+    )
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Return the error that a program was not checked for races, and why; `prove` refuses such a program."""
+    """Return the error that a program was not checked for races, with the reason; `prove` refuses such a program."""
     return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)
 
 
 # Findings -------------------------------------------------------------------------------------------------------------
-# Diagnostics about the order of events: what is wrong, between which statements, and what to do about it.
+# Diagnostics about the order of events: the error, the statements involved, and what to do about it.
 
-MAX_NOTES = 8  # events that one finding lists; of a longer cycle it lists the first four and the last four
+MAX_NOTES = 8  # the most events that a finding lists; of a longer cycle it lists the first four and the last four
 SAME = "every rank of a team issues the same ones in the same order"
-TROUBLES = {  # by kind: message and hint; {} is the detail
+TROUBLES = {  # by kind: message and hint; {} stands for the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
     "barriers differ": ("ranks {} differ in the barriers of their team", SAME),
     "messages differ": (
-        "a message is received with another size or dtype than it was sent with",
+        "a message is sent and received with different sizes or dtypes",
         "the same number of elements and the same dtype on both sides",
     ),
     "message without partner": (
@@ -223,21 +228,21 @@ TROUBLES = {  # by kind: message and hint; {} is the detail
     "sent twice": ("two ranks send epoch {} of one flag", "a flag for each of them, or epochs that rise"),
     "sent again": (
         "epoch {} of one flag is sent again: no wait tells the second signal from the first",
-        "give each signal an epoch of its own, or send it once",
+        "give each signal a different epoch, or send it once",
     ),
     "stale epoch": ("a stale epoch: {} of one flag", "epochs of a flag rise"),
     "flag shared": (
         "one flag is shared: nothing orders the signals of epochs {}",
         "a flag for each stream, or an order between the signals",
     ),
-    "deadlock": ("deadlock: these wait for each other in a circle", "let one of them come first on every rank"),
+    "deadlock": ("deadlock: these wait for each other in a cycle", "let one of them come first on every rank"),
     "queues shared": (
-        "these wait for each other in a circle: streams share a hardware queue, as there are more streams than queues",
-        "use fewer streams, issue what is waited for first, or set CUDA_DEVICE_MAX_CONNECTIONS to more, up to 32",
+        "these wait for each other in a cycle: streams share a hardware queue, as there are more streams than queues",
+        "use fewer streams, issue the awaited work first, or set CUDA_DEVICE_MAX_CONNECTIONS higher, up to 32",
     ),
     "SMs held": (
-        "a kernel holds all SMs while it waits for what needs them",
-        "have what it waits for start before it, or use copies between ranks, which need no SMs",
+        "a kernel holds all SMs while it waits for work that needs them",
+        "have the awaited work start before it, or use copies between ranks, which need no SMs",
     ),
 }
 
@@ -248,7 +253,7 @@ class Finding(Diagnostic):
 
     buffer: str = ""
     events: tuple[Event, ...] = ()
-    times: int = 1  # in how many places it was found, over all ranks, rounds and calls
+    times: int = 1  # the number of its occurrences over all ranks, rounds and calls
 
 
 class FindingBuilder:
@@ -263,7 +268,8 @@ class FindingBuilder:
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
-        reads = c.second.event.verb == "overwrites" and not c.buffer.persists  # the caller takes an output first
+        # The caller reads an output before it overwrites the output.
+        reads = c.second.event.verb == "overwrites" and not c.buffer.persists
         if c.kind == "unwritten" and c.first is not None:
             left = self.what(c.first.event)
             message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, rows of which {left} leaves undefined"
@@ -287,7 +293,7 @@ class FindingBuilder:
         return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
 
     def repair(self, c: Conflict) -> str:
-        """Return a hint: what to insert so that the two accesses are ordered."""
+        """Return a hint: the statements to insert so that the two accesses are ordered."""
         assert c.first is not None
         first, second = c.first.event, c.second.event
         if first.rank != second.rank:
@@ -320,7 +326,7 @@ class FindingBuilder:
             yield Finding(
                 f"%{buffer.name} is neither freed nor an output: it takes memory until the call ends",
                 span,
-                hint=f"'free %{buffer.name}' on the caller's stream, after all that uses it",
+                hint=f"'free %{buffer.name}' on the caller's stream, after its last use",
                 level="warning",
                 kind="leak",
                 buffer=buffer.name,
@@ -341,10 +347,10 @@ class FindingBuilder:
         message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
         first = t.kind in ("deadlock", "SMs held", "queues shared")  # the first event is the one that blocks the others
         level = "warning" if t.kind == "sent again" else "error"
-        found = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
+        finding = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
         lost = [(None, f"rank {t.detail.split()[n]} has none here") for n in missing] if t.detail else []
-        return replace(found, notes=(*found.notes, *lost), level=level)
+        return replace(finding, notes=(*finding.notes, *lost), level=level)
 
     # Words ------------------------------------------------------------------------------------------------------------
     def finding(
@@ -381,7 +387,7 @@ class FindingBuilder:
         return f"'{format_statement(event.statement, self.program)}'" if event.statement is not None else "the caller"
 
     def does(self, event: Event) -> str:
-        """Return the text of the event's statement, or what the caller does."""
+        """Return the text of the event's statement, or a description of the caller's action."""
         if event.statement is not None:
             return self.what(event)
         return {
@@ -402,7 +408,7 @@ class FindingBuilder:
 
 
 def _in_blocks(s: Statement) -> bool:
-    """Whether a statement sets a flag behind each block of its result."""
+    """Return True if a statement sets a flag after each block of its result."""
     return any(use.raises and use.rows for use in s.flag_operands)
 
 
@@ -424,7 +430,7 @@ def _span(event: Event) -> Span | None:
     return event.statement.span if event.statement is not None else None
 
 
-def _often(found: Finding, times: int) -> Finding:
+def _often(finding: Finding, times: int) -> Finding:
     """Return the finding with a note of how many times it occurs, if more than once."""
     more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
-    return replace(found, times=times, notes=(*found.notes, *more))
+    return replace(finding, times=times, notes=(*finding.notes, *more))

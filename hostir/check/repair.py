@@ -1,9 +1,9 @@
-"""Repair host programs: insert the least synchronisation with which `check` finds nothing, and report redundant ones.
+"""Repair host programs: insert the least synchronisation that leaves no findings; report redundant synchronisation.
 
 The repair is a best-first search over edits that findings suggest. An insertion can only lengthen the chains of work
-of a program, never shorten them, so a program that already costs more than a sound one is dropped (branch and bound).
-In the end every insertion is removed once, to see whether it is needed. Of two events on one rank, the one that is
-issued first comes first, as in a repair by hand.
+of a program, never shorten them. So a program that already costs more than a sound one is dropped (branch and bound).
+In the end each insertion is removed once, to see whether it is needed. Two events on one rank get the order in which
+they are issued, as in a repair by hand.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import Region
 from hostir.ir.source import Diagnostic, HostIRError, error
 
-MAX_CANDIDATES = 250  # programs that one repair checks
-MAX_MORE_CANDIDATES = 12  # after the first without findings
-UNSOUND, UNMET = 1_000_000, 10_000  # weights: a finding that hides all others, and one that hides those about memory
+MAX_CANDIDATES = 250  # the most programs that one repair checks
+MAX_MORE_CANDIDATES = 12  # the most programs checked after the first one without findings
+# Weights of findings that hide all others, and of findings that hide findings about memory.
+UNSOUND, UNMET = 1_000_000, 10_000
 
 Cost = tuple[int, int, int]
 
@@ -52,20 +53,20 @@ class RepairCandidate:
     """A program that was checked during a repair, with its findings and its cost.
 
     Fields:
-        cost: work events in the longest chain, waits over all ranks, statements. Zeros where they are not known.
+        cost: number of work events in the longest chain, of waits over all ranks, of statements; zeros if unknown.
         added: the insertions so far, edit by edit.
     """
 
     program: Program
-    found: list[Diagnostic]
+    findings: list[Diagnostic]
     order: Order | None = None
     cost: Cost = (0, 0, 0)
     added: tuple[Block, ...] = field(default=(), compare=False)
 
     @property
     def left(self) -> int:
-        """The number of findings left, weighted by severity."""
-        return sum(_weight(f) for f in self.found)
+        """The weighted number of findings; the weight is their severity."""
+        return sum(_weight(f) for f in self.findings)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Repairer:
     def tried(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
         """Check a program, with frees inserted for buffers that leak in it."""
         after = self.checked(program, added)
-        if leaks := {f.buffer for f in after.found if isinstance(f, Finding) and f.kind == "leak"}:
+        if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.kind == "leak"}:
             frees = for_leaks(Outline(program), leaks)
             after = self.checked(edited(program, frees), (*added, *(edit.new for edit in frees)))
         return after
@@ -109,39 +110,39 @@ class Repairer:
                 after = self.tried(program, (*candidate.added, *(edit.new for edit in edits if edit.new)))
                 if best is not None and after.cost >= best.cost:
                     continue
-                if after.order is not None and not after.found and not loses(after.order):
+                if after.order is not None and not after.findings and not loses(after.order):
                     best, budget = after, min(budget, MAX_MORE_CANDIDATES)
-                elif after.found and after.left <= candidate.left:
+                elif after.findings and after.left <= candidate.left:
                     heapq.heappush(todo, (after.left, after.cost, next(turn), after))
         return best
 
     def trimmed(self, candidate: RepairCandidate, before: RepairCandidate) -> RepairCandidate:
         """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
-        known = {f.message for f in before.found}
+        known = {f.message for f in before.findings}
         for piece in candidate.added:
             less = self.removed(candidate, piece)
-            if not less.found and less.cost <= candidate.cost:
+            if not less.findings and less.cost <= candidate.cost:
                 candidate = less
         for join in [s for piece in candidate.added for s in piece if s.bodies]:
             candidate = self.narrowed(candidate, join)
         for unit in _units(before.program):
-            if unit[0].flag_operands or (less := self.removed(candidate, unit)).found:
+            if unit[0].flag_operands or (less := self.removed(candidate, unit)).findings:
                 continue
             if less.program == candidate.program or not _same_streams(candidate.program, unit):
                 continue
-            if any(f.message not in known for f in self.removed(before, unit).found):
+            if any(f.message not in known for f in self.removed(before, unit).findings):
                 candidate = less
         return candidate
 
     def narrowed(self, candidate: RepairCandidate, join: Statement) -> RepairCandidate:
-        """Replace a wait for all pool streams by a wait for one of them, where that is enough."""
+        """Replace a wait for all pool streams by a wait for one of them, if that is enough."""
         waits = all(s.orders is Sync.STREAMS for body in join.bodies for s in body)
         if not waits or all(s is not join for s in candidate.program.walk()):
             return candidate
         place = Outline(candidate.program).place(join)
         for stream in range(candidate.program.streams):
             less = self.checked(edited(candidate.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
-            if not less.found and less.cost < candidate.cost:
+            if not less.findings and less.cost < candidate.cost:
                 return less
         return candidate
 
@@ -150,16 +151,16 @@ class Repairer:
 
 
 def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
-    """Insert the least synchronisation and frees into a program with which `check` finds nothing in it.
+    """Insert into a program the least synchronisation, and the frees, with which `check` finds nothing.
 
-    The best repair leaves the shortest chain of work (computations, communications and copies, each counting one) over
+    The best repair has the shortest chain of work (computations, communications and copies, each counted as one) over
     all ranks and calls; then the fewest waits; then the fewest statements. A wait, a free or a synchronize that comes
     too late is moved. A wait for a flag without a signal, or a signal without a wait, gets its counterpart if one
-    statement is enough; otherwise such a wait becomes a barrier, or is removed.
+    statement is enough. Otherwise the wait becomes a barrier, or is removed.
 
     Args:
         program: a host program.
-        sizes: of symbols, as for `check`.
+        sizes: values of symbols, as for `check`.
         calls: how many successive calls to check; by default enough to show the errors of any number of calls.
 
     Raises:
@@ -167,19 +168,19 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
     """
     repairer = Repairer(sizes, calls)
     _host_program(program)
-    if not (first := repairer.checked(program)).found:
+    if not (first := repairer.checked(program)).findings:
         return program
-    if refused := [f for f in first.found if not _hopeful(f, first)]:
-        raise HostIRError(*(_given_up("nothing put in repairs this", f) for f in refused))
+    if refused := [f for f in first.findings if not _hopeful(f, first)]:
+        raise HostIRError(*(_unrepaired("no insertion repairs this", f) for f in refused))
     start = repairer.tried(with_callers_stream(program), ())
-    best = start if not start.found else repairer.search(start)
+    best = start if not start.findings else repairer.search(start)
     if best is None:
-        raise HostIRError(*(_given_up("no repair was found for this", f) for f in first.found))
+        raise HostIRError(*(_unrepaired("no repair was found for this", f) for f in first.findings))
     return _without_unused(repairer.trimmed(best, start).program, program)
 
 
 def difference(before: Program, after: Program) -> str:
-    """Return a unified diff of two programs' texts, named for the file of the first."""
+    """Return a unified diff of two programs' texts; file names come from the file of the first."""
     spans = [s.span for s in before.walk() if s.span is not None]
     name = spans[0].file if spans else f"{before.name}.hir"
     old, new = str(before).splitlines(keepends=True), str(after).splitlines(keepends=True)
@@ -189,23 +190,24 @@ def difference(before: Program, after: Program) -> str:
 def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
     """Return warnings about synchronisation that can all be removed together without any new finding.
 
-    Synchronises, waits, barriers, signals, and loops of nothing else are tried in program order, outer before inner.
+    Candidates are synchronises, waits, barriers, signals, and loops that contain nothing else. They are tried in
+    program order, outer before inner.
     """
     repairer = Repairer(sizes, calls)
     _host_program(program)
-    known = {f.message for f in repairer.checked(program).found}
-    found: list[Diagnostic] = []
+    known = {f.message for f in repairer.checked(program).findings}
+    warnings: list[Diagnostic] = []
     for unit in _units(program):
         body = without(program.body, unit)
         if body == program.body or not _same_streams(program, unit):
             continue
-        if all(f.message in known for f in repairer.checked(program.with_body(body)).found):
-            found.append(_too_much(unit, program))
+        if all(f.message in known for f in repairer.checked(program.with_body(body)).findings):
+            warnings.append(_redundant(unit, program))
             program = program.with_body(body)
-    return found
+    return warnings
 
 
-# What a program costs -------------------------------------------------------------------------------------------------
+# The cost of a program ------------------------------------------------------------------------------------------------
 def cost(program: Program, order: Order) -> Cost:
     """Return the longest chain of work, in events; the number of waits over all ranks; the number of statements."""
     statements = list(program.walk())
@@ -222,10 +224,10 @@ def longest_chain(order: Order) -> int:
 
 
 def loses(order: Order) -> bool:
-    """Whether a read part of a symmetric buffer is overwritten before its earlier value is read.
+    """Return True if a part of a symmetric buffer is overwritten before its earlier value is read.
 
-    On one rank the order of issue says which access comes first. Between ranks a repair has to choose an order, and
-    might choose one in which nothing races but values are lost.
+    Only parts that something reads count. On one rank, the order of issue decides which access comes first. Between
+    ranks, a repair has to choose an order. It might choose an order that has no race, but loses values.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
     read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
@@ -263,48 +265,51 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 
 def _work(event: Event) -> bool:
-    """Whether an event is the one in which its statement has its result; one by blocks has that in the end."""
+    """Return True if an event completes the result of its statement.
+
+    A computation by blocks completes it in its last event.
+    """
     s = event.statement
     if s is not None and any(use.rows for use in s.flag_operands):
         return event.verb == "ends"
     return s is not None and any(a.does == "writes" for a in event.accesses)
 
 
-# What is wrong with it ------------------------------------------------------------------------------------------------
+# The findings of a program --------------------------------------------------------------------------------------------
 def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
-    """Yield edits for the first finding that edits may repair."""
+    """Yield edits for the first repairable finding."""
     outline, order = Outline(candidate.program), candidate.order
     if order is None:
         yield from for_handles(outline)
         return
-    found = [f for f in candidate.found if isinstance(f, Finding) and f.kind != "leak"]
-    if first := next((f for f in found if repairable(f, order)), None):
+    findings = [f for f in candidate.findings if isinstance(f, Finding) and f.kind != "leak"]
+    if first := next((f for f in findings if repairable(f, order)), None):
         yield from Suggestions(outline, order).of(first)
 
 
-def _weight(found: Diagnostic) -> int:
-    if not isinstance(found, Finding):
+def _weight(finding: Diagnostic) -> int:
+    if not isinstance(finding, Finding):
         return UNSOUND
-    return found.times if found.kind in ("race", "leak", "unwritten") else UNMET * found.times
+    return finding.times if finding.kind in ("race", "leak", "unwritten") else UNMET * finding.times
 
 
-def _hopeful(found: Diagnostic, candidate: RepairCandidate) -> bool:
-    """Whether an insertion may repair a finding."""
-    if not isinstance(found, Finding):
+def _hopeful(finding: Diagnostic, candidate: RepairCandidate) -> bool:
+    """Return True if an insertion may repair a finding."""
+    if not isinstance(finding, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))
-    races = {f.buffer for f in candidate.found if isinstance(f, Finding) and f.kind == "race"}
-    return repairable(found, candidate.order) or (found.kind == "unwritten" and found.buffer in races)
+    races = {f.buffer for f in candidate.findings if isinstance(f, Finding) and f.kind == "race"}
+    return repairable(finding, candidate.order) or (finding.kind == "unwritten" and finding.buffer in races)
 
 
-def _given_up(why: str, found: Diagnostic) -> Diagnostic:
-    hint = found.hint or "change what these statements do, or where they stand: no waiting makes them right"
-    return replace(found, message=f"{why}: {found.message}", hint=hint)
+def _unrepaired(why: str, finding: Diagnostic) -> Diagnostic:
+    hint = finding.hint or "change or move these statements: no synchronisation makes them right"
+    return replace(finding, message=f"{why}: {finding.message}", hint=hint)
 
 
 def _host_program(program: Program) -> None:
-    """Raise for a fusion, which has no streams."""
+    """Raise if the program is a fusion, which has no streams."""
     if program.phase is not Phase.HOST:
-        raise error(f"@{program.name} is a fusion, in which nothing waits", expected="a host program")
+        raise error(f"@{program.name} is a fusion, which has nothing to synchronise", expected="a host program")
 
 
 def _without_unused(program: Program, before: Program) -> Program:
@@ -316,9 +321,9 @@ def _without_unused(program: Program, before: Program) -> Program:
     return program if used else program.with_body(program.body[1:])
 
 
-# What is too much -----------------------------------------------------------------------------------------------------
+# Redundant synchronisation --------------------------------------------------------------------------------------------
 def _units(program: Program) -> Iterator[Block]:
-    """Yield statements that may be removed together, outer before inner. A `wait` may not: every handle needs one."""
+    """Yield groups of statements to remove together, outer before inner; never a `wait`, which every handle needs."""
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
         if s.orders and s.flag_operands:
@@ -332,24 +337,24 @@ def _units(program: Program) -> Iterator[Block]:
 
 
 def _orders_alone(s: Statement) -> bool:
-    """Whether a statement orders others, and may be left out for all else: a handle needs its wait."""
+    """Return True if a statement only orders others. A wait for a handle does more: every handle needs one."""
     return bool(s.orders) and s.awaited is None
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
-    """Whether the rest of a program is issued to the same streams without these statements."""
+    """Return True if the rest of a program is issued to the same streams if these statements are removed."""
     if not any(x.sets_stream for s in unit for body in s.bodies for x in body):
         return True
     outline = Outline(program)
     return all(resets(outline.block(at := outline.place(s))[at[-1] + 1 :]) for s in unit)
 
 
-def _too_much(unit: Block, program: Program) -> Diagnostic:
+def _redundant(unit: Block, program: Program) -> Diagnostic:
     text = f"'{format_statement(unit[0], program)}'"
     return Finding(
-        f"nothing needs {text}: all that is right stays right without it, and more may overlap",
+        f"nothing needs {text}: the program stays right without it, and more may overlap",
         unit[0].span,
-        hint="take it out, unless it is there to hold a stream back",
+        hint="remove it, unless it is meant to hold a stream back",
         notes=tuple((s.span, f"together with '{format_statement(s, program)}'") for s in unit[1:]),
         level="warning",
         kind="redundant",

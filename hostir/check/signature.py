@@ -17,44 +17,49 @@ from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, TensorType
 
 # Signatures -----------------------------------------------------------------------------------------------------------
-# Signatures of sizes: a proof of a program for some sizes holds for all others of the same signature.
+# Signatures of sizes: a proof of a program for some sizes holds for all sizes with the same signature.
 #
-# What the checker finds follows from which statements run on which rank, from which accesses meet or cover others, and
-# from what fails on the way: a view that needs a copy, an index outside its axis, ranks that disagree about a size.
-# None of it needs the sizes themselves. Take each axis of a buffer as the interval from 0 to 1, and an element as a
-# cell of that cube: by its position, whatever the extents.
+# The findings of the checker follow from three things: the statements that run on each rank; the accesses that meet or
+# cover others; and errors while tracing, such as a view that needs a copy, an index outside its axis, or ranks that
+# disagree about a size. None of them needs the sizes themselves. Think of each axis of a buffer as the interval from 0
+# to 1, and of an element as a cell of the cube that the axes span. A position in the cube does not depend on extents.
 #
 # - `select` takes the i-th of n equal slabs of an axis, `chunk` the i-th of n pieces: n has to be the same.
-# - A reshape, and the rows of a computation by blocks, take axes with extents e1, .., ek for one axis, at the position
-#   (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, u being that in the innermost; and split one so. All extents
-#   but the innermost have to be the same: the innermost only says how fine the cells are. A reshape falls apart into
-#   groups of axes between which products of the old and of the new extents are equal as formulas.
-# - Blocks of rows of several axes are pieces of the first axis where their number divides its extent, and no extent
-#   matters then.
-# - Everything else takes whole tensors, or has their axes in another order.
+# - A reshape, and the rows of a computation by blocks, merge axes with extents e1, .., ek into one axis. The position
+#   on this axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on the innermost axis. A
+#   reshape splits an axis by the same formula. All extents but the innermost have to be the same: the innermost extent
+#   only says how fine the cells are. A reshape is cut into groups of axes wherever the products of the old and of the
+#   new extents are equal as formulas.
+# - If the first of several axes of rows is divisible by the number of blocks, the blocks cut this axis alone, and no
+#   extent matters.
+# - Every other statement takes unsliced tensors, or permutes their axes.
 #
-# So with these numbers the same, each view is the same part of its buffer's cube, and with every division exact its
-# boundaries lie between cells. Two parts meet, or some cover another, as sets; and whether sets made of whole cells do
-# so does not depend on how fine the cells are. Whether a view exists and is dense follows from strides, which are
-# formulas, too, as does whether a statement writes the very view that it reads: where these say so, it is so for all
-# sizes. Where they do not, two axes are one stretch of memory, or two views one, only if some axes happen to have
-# extent 1, and then it counts of every extent whether it is 1. How many rounds a loop has and how many flags there are
-# is the same, so the same statements run. Sizes that ranks compare, of messages, and of collectives where one of them
-# is within an `if`, need to be equal in the same places.
+# So if these numbers are the same, each view is the same part of its buffer's cube; and if every division is exact, the
+# view's boundaries lie between cells. Parts meet, or cover each other, as sets. For sets of complete cells this does
+# not depend on how fine the cells are.
 #
-# Where a statement does not fit this form, all sizes of the program count as they are.
+# Strides are formulas, too. They decide whether a view exists, whether it is dense, and whether a statement writes
+# exactly the view that it reads. If the formulas say yes, it holds for all sizes. If they do not, two axes form one
+# stretch of memory, or two views are one, only if some axes happen to have extent 1. Then the signature includes, for
+# every extent, whether it is 1.
+#
+# The numbers of loop rounds and of flags are part of the signature, so the same statements run. Ranks compare the sizes
+# of messages; they compare the sizes of collectives if one of them is within an `if`. These sizes need to be equal in
+# the same places.
+#
+# If a statement does not fit this form, the signature consists of all sizes of the program.
 
 SizesKey = tuple[Any, ...]
 
 
 class Signature:
-    """The signature function of a host program whose structure is sound: one proof is good for all sizes of one value.
+    """The signature function of a host program of sound structure: sizes with equal signatures share one proof.
 
-    Programs that differ only in sizes, be they symbols or numbers, share their proofs.
+    Programs that differ only in sizes, symbols or numbers, share their proofs.
 
     Fields:
         names: the symbols of the program.
-        proved: the signatures for which programs of this form were proved, with whether buffers are resizable.
+        proved: the signatures for which programs of this form were proved; the value is True if buffers are resizable.
     """
 
     def __init__(self, program: Program) -> None:
@@ -69,7 +74,7 @@ class Signature:
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> SizesKey:
-        """Return the signature of sizes for all symbols; the sizes and the program, where a division does not fit."""
+        """Return the signature of sizes for all symbols; the sizes and the program if a division is not exact."""
         alone = (self.program, *sorted(sizes.items()))
         if min(sizes.values(), default=1) < 1:
             return alone
@@ -87,7 +92,7 @@ class Signature:
 
 
 def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the extents that matter where rows of several axes are in blocks: none where the first axis is cut."""
+    """Return the extents that matter if blocks cut rows of several axes: () if the first axis alone is cut."""
     if len(axes) < 2:
         return ()
     mine, others = (n.bind(sizes) for n in share)
@@ -97,21 +102,21 @@ def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[st
 
 
 class _Walk:
-    """Walks a program and collects what its signature consists of."""
+    """Walks a program and collects the parts of its signature."""
 
     def __init__(self, program: Program) -> None:
         self.exact: list[Size] = []
         self.messages: list[Shape] = []  # element counts
-        self.groups: list[tuple[int, int]] = []  # where those of each reshape end
+        # The groups of axes of each reshape: their ends in the old and in the new shape.
+        self.groups: list[tuple[int, int]] = []
         self.collectives: list[Shape] = []  # shapes, or element counts
-        self.cut: list[
-            tuple[Shape, tuple[Size, ...], tuple[Size, Size]]
-        ] = []  # rows in blocks: their axes, and how many
-        self.branched = False  # whether ranks may issue collectives in different orders
+        # Rows in blocks: their axes, the numbers of blocks, and (stand-in blocks, blocks in all) for `own` rows.
+        self.cut: list[tuple[Shape, tuple[Size, ...], tuple[Size, Size]]] = []
+        self.branched = False  # True if ranks may issue collectives in different orders
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
         self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
-        self.by_chance = False  # whether a view may exist, be dense, or be another view, for some sizes only
+        self.by_chance = False  # True if a view exists, is dense, or equals another view for some sizes only
         self.fits = True
         self.body(program.body, branch=False)
 
@@ -146,10 +151,10 @@ class _Walk:
         for x, out in product_of(s.values(Codec.READ), s.values(Codec.WRITE)):
             one = self.buffers[x.name] == self.buffers[out.name]
             self.by_chance |= one and self.strides[x.name] != self.strides[out.name]
-        self.fits &= s.known_whole()  # others may do anything to their tensors
+        self.fits &= s.known_uncut()  # unknown statements may do anything to their tensors
 
     def is_dense(self, x: Value) -> bool:
-        """Whether a tensor is dense whatever the sizes are."""
+        """Return True if a tensor is dense for all sizes."""
         pairs = zip(x.tensor.local_shape, self.strides[x.name], _packed(x.tensor.local_shape), strict=True)
         return all(extent.is_one or stride == packed for extent, stride, packed in pairs)
 
@@ -162,29 +167,31 @@ class _Walk:
         self.buffers[out.name] = out.name if s.may_copy else self.buffers[x.name]
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
-        """Merge or split axes: record the extents that matter, and return the strides that the new axes have."""
-        found: list[Size] = []
+        """Merge or split axes: record the extents that matter, and return the strides of the new axes."""
+        merged: list[Size] = []
         i = j = 0
         for end, until in _groups(old, new):
             self.groups.append((end, until))
             before, after = old[i:end], new[j:until]
             if before == after:
-                found += strides[i:end]
+                merged += strides[i:end]
             else:
                 self.exact += [*before[:-1], *after[:-1]]
                 self.by_chance |= not _nested(before, strides[i:end])
                 inner = next((s for n, s in zip(before[::-1], strides[i:end][::-1], strict=True) if not n.is_one), ONE)
-                found += [inner * step for step in _packed(after)]
+                merged += [inner * step for step in _packed(after)]
             i, j = end, until
         self.fits &= product(old) == product(new)
-        return tuple(found)
+        return tuple(merged)
 
     def in_blocks(self, s: Statement) -> None:
-        """Record the rows of a computation by blocks: leading axes, which are cut as far as they merge."""
+        """Record the rows of a computation by blocks: the leading axes, which are cut as far as they merge."""
         (out,) = s.values(Codec.WRITE)
         counts: list[Size] = []  # the number of blocks is their least common multiple
-        own: dict[str, tuple[Size, Size]] = {}  # so many blocks, for so many of the others, have rows that stand in
-        sources: dict[str, int] = {}  # the axis of sources, in front, of what is summed up source by source
+        local: dict[
+            str, tuple[Size, Size]
+        ] = {}  # by tensor that stands in: the number of its blocks, and of all blocks
+        sources: dict[str, int] = {}  # tensors with a leading axis of sources, which are summed
         for use in s.flag_operands:
             flags, x = use.flags.tensor.shape[0], use.rows[0]
             results = flags
@@ -195,20 +202,20 @@ class _Walk:
             if use.own is not None:
                 blocks = _rows(use.own) * flags / _rows(x)
                 self.exact.append(blocks)
-                own[use.own.name] = blocks, results
+                local[use.own.name] = blocks, results
         for value in s.values(Codec.READ, Codec.WRITE):
             shape, skipped = value.tensor.local_shape, sources.get(value.name, 0)
             self.by_chance |= not _nested(shape[:-1], self.strides[value.name][:-1])
             leading = shape[skipped:-1]
             if len(leading) == len(out.tensor.axes) - 1:
-                self.cut.append((leading, tuple(counts), own.get(value.name, (ONE, ONE))))
+                self.cut.append((leading, tuple(counts), local.get(value.name, (ONE, ONE))))
             else:
                 self.exact += leading[:-1]
 
 
 @dataclass(frozen=True)
 class _Strides:
-    """Gives the strides of a view of a tensor of this shape and these strides; records the extents that matter."""
+    """Computes strides of views of a tensor with this shape and these strides; records the extents that matter."""
 
     walk: _Walk
     shape: Shape
@@ -241,13 +248,13 @@ def _rows(x: Value) -> Size:
 
 
 def _nested(shape: Shape, strides: Shape) -> bool:
-    """Whether axes merge into one stretch of memory for all sizes."""
+    """Return True if the axes merge into one stretch of memory for all sizes."""
     axes = [(n, s) for n, s in zip(shape, strides, strict=True) if not n.is_one]
     return all(outer == n * s for (_, outer), (n, s) in pairwise(axes))
 
 
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Yield the ends of groups of axes that merge or split together, with as few axes in each as formulas tell."""
+    """Yield the ends of the smallest groups of axes that merge or split together, in the old and in the new shape."""
     start = 0
     for i in range(1, len(old)):
         outer = product(old[:i])
@@ -266,7 +273,7 @@ def values_of(program: Program) -> Iterator[Value]:
 
 
 def sizes_of(program: Program) -> Iterator[Size]:
-    """Yield every size in a program that must be whole."""
+    """Yield every size in a program that must be an integer."""
     for value in values_of(program):
         yield from value.tensor.shape
         yield from value.tensor.local_shape
@@ -274,10 +281,10 @@ def sizes_of(program: Program) -> Iterator[Size]:
         yield from (getattr(s, f) for f, c in codecs_of(type(s)).items() if c is Codec.SIZE)
 
 
-# The form of a program: all of it but its sizes, its name and its places in a text --------------------------------
+# The form of a program: the program without sizes, name and text positions ------------------------------------------
 @lru_cache(maxsize=256)
 def _proved(form: SizesKey) -> dict[SizesKey, bool]:
-    """Return the signatures that were proved for programs of a form, with whether their buffers are resizable."""
+    """Return the proved signatures of programs of a form, which callers add to; True if buffers are resizable."""
     return {}
 
 
@@ -299,29 +306,29 @@ def _form_of_value(value: Value) -> SizesKey:
 
 
 def _form_of_statement(s: Statement) -> SizesKey:
-    found: list[Any] = [type(s)]
+    parts: list[Any] = [type(s)]
     for name, codec in codecs_of(type(s)).items():
         it = getattr(s, name)
         if codec is Codec.BLOCK:
             it = tuple(map(_form_of_statement, it))
         elif isinstance(it, Value):
             it = _form_of_value(it)
-        found.append(None if codec is Codec.SIZE else it)
-    return tuple(found)
+        parts.append(None if codec is Codec.SIZE else it)
+    return tuple(parts)
 
 
-# Small sizes that stand for all ---------------------------------------------------------------------------------------
-# Small sizes that stand for all: values for the symbols of a program with which everything in it is whole.
+# Small sizes that represent all ---------------------------------------------------------------------------------------
+# Small sizes that represent all: values for the symbols of a program that make all its sizes integers.
 #
-# What the orders of a program depend on is how often its loops go round. So a symbol that counts rounds gets more of
-# them than there are streams, where that can be, and the others get the least that divides.
+# The order of events depends on the numbers of loop rounds. So a symbol that counts rounds gets more rounds than there
+# are streams, if possible. Other symbols get the smallest value that makes divisions exact.
 
 TRIES = 4096
 
 
-def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | None:
-    """Return a small value for every symbol of a program, or None where none are found."""
-    bound = {name: value for name, value in given.items() if name in program.size_names}
+def small_sizes(program: Program, chosen: Mapping[str, int]) -> dict[str, int] | None:
+    """Return a small value for every symbol of a program, or None if no values fit."""
+    bound = {name: value for name, value in chosen.items() if name in program.size_names}
     free = sorted(program.size_names - bound.keys())
     if not free:
         return bound
@@ -334,12 +341,12 @@ def small_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int] | 
     choices = [counts if name in rounds else extents for name in free]
     for _, values in zip(range(TRIES), product_of(*choices), strict=False):
         candidate = bound | dict(zip(free, values, strict=True))
-        if _whole(sizes, candidate):
+        if _all_integers(sizes, candidate):
             return candidate
     return None
 
 
-def _whole(sizes: list[Size], values: Mapping[str, int]) -> bool:
+def _all_integers(sizes: list[Size], values: Mapping[str, int]) -> bool:
     try:
         return all(size.bind(values) for size in sizes)
     except HostIRError:

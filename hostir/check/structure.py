@@ -25,14 +25,14 @@ from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean
 from hostir.ir.types import DTYPES, FLAG, FP8, STREAM, Axis, Factor, Kind, Mesh, TensorType
 
-# What programs are made of --------------------------------------------------------------------------------------------
-# Types of the fields of a program. The parser guarantees them; a program built in Python may violate them.
+# Field types of programs ----------------------------------------------------------------------------------------------
+# Field types of a program. The parser guarantees them; a program built in Python may violate them.
 
 KNOWN = "_well_formed"
 
 
 def malformed(program: Program) -> Iterator[Diagnostic]:
-    """Yield a diagnostic for each field of the program and its statements that holds a value of the wrong kind."""
+    """Yield a diagnostic for each field of the program and its statements that holds a value of the wrong type."""
     parts: dict[str, tuple[bool, str]] = {
         "name": (isinstance(program.name, str), "a name"),
         "phase": (isinstance(program.phase, Phase), "a Phase"),
@@ -45,28 +45,28 @@ def malformed(program: Program) -> Iterator[Diagnostic]:
     }
     for name, (holds, expected) in parts.items():
         if not holds:
-            yield Diagnostic(f"the program has as its {name} {described(getattr(program, name))}", expected=expected)
+            yield Diagnostic(f"field '{name}' of the program is {described(getattr(program, name))}", expected=expected)
             return
     yield from _block(program.body)
 
 
 def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
     for s in body:
-        if not isinstance(s, Statement):  # no list of classes: a program built in Python may hold anything
+        if not isinstance(s, Statement):  # isinstance, as a program built in Python may hold anything
             yield Diagnostic(f"{described(s)} stands among the statements", expected="statements")
             continue
         for name, codec in codecs_of(type(s)).items():
             held = getattr(s, name)
             left_out = held is None and defaults_of(type(s)).get(name, Codec) is None
             if not left_out and not _holds(codec, held):
-                what = f"'{s.keyword()}' has as its {name} {described(held)}"
+                what = f"field '{name}' of '{s.keyword()}' is {described(held)}"
                 yield Diagnostic(what, s.span, expected=codec.value)
             elif codec is Codec.BLOCK:
                 yield from _block(held)
 
 
 def _holds(codec: Codec, held: object) -> bool:
-    """Whether a value fits a field of this codec."""
+    """Return True if a value fits a field of this codec."""
     if codec in VALUE_CODECS:
         return _is_value(held)
     if codec in (Codec.STREAM, Codec.INDEX):
@@ -102,7 +102,7 @@ def _is_expr(held: object) -> bool:
 
 
 def _is_size(held: object) -> bool:
-    """Whether a value is a size, and whole if it has no symbols."""
+    """Return True if a value is a size, and an integer if it has no symbols."""
     if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
         return False
     return held.den == 1 or bool(held.symbols)
@@ -115,7 +115,7 @@ def _is_value(held: object) -> bool:
 
 
 def _is_tensor_type(held: TensorType) -> bool:
-    """Whether a value is a sound tensor type. Cached with the type, which many statements share."""
+    """Return True if a value is a sound tensor type. Cached with the type, which many statements share."""
     if KNOWN not in vars(held):
         vars(held)[KNOWN] = _is_sound(held)
     return bool(vars(held)[KNOWN])
@@ -151,13 +151,13 @@ def _is_mesh(held: object) -> bool:
 
 
 # Index expressions ----------------------------------------------------------------------------------------------------
-# Facts about index expressions that hold for all values of the loops' indices.
+# Facts about index expressions that hold for all values of loop indices.
 
 _UNIT = Lit(1)
 
 
 def constant(expr: Expr) -> int | None:
-    """Return the value of an expression of literals alone, else None."""
+    """Return the value of a constant expression, else None."""
     terms = _terms(expr)
     return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
 
@@ -172,7 +172,7 @@ def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
 
 
 def _terms(expr: Expr) -> dict[Expr, int]:
-    """Return the expression as a sum: the factor of each term. The constant is the factor of the unit."""
+    """Return the expression as a sum: the factor of each term. The constant is the factor of `_UNIT`."""
     if isinstance(expr, Lit):
         return {_UNIT: expr.value} if expr.value else {}
     if isinstance(expr, Bin):
@@ -189,20 +189,20 @@ def _terms(expr: Expr) -> dict[Expr, int]:
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
-# Names of buffers in the text of a host program: what may be freed, reached by peers, and given to the caller.
+# Buffers behind the names of a host program: which may be freed, reached by peers, and returned to the caller.
 
 
 class Buffers:
-    """Tracks the buffer behind each value; whoever walks a program passes its statements in order.
+    """Tracks the buffer behind each value. The caller passes the statements of a program in order.
 
-    Only what holds on every rank and in every round is checked here; the rest is checked on the unrolled program.
+    Only facts that hold on every rank and in every round are checked here; the tracer checks the rest.
     """
 
     def __init__(self, program: Program) -> None:
         self.inputs = {v.name for v in program.inputs}
-        self.roots = {name: name for name in self.inputs}  # by the name of a value: that of its buffer
+        self.roots = {name: name for name in self.inputs}  # by the name of a value: the name of its buffer
         self.written: set[str] = set()
-        self.densed: dict[str, Value] = {}  # by input: what may be that memory, or a copy of it
+        self.densed: dict[str, Value] = {}  # by input: the result of `dense`, which may be the input or a copy
         self.symmetric: set[str] = set()
 
     def see(self, s: Statement) -> Iterator[Diagnostic]:
@@ -225,13 +225,13 @@ class Buffers:
                 yield from self._dense(s, s.viewed, root)
 
     def _dense(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
-        """Yield a finding unless it is an input that nothing writes which is made dense."""
+        """Yield a finding unless `x` is an input, or a view of one, that nothing writes."""
         if root not in self.inputs:
             yield Diagnostic(
-                f"{_named(x, root)} is no input",
+                f"{_named(x, root)} is not an input",
                 s.span,
-                expected="an input, or a view of one: of all other memory the strides are known",
-                hint="copy it to a buffer, if it is not dense",
+                expected="an input, or a view of one: all other memory has known strides",
+                hint="copy it to a buffer if it is not dense",
             )
         elif root in self.written:
             yield from self._both(s, x, root)
@@ -241,7 +241,7 @@ class Buffers:
             yield Diagnostic(
                 f"{_named(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
                 s.span,
-                expected="an input that nothing writes, as it is made dense",
+                expected="no write to an input that is made dense",
                 hint="copy the input to a buffer instead, and write there",
             )
 
@@ -249,15 +249,15 @@ class Buffers:
         view = "" if x.name == root else "a view of "
         if root in self.inputs:
             yield Diagnostic(
-                f"{x} is {view}an input: an input is the caller's to free", s.span, hint="take this line out"
+                f"{x} is {view}an input: only the caller may free an input", s.span, hint="remove this line"
             )
         elif root in self.symmetric:
             yield Diagnostic(
-                f"{x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="take this line out"
+                f"{x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="remove this line"
             )
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
-        """Yield findings about a statement that reaches memory of a peer which is not symmetric."""
+        """Yield findings about a statement that reaches memory of a peer that is not symmetric."""
         if s.remote is None or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
@@ -284,29 +284,29 @@ def _named(value: Value, root: str) -> str:
 
 
 # Structure ------------------------------------------------------------------------------------------------------------
-# Structure: names, scopes, phases and types. What every program must satisfy first of all.
+# Structure: names, scopes, phases and types. Every program must pass this check before any other.
 
-MAX_STREAMS = 1024  # in the pool of a rank; few devices distinguish more than a hundred
+MAX_STREAMS = 1024  # in the pool of a rank; few devices support more than a hundred distinct streams
 MAX_RANKS = 65536
 
 
 def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnostic]:
     """Return all structural findings in program order; empty for a sound program.
 
-    With `explicit`, a fusion must have all shardings propagated and every change of sharding explicit, so that each
-    declared type is the one that the statement infers. Host programs always must.
+    With `explicit`, all shardings of a fusion must be propagated, and every change of sharding must be explicit: each
+    declared type equals the type that the statement infers. Host programs are always checked this way.
     """
-    if found := list(malformed(program)):
-        return found
+    if findings := list(malformed(program)):
+        return findings
     checker = _Checker(program, explicit or program.phase is Phase.HOST)
     try:
         for finding in checker.run():
-            found.append(finding)  # what was found before an error counts as well
+            findings.append(finding)  # keeps the findings before an error
     except HostIRError as wrong:
-        found += wrong.diagnostics
-    if found:
-        return found
-    # Asked last, and of a sound program only: a statement that is wrong may be the one that meant to write the output.
+        findings += wrong.diagnostics
+    if findings:
+        return findings
+    # Last, and only for a sound program: a wrong statement may be the one that was meant to write the output.
     return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
 
 
@@ -318,9 +318,9 @@ def verify(program: Program, *, explicit: bool = False) -> Program:
 
 @lru_cache(maxsize=256)
 def _verify(program: Program, explicit: bool) -> None:
-    """Verify equal programs once, as strategies begin with the same passes. Errors are not cached: spans may differ."""
-    if found := check_structure(program, explicit=explicit):
-        raise HostIRError(*found)
+    """Verify equal programs once: strategies begin with the same passes. Errors are not cached, as spans may differ."""
+    if findings := check_structure(program, explicit=explicit):
+        raise HostIRError(*findings)
 
 
 class _Checker:
@@ -355,7 +355,7 @@ class _Checker:
             yield Diagnostic(
                 f"the {role} {value} holds flags",
                 value.span,
-                expected="numbers: flags are what a program's own ranks tell each other",
+                expected="numbers: flags are only for communication between a program's ranks",
             )
 
     def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
@@ -364,9 +364,9 @@ class _Checker:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
                 continue
-            found = [d for v in s.uses(self.phase) for d in self.known(v, s)]
-            found = found or list(self.flags(s)) or list(self.typed(s))
-            yield from found
+            findings = [d for v in s.uses(self.phase) for d in self.known(v, s)]
+            findings = findings or list(self.flags(s)) or list(self.typed(s))
+            yield from findings
             yield from self.indices(s)
             if self.explicit and not s.explicit:
                 yield Diagnostic(f"a {s.keyword()} is left after communications were chosen", s.span)
@@ -374,11 +374,11 @@ class _Checker:
                 yield Diagnostic(
                     f"{s.buffer} lasts from call to call: it cannot be allocated in a block",
                     s.span,
-                    hint=f"allocate it in front of the '{around.keyword()}'",
+                    hint=f"allocate it before the '{around.keyword()}'",
                 )
             if self.phase is Phase.HOST:
                 yield from self.buffers.see(s)
-                if not found:
+                if not findings:
                     yield from self.buffers.reach(s)
             outer = dict(self.scope)
             if defined := s.defines(self.phase):
@@ -409,7 +409,7 @@ class _Checker:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
 
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
-        """Check that flags are only signalled and waited for, never read, written or viewed."""
+        """Check that flags are only signalled and waited for; nothing reads, writes or views them."""
         if s.buffer and not s.symmetric and _holds_flags(s.buffer):
             hint = f"{s.buffer}: {s.buffer.type} = allocate_symmetric"
             yield Diagnostic(f"no peer can signal {s.buffer}", s.span, hint=hint)
@@ -463,6 +463,6 @@ def _holds_flags(value: Value) -> bool:
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:
-    """Whether two types are equal up to Stream marks and normal form."""
+    """Return True if two types are equal up to Stream marks and normal form."""
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial

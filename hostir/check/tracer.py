@@ -1,4 +1,4 @@
-"""Record what each rank issues as events: the memory that they access, and the happens-before edges within the rank."""
+"""Trace the work of each rank as events: their memory accesses, and the happens-before edges within the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostir.ir.source import Diagnostic, HostIRError, Span, error
 from hostir.ir.types import DType, bind_shape
 
 # Memory ---------------------------------------------------------------------------------------------------------------
-# Memory as the checker sees it: the buffers of each rank, strided views of them, and accesses to views.
+# The checker's model of memory: buffers of each rank, strided views of them, and accesses to views.
 
 
 @dataclass(eq=False, slots=True)
@@ -44,12 +44,12 @@ class View:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements are contiguous, in row-major order."""
+        """True if the elements are contiguous, in row-major order."""
         pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
         return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
 
     def equals(self, other: View) -> bool:
-        """Whether both views have the same elements at the same indices."""
+        """Return True if both views have the same elements at the same indices."""
         if self.buffer is not other.buffer or self.offset != other.offset or self.shape != other.shape:
             return False
         return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, other.strides, strict=True))
@@ -72,18 +72,18 @@ class Access:
 
     @property
     def writes(self) -> bool:
-        """Whether it may change the bytes, so that every other access must be ordered with it."""
+        """True if the access may change bytes, so that every other access must be ordered with it."""
         return self.does != "reads"
 
 
 def access(view: View, does: Does, rank: int = -1) -> Access:
-    """Return an access to a view. `rank` is the rank whose memory is accessed; -1 is the view's own."""
+    """Return an access to a view. `rank` owns the memory that is accessed; -1 for the view's rank."""
     peer = rank if rank not in (-1, view.buffer.rank) else -1
     return Access(view.buffer, view.region, does, peer)
 
 
-def whole(buffer: Buffer, does: Does) -> Access:
-    """Return an access to all of this rank's buffer."""
+def access_all(buffer: Buffer, does: Does) -> Access:
+    """Return an access to all elements of this rank's buffer."""
     return Access(buffer, Region.of(0, (buffer.elements,), (1,)), does)
 
 
@@ -97,15 +97,15 @@ def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
-    """Return a view of a whole buffer."""
+    """Return a dense view of all elements of a buffer."""
     return View(buffer, 0, shape, packed(shape))
 
 
 def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
-    """Return one of `blocks` equal blocks of the rows of `x`, or None where it is no view.
+    """Return one of `blocks` equal blocks of the rows of `x`, or None if the block is not a view.
 
-    Rows are all axes but the `inner` last. Blocks cut the first of these, or are pieces of its parts; axes that merge
-    are one.
+    Rows span all axes but the last `inner` axes. Blocks cut the first of the row axes; or they cut the second within
+    each index of the first, and so on. Axes that merge count as one.
     """
     last = max(len(x.shape) - inner, 0)
     offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))
@@ -125,7 +125,7 @@ def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
 
 
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return extents and strides of axes, those that merge as one, without those of extent 1."""
+    """Return extents and strides of axes: adjacent axes are merged where possible, axes of extent 1 are dropped."""
     merged: list[tuple[int, int]] = []
     for n, s in zip(shape, strides, strict=True):
         if n != 1 and merged and merged[-1][1] == n * s:
@@ -157,7 +157,7 @@ def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 # The tracer -----------------------------------------------------------------------------------------------------------
 # The tracer is a `hostir.ir.machine.Machine` that executes nothing. A statement is evaluated on it as on every machine,
-# and the tracer records what it reads, writes and waits for. Its tensors are views of buffers.
+# and the tracer records the statement's reads, writes and waits. Its tensors are views of buffers.
 
 CALLER = "caller's stream"
 Lane = tuple[object, ...]  # a sequence whose events happen in order, such as a stream: (rank, stream)
@@ -170,15 +170,16 @@ class Event:
 
     Fields:
         number: the number of events that its rank issued before it.
-        lane, tick: its lane, and its position there from 1; None and 0 where only its edges order it.
-        ends: the ticks that show that it has ended, any one of them; by default its own.
-        after: the events that happen before it, as far as edges are direct.
+        lane, tick: its lane, and its position there from 1; None and 0 if only its edges order it.
+        ends: ticks of lanes; any one of them shows that the event has ended. By default its own tick.
+        after: the events that directly happen before it.
         held: other events that it has to wait for on some machines or at some sizes. They can cause a deadlock, but
             they order nothing.
-        verb: what it does, for messages; `statement` is None for what the caller does.
-        sms: whether it needs SMs.
-        small: whether one SM is enough for it: the one that a waiting kernel leaves to events issued before the kernel.
-        seen: computes its vector clock, a new array, from that of the event it follows; None where the two are equal.
+        verb: its action, for messages; `statement` is None for actions of the caller.
+        sms: True if it needs SMs.
+        small: True if one SM is enough: the SM that a waiting kernel leaves to events issued before the kernel.
+        seen: computes its vector clock, as a new array, from the clock of the event that it follows; None if the two
+            clocks are equal.
     """
 
     rank: int
@@ -229,12 +230,14 @@ class Flag:
 
 @dataclass(eq=False, slots=True)
 class Pushing:
-    """The copies by SMs with which a stream ends so far, and their signals: rule 12 lets a waiting kernel overlap them.
+    """The copies by SMs, and their signals, at the end of a stream so far.
+
+    Rule 12 of docs/memory-model.md lets a waiting kernel overlap them.
 
     Fields:
         begin: the start of the first copy, after all earlier events of the stream.
         last: the last copy or signal; they run one after the other.
-        signalled: whether `last` is a signal.
+        signalled: True if `last` is a signal.
     """
 
     begin: Event
@@ -244,7 +247,7 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class WaitingKernel:
-    """A computation that holds SMs while it waits for flags. `overlapped`: the last of the copies it may overlap."""
+    """A computation that holds SMs while it waits for flags. `overlapped`: the last copy that it may overlap."""
 
     start: Event
     end: Event
@@ -254,12 +257,12 @@ class WaitingKernel:
 
 @dataclass(eq=False, slots=True)
 class BlockEvents:
-    """The events of a computation by blocks of rows, cut so that each lies in one block of `ready` and one of `done`.
+    """The events of a computation by blocks of rows. Each event lies in one block of `ready` and in one of `done`.
 
     Fields:
-        units: those that write the result, in the order of its rows.
-        parts: those that read the operand whose blocks are waited for, source by source; of a product they are `units`.
-        waits, signals: its flags, in the order of parts and of units.
+        units: the events that write the result, in the order of its rows.
+        parts: the events that read the operand with awaited blocks, source by source; for a product, `units` itself.
+        waits, signals: the flags, in the order of parts and of units.
     """
 
     ready: Ready | None
@@ -271,9 +274,9 @@ class BlockEvents:
 
 
 class Tracer(Observer, OptionalMethods):
-    """Traces one rank: each `call` adds what the rank issues to `events`.
+    """Traces one rank: each `call` adds the events that the rank issues to `events`.
 
-    `hostir.check.order.Order` matches `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks'.
+    `hostir.check.order.Order` joins its `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
     """
 
     frame: ClassVar[type[Frame]] = Frame
@@ -301,9 +304,9 @@ class Tracer(Observer, OptionalMethods):
         self.kernels: list[WaitingKernel] = []
         self.by_blocks: list[BlockEvents] = []
         self.outputs: list[list[View | None]] = []  # of each call
-        self.problems: dict[tuple[int, str], Diagnostic] = {}  # misuse by statement and message, in order of issue
+        self.problems: dict[tuple[int, str], Diagnostic] = {}  # misuse, by statement and message, in issue order
         self.freed: dict[Buffer, Statement] = {}
-        self.in_flight: dict[Event, Statement] = {}  # communications that nothing has waited for yet, by their end
+        self.in_flight: dict[Event, Statement] = {}  # communications not yet waited for, by their end
         self.waited: dict[Event, Statement] = {}
 
     def _input(self, value: Value) -> View | None:
@@ -341,7 +344,7 @@ class Tracer(Observer, OptionalMethods):
         self.turn += 1
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
-        """Yield start and end of all that may hold SMs until other ranks act: waiting kernels and communications."""
+        """Yield start and end of work that may hold SMs until other ranks act: waiting kernels and communications."""
         yield from ((kernel.start, kernel.end) for kernel in self.kernels)
         for sides in (*self.collectives.values(), *self.messages.values()):
             yield from ((side.begin, side.end) for side in sides)
@@ -349,16 +352,16 @@ class Tracer(Observer, OptionalMethods):
     # Events ---------------------------------------------------------------------------------------------------------
     def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
         """Add an event of the current statement, without putting it on a lane."""
-        made = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
-        made.accesses = [a for a in accesses if not a.region.empty]
-        made.after, made.sms = list(after), sms
-        self.events.append(made)
-        return made
+        event = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
+        event.accesses = [a for a in accesses if not a.region.empty]
+        event.after, event.sms = list(after), sms
+        self.events.append(event)
+        return event
 
     def tail(self, *lane: object) -> list[Event]:
         """Return the last event of a lane, if any."""
-        found = self.tails.get((self.rank, *lane))
-        return [found] if found else []
+        last = self.tails.get((self.rank, *lane))
+        return [last] if last else []
 
     def issued(self, stream: str) -> list[Event]:
         """Return the last events of a stream: once they have ended, everything issued to it so far has ended."""
@@ -382,14 +385,14 @@ class Tracer(Observer, OptionalMethods):
         return self.follow(self.event(verb, accesses, earlier, sms), self.current)
 
     def push(self, verb: str, accesses: list[Access]) -> Event:
-        """Add a copy by SMs, or the signal that directly follows one: a waiting kernel may overlap it."""
+        """Add a copy by SMs, or the signal directly after one: a waiting kernel may overlap it."""
         pushing = self.pushing.get(self.current)
         if pushing is None:
             begin = self.step("begins", [])
             pushing = self.pushing[self.current] = Pushing(begin, begin)
-        made = self.follow(self.event(verb, accesses, [pushing.last], sms=bool(accesses)), "pushes", self.current)
-        pushing.last, pushing.signalled = made, not accesses
-        return made
+        event = self.follow(self.event(verb, accesses, [pushing.last], sms=bool(accesses)), "pushes", self.current)
+        pushing.last, pushing.signalled = event, not accesses
+        return event
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
         span = self.statement.span if self.statement else None
@@ -410,18 +413,18 @@ class Tracer(Observer, OptionalMethods):
         self.problems.setdefault((id(self.statement), message), Diagnostic(message, span, expected, hint, notes))
 
     def use(self, out: View | None, *reads: View | None) -> None:
-        """Report that the current statement reads or writes a buffer that was freed."""
+        """Report a freed buffer that the current statement reads or writes."""
         s, read = self.statement, [x for x in reads if x is not None]
         if s is None or not self.freed:
             return
         for value, x in (*zip(s.reads, read, strict=False), (next(s.values(Codec.WRITE), None), out)):
             if x is not None and value is not None and (freed := self.freed.get(x.buffer)):
                 name = x.buffer.name
-                what = "it was freed" if value.name == name else f"%{name}, of which it is a view, was freed"
+                what = "it was freed" if value.name == name else f"its buffer %{name} was freed"
                 self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
 
     def overwrite(self, out: View | None, *reads: View | None) -> None:
-        """Report an overlap between the view that the current statement writes and those that it reads."""
+        """Report an overlap between the view that the current statement writes and the views that it reads."""
         s = self.statement
         read = [x for x in reads if x is not None]
         if s is None or out is None or all(x.buffer is not out.buffer for x in read):
@@ -449,7 +452,7 @@ class Tracer(Observer, OptionalMethods):
             self.buffers.append(buffer := Buffer(self.rank, name, prod(shape), value))
             # In stream order, as the previous owner of the memory may still use it there. Not by `step`: a waiting
             # kernel may overlap copies by SMs even if an `allocate` comes between them.
-            self.follow(self.event("allocates", [whole(buffer, "undefines")]), self.current)
+            self.follow(self.event("allocates", [access_all(buffer, "undefines")]), self.current)
             return dense(buffer, shape)
         return dense(self.kept.setdefault(name, Buffer(self.rank, name, prod(shape), value, persists=True)), shape)
 
@@ -460,7 +463,7 @@ class Tracer(Observer, OptionalMethods):
             return
         assert self.statement is not None
         self.freed[x.buffer] = self.statement
-        self.step("frees", [whole(x.buffer, "frees")])
+        self.step("frees", [access_all(x.buffer, "frees")])
 
     def select(self, x: View, axis: int, index: int) -> View:
         shape = x.shape[:axis] + x.shape[axis + 1 :]
@@ -500,19 +503,19 @@ class Tracer(Observer, OptionalMethods):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        own = ready.own if ready is not None else None
-        self.use(out, *operands, own)
-        self.overwrite(out, *operands, own)
+        local = ready.own if ready is not None else None
+        self.use(out, *operands, local)
+        self.overwrite(out, *operands, local)
         if ready is None and done is None:
             reads = [access(x, "reads") for x in operands if x is not None]
             self.step("runs", [*reads, access(out, "writes")], sms=True)
             return
-        pushing = self.pushing.pop(self.current, None) if ready else None  # it may overlap these copies
+        pushing = self.pushing.pop(self.current, None) if ready else None  # the kernel may overlap these copies
         start = self.step("starts", [], sms=True)
         blocks = self._blocks(start, out, operands, options.get("axis"), ready, done)
         last = [flag.event for flag in blocks.signals] or blocks.units
         end = self.step("ends", [], after=[*last, *([pushing.last] if pushing else [])])
-        for event in last:  # those before share its list
+        for event in last:  # earlier events share this list
             event.ends.append((end.lane or (), end.tick))
         self.waits += blocks.waits
         self.signals += blocks.signals
@@ -529,29 +532,29 @@ class Tracer(Observer, OptionalMethods):
         ready: Ready | None,
         done: Done | None,
     ) -> BlockEvents:
-        """Add the events of a computation by blocks: of a product, or of a sum over an axis."""
+        """Add the events of a computation by blocks: a product, or a sum over an axis."""
         x, *others = [x for x in operands if x is not None]
         of_rows = ready.along if ready else done.along if done else ()
         cut_alike = [view for n, view in enumerate(operands) if view is not None and n in of_rows]
         sources, inner = [x], 1
         if axis is not None and ready is not None:
             sources = [self.select(x, axis, n) for n in range(x.shape[axis])]
-        elif axis is not None:  # nobody asks for one source
+        elif axis is not None:  # sources need not be told apart
             sources, inner = [self.permute(x, (*(n for n in range(len(x.shape)) if n != axis), axis))], 2
         count = lcm(ready.results if ready else 1, done.blocks if done else 1)
-        whole = [access(other, "reads") for other in others if other not in cut_alike]
+        uncut = [access(other, "reads") for other in others if other not in cut_alike]
         writes = [access(self._rows(out, n, count), "writes") for n in range(count)]
         parts, waits = list[Event](), list[Flag]()
         for source, rows in enumerate(sources):
             for n in range(count):
                 block = (source * count + n) * ready.results // count if ready else 0
-                own = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
-                accesses = [access(own, "reads")] if own else []
-                accesses += [access(self._rows(rows, n, count, inner), "undefines" if own else "reads"), *whole]
+                local = self._own(ready, source * count + n, count) if ready and block in ready.replaced else None
+                accesses = [access(local, "reads")] if local else []
+                accesses += [access(self._rows(rows, n, count, inner), "undefines" if local else "reads"), *uncut]
                 accesses += [access(self._rows(other, n, count), "reads") for other in cut_alike]
                 accesses += writes[n : n + 1] if axis is None else []
                 parts.append(part := self.event("runs", accesses, [start]))
-                if ready and not own:
+                if ready and not local:
                     waits.append(Flag(part, self.rank, ready.flags.buffer.name, block, (self.turn, ready.epoch)))
         units = parts
         if axis is not None:
@@ -563,7 +566,7 @@ class Tracer(Observer, OptionalMethods):
                 signal = self.event("signals", [], units[n * size : (n + 1) * size])
                 place = done.flags.buffer.name, n, (self.turn, done.epoch)
                 blocks.signals.append(Flag(signal, self.rank, *place))
-        for n, unit in enumerate(units):  # whoever sees the signal, or the end, has seen what comes before
+        for n, unit in enumerate(units):  # an observer of the signal, or of the end, has seen all earlier events
             unit.ends = blocks.signals[n * done.blocks // count].event.ends if done else unit.ends
             for part in parts[n::count]:
                 part.ends = unit.ends
@@ -572,7 +575,7 @@ class Tracer(Observer, OptionalMethods):
         return blocks
 
     def _one_by_one(self, blocks: BlockEvents, ready: Ready) -> None:
-        """Let each block of the result wait for the one before: a machine may compute them in order."""
+        """Make each block of the result wait for the previous block: a machine may compute them in order."""
         count = len(blocks.units)
         size, before = count // ready.results, list[Event]()
         for result in ready.order:
@@ -583,7 +586,7 @@ class Tracer(Observer, OptionalMethods):
             before = [blocks.units[n] for n in units]
 
     def _own(self, ready: Ready, part: int, count: int) -> View:
-        """Return the rows of `own` for a part of the operand, of which each source has `count`."""
+        """Return the rows of `own` for a part of the operand; each source has `count` parts."""
         size = count // ready.results
         assert isinstance(ready.own, View)
         return self._rows(ready.own, part - ready.own_first * size, ready.own_blocks * size)
@@ -593,8 +596,8 @@ class Tracer(Observer, OptionalMethods):
         if rows is None:
             layout = f"shape {list(x.shape)} with strides {list(x.strides)}"
             raise self.fail(
-                f"{blocks} blocks of the rows of {layout} are no views",
-                expected="rows that are cut along an axis, or pieces of its parts",
+                f"{blocks} blocks of the rows of {layout} are not views",
+                expected="blocks that cut one axis, or cut the next axis within each index of it",
                 hint="copy it first",
             )
         return rows
@@ -650,7 +653,7 @@ class Tracer(Observer, OptionalMethods):
         self.in_flight.pop(handle)
         self.waited[handle] = self.statement
         known = self.step("waits", [], after=[handle])
-        if handle.lane is None:  # only a wait for it shows that it has ended
+        if handle.lane is None:  # only this wait shows that the communication has ended
             handle.ends.append((known.lane or (), known.tick))
 
     def current_stream(self) -> str:

@@ -11,7 +11,7 @@
     a.axis(1).parallelize(hi.ParallelType.DIDx)
     c.axis(0).parallelize(hi.ParallelType.Stream)
 
-A tensor with a mesh has the sharding that its axes say; one without gets it by propagation from the inputs. Results are
+A tensor with a mesh has the sharding of its axes; other tensors get theirs by propagation from the inputs. Results are
 named after the variable they are assigned to. Errors point at the user's line.
 """
 

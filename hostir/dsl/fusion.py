@@ -23,7 +23,7 @@ from hostir.ir.tensor_ops import TensorOp
 from hostir.ir.types import DTYPES, Axis, DType, Mesh, TensorType
 
 # Fusions --------------------------------------------------------------------------------------------------------------
-# A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and the program it makes.
+# A fusion under construction: `with hi.Fusion(...)`, its inputs and outputs, and its program.
 
 TORCH_NAMES = {
     **{"torch.float64": "f64", "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"},
@@ -73,7 +73,7 @@ class Fusion:
     def output(self, *tensors: Tensor) -> None:
         """Declare outputs, in the order in which a call returns them.
 
-        Raises HostIRError for a tensor of another fusion, an input, and one that is an output already.
+        Raises HostIRError for a tensor of another fusion, for an input, and for a tensor that is an output already.
         """
         span = user_span()
         for t in tensors:
@@ -88,7 +88,7 @@ class Fusion:
             self.outputs.append(t)
 
     def program(self) -> Program:
-        """Return the fusion as a program, with the annotations made so far; `hi.lower` begins with it.
+        """Return the fusion as a program, with the annotations so far; `hi.lower` begins with it.
 
         Raises HostIRError if there is no output.
         """
@@ -158,7 +158,7 @@ def building(span: Span | None) -> Fusion:
 
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
-    """Return a shape as sizes; its names must be those of the inputs of `fusion`, where it is given."""
+    """Return a shape as sizes; with `fusion`, its names must be size names of the fusion's inputs."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
     if len(shape) > MAX_AXES:
@@ -167,7 +167,7 @@ def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[S
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of an element type, which may be torch's; of anything else, a description."""
+    """Return the name of a dtype, which may be torch's; for anything else, a description of the value."""
     name = dtype if isinstance(dtype, str) else described(dtype)
     return TORCH_NAMES.get(name, name)
 
@@ -179,7 +179,7 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
 
     Args:
         name: letters, digits and `_`, not starting with a digit.
-        shape: of the whole tensor: integers, names bound at run time ("M"), or products and quotients of them ("M/8").
+        shape: of the unsharded tensor: integers, names bound at run time ("M"), products and quotients of them ("M/8").
         dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3` or `f8e5m2`, or the torch dtype.
     """
     span = user_span()
@@ -207,9 +207,9 @@ def operand(t: Any, span: Span | None) -> Value:
 
 
 def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", **fields: Any) -> Tensor:
-    """Add a statement of the user's line; its result has `shape`, or the one that the statement infers.
+    """Add a statement at the user's line; its result has `shape`, or the inferred shape.
 
-    It is called `name`, or after the variable that it is assigned to.
+    The result is named `name`, or after the variable that it is assigned to.
     """
     span = user_span()
     fusion = building(span)
@@ -229,7 +229,7 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", *
 
 
 def _assigned(span: Span | None, otherwise: str) -> str:
-    """Return the name of the variable that the user's line assigns the result to, else `otherwise`."""
+    """Return the name of the variable that the user's line assigns the result to; `otherwise` without one."""
     if span is None or not span.column:
         return otherwise
     before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]
@@ -244,7 +244,7 @@ def _assigned(span: Span | None, otherwise: str) -> str:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a[..., K] @ b[K, N]` of shape `[..., N]`; also written `a @ b`.
 
-    Both have the same dtype, as has the result; sums are in f32 (f64: in f64). Raises HostIRError if the contracted
+    Operands and result have the same dtype; sums are in f32 (f64: in f64). Raises HostIRError if the contracted
     sizes or the dtypes differ, or if `b` does not have two axes.
     """
     span = user_span()
@@ -254,7 +254,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`a[..., K] @ weight[N, K]^T + bias[N]` of shape `[..., N]`: what `torch.nn.Linear` computes.
 
-    All have the same dtype, as has the result; sums are in f32 (f64: in f64). Raises HostIRError if sizes or dtypes do
+    Operands and result have the same dtype; sums are in f32 (f64: in f64). Raises HostIRError if sizes or dtypes do
     not fit.
     """
     span = user_span()
@@ -273,16 +273,16 @@ def scaled_matmul(
 ) -> Tensor:
     """`(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` of fp8 operands, of shape `[..., N]`.
 
-    The two scales are f32, and either both tensor-wise, of one element; both row-wise, `[..., 1]` with the rows of `a`
-    and `[1, N]`; or both block-wise, `[..., K/128]` and `[K/128, N/128]`. Where ranks hold parts of K with scales of
-    their own, tensor-wise and row-wise scales are as many along K as there are ranks, and sharded as K is: `[..., R]`
-    and `[R, ...]`. Sums are in f32. Raises HostIRError for other dtypes, and for scales that do not fit.
+    The two scales are f32. Both are tensor-wise (one element); or both are row-wise (`[..., 1]` with the rows of `a`,
+    and `[1, N]`); or both are block-wise (`[..., K/128]` and `[K/128, N/128]`). If K is sharded over R ranks, each rank
+    may have separate tensor-wise or row-wise scales: `[..., R]` and `[R, ...]`, sharded like K. Sums are in f32. Raises
+    HostIRError for other dtypes, and for scales that do not fit.
 
     Args:
-        a, b: `f8e4m3` or `f8e5m2`. GPUs want the elements of a column of `b` side by side: a transposed `[N, K]`.
-        dtype: of the result: `bf16`, `f16` or `f32`. Partial sums cross ranks in it.
-        bias: in the dtype of the result.
-        fast: whether the tensor cores may accumulate as with `use_fast_accum` of `torch._scaled_mm`.
+        a, b: `f8e4m3` or `f8e5m2`. GPUs need contiguous columns of `b`: a transposed `[N, K]`.
+        dtype: dtype of the result: `bf16`, `f16` or `f32`. Partial sums are communicated in it.
+        bias: a tensor in the dtype of the result.
+        fast: True allows tensor cores to accumulate as with `use_fast_accum` of `torch._scaled_mm`.
     """
     span = user_span()
     if not isinstance(fast, bool):
@@ -307,16 +307,18 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """`x` in fp8, and the f32 scales to multiply it by: `x` is about `q * scale`, for `q, scale = quantize(x)`.
 
-    A scale is `max(amax / max, 2^-126)`: `amax` the largest absolute value of the elements that share it, `max` that
-    of the dtype, 448 for `f8e4m3` and 57344 for `f8e5m2`. `q` is `x / scale` in f32, limited to the dtype's range and
-    rounded to nearest even. Zeros stay zeros, with the least scale. Elements that share a scale with a NaN are NaN;
-    with an infinity, whose scale is infinite, they are zeros, and itself NaN: products with either are NaN.
+    A scale is `max(amax / max, 2^-126)`. `amax` is the largest absolute value of the elements that share the scale;
+    `max` is the largest value of the dtype, 448 for `f8e4m3` and 57344 for `f8e5m2`. `q` is `x / scale` in f32, limited
+    to the dtype's range and rounded to nearest even. If all elements are zero, the scale is 2^-126 and `q` is zero.
+
+    Elements that share a scale with a NaN become NaN. An infinity makes the scale infinite: the infinity becomes NaN,
+    and the other elements become zero. Products with either are NaN.
 
     Args:
         dtype: `f8e4m3` or `f8e5m2`.
-        scales: which elements share a scale: those of the whole `tensor`, of each of the `rows`, or of `blocks` of 128
-            elements of a row. Ranks that hold parts of a tensor agree on its one scale by gathering those of its rows.
-        scale: the scale to use instead, `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`, as one from earlier batches.
+        scales: the elements that share a scale: all of the `tensor`, each of the `rows`, or `blocks` of 128 elements of
+            a row. If a tensor with one scale is sharded, ranks gather the scales of its rows to agree on it.
+        scale: a scale to use instead, such as one from earlier batches: `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`.
     """
     span = user_span()
     value, kind = operand(x, span), dtype_name(dtype)
@@ -418,8 +420,8 @@ def silu(x: Tensor) -> Tensor:
 def cast(x: Tensor, dtype: Any) -> Tensor:
     """The same values in another dtype, rounded to nearest even.
 
-    `dtype` is one that `tensor` takes; HostIRError for any other. To fp8 it is torch's conversion, without a scale:
-    `quantize` makes one.
+    `dtype` is any dtype that `tensor` accepts; HostIRError for any other. A cast to fp8 is torch's conversion, without
+    a scale; `quantize` computes a scale.
     """
     return apply(tensor_ops.Cast, x=operand(x, user_span()), dtype=dtype_name(dtype))
 
@@ -427,8 +429,8 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x`: what `torch.nn.RMSNorm` of the last axis computes.
 
-    In f32 (f64: in f64), rounded once. `x[..., N]` and `weight[N]` have the same dtype, as has the result. Rows of
-    which ranks hold parts are gathered first. Raises HostIRError if sizes or dtypes do not fit.
+    It is computed in f32 (f64: in f64) and rounded once. `x[..., N]`, `weight[N]` and the result have the same dtype.
+    Sharded rows are gathered first. Raises HostIRError if sizes or dtypes do not fit.
     """
     span = user_span()
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= sys.float_info.max:
@@ -438,7 +440,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
-    """The sum over one axis, computed in f32 (f64: in f64). The axis is removed; a negative one counts from the end.
+    """The sum over one axis, computed in f32 (f64: in f64). The axis is removed; a negative axis counts from the end.
 
     Raises HostIRError if there is no such axis.
     """
@@ -487,7 +489,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 def reshard(x: Tensor) -> Tensor:
     """The same tensor with another sharding, or on another mesh: annotate the result with its mesh and axes.
 
-    Lowering inserts the communication. A result without annotation is replicated. Of an input that is a partial sum,
+    Lowering inserts the communication. A result without annotation is replicated. If the input is a partial sum,
     declared with `x.partial(mesh)`, the result is the sum.
     """
     value = operand(x, user_span())

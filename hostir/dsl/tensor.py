@@ -1,4 +1,4 @@
-"""Define device meshes, and the tensors on them that users annotate."""
+"""Define device meshes, and tensors on meshes, which users annotate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hostir.ir.source import Span, described, did_you_mean, error, user_span
 from hostir.ir.types import STREAM, Axis, DType, Factor
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
-# Device meshes, as users write them.
+# Device meshes of the DSL.
 
-NAME = re.compile(r"[A-Za-z_]\w*")  # what may stand in the text as a name
+NAME = re.compile(r"[A-Za-z_]\w*")  # a valid name in a program's text
 
 
 class ParallelType(Enum):
-    """The kinds of parallelism that an axis can have.
+    """The parallelism of an axis.
 
     `DIDx` is the last axis of the mesh, the only one of a one-dimensional mesh; `DIDy` is the axis before it. `Stream`
     is not a mesh axis: it divides a tensor axis into slices, which the `pipeline` strategy runs on several streams, so
@@ -44,7 +44,7 @@ class DeviceMesh:
     Fields:
         devices: the ranks in row-major order.
         shape: the number of ranks along each axis.
-        names: of the axes.
+        names: the names of the axes.
     """
 
     def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ class DeviceMesh:
 
 
 def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """Return the devices in rows, and the mesh's shape."""
+    """Return the devices as rows, and the mesh's shape."""
     plain = _plain(devices)
     lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
     rows = [list(d) for d in lines if isinstance(d, Iterable)]
@@ -126,13 +126,13 @@ def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[s
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
-# A tensor of a fusion, as users annotate it.
+# A tensor of a fusion, with the annotations that users make.
 
 SizeLike = int | str | Size
 
 
 class Owner(Protocol):
-    """The interface to its fusion that a tensor needs."""
+    """The interface of a fusion that its tensors use."""
 
     name: str
 
@@ -169,21 +169,21 @@ class LoopAxis:
 
 
 class Tensor:
-    """A tensor of a fusion: an input or a result, and how its axes are split and sharded.
+    """A tensor of a fusion: an input or a result, with the splits and the sharding of its axes.
 
     `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. There are `x - y`, `-x`, and `x / 3`, which
-    multiplies by 1/3. With `+`, `-` and `*`, one side may be a number. A tensor with a mesh has the sharding that its
-    axes say; for one without, it is inferred from the inputs.
+    multiplies by 1/3. With `+`, `-` and `*`, one side may be a number. A tensor with a mesh has the sharding of its
+    axes. Without a mesh, the sharding is inferred from the inputs.
 
     Fields:
         name: its name in the program's text, without `%`.
         dtype: `str(t.dtype)` is `f64`, `f32`, `f16` or `bf16`.
-        shape: of the whole tensor; splits do not change it.
-        mesh: the `hi.DeviceMesh`; None if none was set.
+        shape: the shape of the unsharded tensor; splits do not change it.
+        mesh: the `hi.DeviceMesh`; None until it is set.
         partial_over: the mesh axes over which each rank holds one term of a sum.
     """
 
-    __array_ufunc__ = None  # numpy then uses the operators below, which explain the mistake
+    __array_ufunc__ = None  # makes numpy use the operators below, which explain the mistake
 
     def __init__(self, fusion: Owner, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> None:
         self.fusion = fusion
@@ -254,12 +254,12 @@ class Tensor:
     def partial(self, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
         """Declare that each rank along a mesh axis holds one term of a sum, which is the tensor; return the tensor.
 
-        The terms have the whole tensor's shape, or that of a rank's part if axes are sharded over another mesh axis.
-        `hi.reshard` of it to a replicated tensor is an all-reduce, to one that is sharded over `on` a reduce-scatter.
-        Computations that read it have it reduced first.
+        Each term has the unsharded tensor's shape, or a rank's part of it if axes are sharded over another mesh axis.
+        `hi.reshard` to a replicated tensor is an all-reduce; to a tensor sharded over `on` it is a reduce-scatter.
+        Before a computation reads the tensor, it is reduced.
 
-        Sets the mesh, and raises the errors of `set_device_mesh`; HostIRError also for a mesh axis that it lacks, and
-        for one that an axis of the tensor lies on.
+        Sets the mesh, and raises the errors of `set_device_mesh`. Raises HostIRError also if the mesh has no axis `on`,
+        or if an axis of the tensor is sharded over `on`.
         """
         self.set_device_mesh(mesh)
         span = user_span()
@@ -273,8 +273,8 @@ class Tensor:
 
     def _loop_at(self, position: int, span: Span | None) -> tuple[int, Factor]:
         count = len(self._loop)
-        whole = isinstance(position, int) and not isinstance(position, bool)
-        if not whole or not -count <= position < count:
+        is_integer = isinstance(position, int) and not isinstance(position, bool)
+        if not is_integer or not -count <= position < count:
             expected = f"an axis from 0 to {count - 1}" if count else "a tensor with axes"
             raise error(f"%{self.name} has no axis {described(position)}", span, expected=expected)
         return self._loop[position]

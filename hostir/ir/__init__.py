@@ -31,7 +31,7 @@ BOM = "\ufeff"  # some editors begin a file of UTF-8 with this mark
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Read a program. Raises HostIRError with file:line:col, a caret and what was expected."""
+    """Parse a program. Raises HostIRError with file:line:col, a caret and the expected text."""
     from hostir.ir.parser import read  # lark loads only when a text is read
 
     return read(text.removeprefix(BOM).replace("\r\n", "\n"), file)

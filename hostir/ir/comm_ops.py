@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 # Collectives and transfers --------------------------------------------------------------------------------------------
-# The vocabulary of communication: statements that change where a tensor's parts lie, and nothing else.
+# Communication statements: they change on which ranks the parts of a tensor lie, and nothing else.
 #
-# Seen from all ranks together each is the identity; the types of `x` and `out` say what moves. In a fusion a
-# communication defines its result; in a host program it fills a buffer and gives a handle to wait for:
+# On the unsharded tensor each communication is the identity; the types of `x` and `out` say which parts move. In a
+# fusion a communication defines its result. In a host program it fills a buffer and returns a handle to wait for:
 #
 #     %h = allgather %x -> %y over didx
 #     wait %h
@@ -59,7 +59,7 @@ class Reshard(Statement):
         x, out = self.x.tensor, self.out.tensor
         if x.dtype != out.dtype or x.shape != out.shape:
             raise self.fail(
-                f"reshard changes where {self.x} lies, not what it is: {x} to {out}", expected=f"{x.dtype}, equal sizes"
+                f"reshard changes where {self.x} lies, not its type: {x} to {out}", expected=f"{x.dtype}, same sizes"
             )
 
     def evaluate(self, frame: Frame) -> None:
@@ -67,7 +67,7 @@ class Reshard(Statement):
 
 
 def elements(*values: Value) -> tuple[Shape, ...]:
-    """Return the number of elements of each tensor that a rank holds."""
+    """Return the number of elements that a rank holds, for each tensor."""
     return tuple((product(value.tensor.local_shape),) for value in values)
 
 
@@ -75,14 +75,14 @@ def elements(*values: Value) -> tuple[Shape, ...]:
 class Communication(Statement):
     """The base class of communications.
 
-    In a host program `x` and `out` are dense and what moves is outermost in them; lowering sees to it. In a fusion,
+    In a host program `x` and `out` are dense and the axis that moves is outermost; lowering ensures both. In a fusion,
     where a communication has no handle, any axis may move.
     """
 
     phases: ClassVar[frozenset[Phase]] = BOTH
     transfers: ClassVar[bool] = True
     collective: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    uncut: ClassVar[bool] = True
 
     x: Read
     out: Write
@@ -112,7 +112,7 @@ class Communication(Statement):
         return tuple(dict.fromkeys(tuple(sorted(self.exchange(device).team)) for device in devices))
 
     def exchange(self, rank: int) -> Exchange:
-        """Return what a rank does in this communication."""
+        """Return a rank's part in this communication."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -195,7 +195,7 @@ def _unmarked(type: TensorType, mark: str) -> TensorType:
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AllGather(Collective):
-    """Every rank gets all parts, in the order of the ranks.
+    """All-gather: every rank gets the parts of all ranks, in the order of the ranks.
 
     Example: %h = allgather %x: f32[8@didx, 16, 32] -> %y: f32[8, 16, 32] over didx
     """
@@ -210,13 +210,13 @@ class AllGather(Collective):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AllReduce(Collective):
-    """Every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
+    """All-reduce: every rank gets the sum of all partial sums. `x` and `out` may be the same memory.
 
     Example: %h = allreduce %x: f32[16, 32] partial(didx) -> %y: f32[16, 32] over didx
     """
 
     syntax = "{handle} = allreduce {x} -> {out} over {over}"
-    rule = "x a partial sum over {over}, and out the same but whole"
+    rule = "x a partial sum over {over}, and out the same without it"
 
     def in_place(self, operand: int) -> bool:
         return True
@@ -232,26 +232,26 @@ def _summed(type: TensorType, mark: str) -> TensorType:
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class ReduceScatter(Collective):
-    """Each rank gets its block of the sum of all partial sums.
+    """Reduce-scatter: each rank gets its block of the sum of all partial sums.
 
     Example: %h = reduce_scatter %x: f32[8, 16, 32] partial(didx) -> %y: f32[8@didx, 16, 32] over didx
     """
 
     syntax = "{handle} = reduce_scatter {x} -> {out} over {over}"
-    rule = "x a partial sum over {over}, and out whole with its outermost axis on {over}"
+    rule = "x a partial sum over {over}, and out summed with its outermost axis on {over}"
 
     def fits(self, x: TensorType, out: TensorType) -> bool:
-        whole = _summed(x, self.over).host()
+        summed = _summed(x, self.over).host()
         moved = self.over in x.partial and self.over in _marks(out)
-        return moved and self._outermost(out) and whole == _unmarked(out, self.over).host()
+        return moved and self._outermost(out) and summed == _unmarked(out, self.over).host()
 
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AllToAll(Collective):
-    """The sharding moves from one axis to another: each rank sends a block to each rank.
+    """All-to-all: the sharding moves from one axis to another. Each rank sends one block to each rank.
 
-    In a host program `x` is `[D, A@over, ...]` and `out` is `[D@over, A, ...]`, D being the number of ranks.
+    In a host program `x` is `[D, A@over, ...]` and `out` is `[D@over, A, ...]`, where D is the number of ranks.
 
     Example: %h = alltoall %x: f32[8, 16@didx, 4] -> %y: f32[8@didx, 16, 4] over didx
     """
@@ -282,7 +282,7 @@ class Transfer(Communication):
 
     @cached_property
     def _exchanges(self) -> dict[int, Exchange]:
-        """Return what each rank does, by rank; ranks that do nothing have no entry."""
+        """Return the exchange of each rank; ranks that neither send nor receive have no entry."""
         moves: dict[int, list[Move]] = {}
         for move in self.moves(*self._meshes):
             for rank in {move.source, move.target}:
@@ -294,12 +294,12 @@ class Transfer(Communication):
         source, target = self.x.tensor.mesh, self.out.tensor.mesh
         if source is None or target is None:
             raise self.fail(
-                f"{self.keyword()} needs a mesh on both sides", hint="say for both tensors on which mesh they lie"
+                f"{self.keyword()} needs a mesh on both sides", hint="write the mesh in both tensors' types"
             )
         return source, target
 
     def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
-        """Return every message of every rank."""
+        """Return all messages between ranks."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -311,7 +311,10 @@ class Transfer(Communication):
             raise self.fail(f"{self.keyword()} does not lead from {start} to {end}", expected=self.rule)
 
     def sharded(self, type: TensorType, marks: tuple[Mark, ...]) -> bool:
-        """Whether a single axis is sharded over the type's whole mesh, and in a host program is the outermost."""
+        """Return True if exactly one axis is sharded, over a mesh of one axis.
+
+        In a host program it must be outermost.
+        """
         one = len(marks) == 1 and type.mesh is not None and len(type.mesh.axes) == 1
         return one and (self.handle is None or leads(type, type.mesh.axes[0] if type.mesh else ""))
 
@@ -324,7 +327,7 @@ class Transfer(Communication):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Broadcast(Transfer):
-    """The first device of one mesh gives its copy to every device of another.
+    """The first device of one mesh sends its copy to every device of another mesh.
 
     Example: %h = broadcast %x: f32[16, 32] -> %y: f32[16, 32] on @other
     """
@@ -342,7 +345,7 @@ class Broadcast(Transfer):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Gather(Transfer):
-    """Every device of another mesh gets all parts.
+    """Every device of another mesh gets all parts of a tensor.
 
     Example: %h = gather %x: f32[8@didx, 32] -> %y: f32[8, 32] on @other
     """
@@ -361,7 +364,7 @@ class Gather(Transfer):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Scatter(Transfer):
-    """The first device of one mesh (the first that is in both, if any) gives each device of another its part.
+    """One device of one mesh sends each device of another mesh its part: the first that is in both, else the first.
 
     Example: %h = scatter %x: f32[8, 32] -> %y: f32[8@didx, 32] on @other
     """
@@ -381,7 +384,7 @@ class Scatter(Transfer):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SendRecv(Transfer):
-    """Each device of one mesh gives its part to the device at the same place of another.
+    """Each device of one mesh sends its part to the device at the same place of another mesh.
 
     Example: %h = sendrecv %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] on @other
     """
@@ -401,16 +404,16 @@ class SendRecv(Transfer):
 
 
 # Messages between two ranks -------------------------------------------------------------------------------------------
-# The vocabulary of messages between two ranks of one mesh.
+# Messages between two ranks of one mesh.
 #
-# A rank's messages within a team run one after another, in the order issued, and each ends when both sides have met. So
-# two ranks that both send first wait for each other; `exchange` goes both ways at once:
+# A rank's messages within a team run one after another, in the order issued. Each ends when both sides have met. So two
+# ranks that both send first wait for each other forever; `exchange` sends and receives at once:
 #
 #     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
 #     wait %h
 #
-# The k-th send from one rank to another meets the k-th receive there from it. Collectives neither wait for messages of
-# their team nor keep them waiting.
+# The k-th send from rank A to rank B meets the k-th receive of rank B from rank A. Collectives and messages of a team
+# do not wait for each other.
 
 WHOLE = (0, 1)
 
@@ -421,7 +424,7 @@ class Message(Statement):
 
     transfers: ClassVar[bool] = True
     per_rank: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    uncut: ClassVar[bool] = True
 
     handle: Define
     over: Name
@@ -436,7 +439,7 @@ class Message(Statement):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh whose ranks exchange the message; raise where it has no axis `over`."""
+        """Return the mesh whose ranks exchange the message; raise unless it has the axis `over`."""
         return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     @property
@@ -450,7 +453,7 @@ class Message(Statement):
         mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        """Return what this rank sends and receives."""
+        """Return the messages that this rank sends and receives."""
         raise AssertionError(type(self).__name__)
 
     def evaluate(self, frame: Frame) -> None:
@@ -468,7 +471,7 @@ class Message(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Send(Message):
-    """Sends a tensor to a peer that receives it: `peer` is a place along the mesh axis `over`.
+    """Sends a tensor to a peer, which receives it. `peer` is a place along the mesh axis `over`.
 
     Example: %h = send %x: f32[8@didx, 32] to 1 over didx
     """
@@ -484,7 +487,7 @@ class Send(Message):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Recv(Message):
-    """Receives a tensor from a peer that sends it: `peer` is a place along the mesh axis `over`.
+    """Receives a tensor from a peer, which sends it. `peer` is a place along the mesh axis `over`.
 
     Example: %h = recv %y: f32[8@didx, 32] from 0 over didx
     """
@@ -502,7 +505,7 @@ class Recv(Message):
 class SendAndRecv(Message):
     """Sends to one peer and receives from another, both at once: the step of a ring.
 
-    Where both are this rank itself, as on a ring of one, it copies.
+    If both peers are this rank itself, as on a ring of one rank, it copies.
 
     Example: %h = exchange %x: f32[8@didx, 32] to (%r + 1) % 8, %y: f32[8@didx, 32] from (%r + 7) % 8 over didx
     """
@@ -526,15 +529,15 @@ class SendAndRecv(Message):
         return Move(me, _other(self, me, to), WHOLE, WHOLE), Move(_other(self, me, source), me, WHOLE, WHOLE)
 
 
-MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the kinds of exchange that are messages
+MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the keywords of messages
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """Return the peer's rank; raise where it is this rank itself, which cannot be its own partner."""
+    """Return the peer's rank; raise if it is this rank, which cannot be its own partner."""
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",
             expected="a peer that is another rank",
-            hint="copy, where the data stay on the rank",
+            hint="use a copy for data that stay on the rank",
         )
     return peer

@@ -44,7 +44,7 @@ class Allocate(Statement):
 
     syntax = "{out} = allocate"
     on_host = True
-    whole = True
+    uncut = True
     out: Define
 
     def verify(self) -> None:
@@ -65,7 +65,7 @@ class FreeBuffer(Statement):
     """
 
     syntax = "free {x}"
-    whole = True
+    uncut = True
     x: Free
 
     def evaluate(self, frame: Frame) -> None:
@@ -76,7 +76,7 @@ class FreeBuffer(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Select(ViewStatement):
-    """A view at one index of an axis, by default the first; the axis goes away. The axis is not sharded.
+    """A view at one index of an axis, by default axis 0. The view has no such axis; the axis must not be sharded.
 
     Example: %y: f32[8@didx, 32] = select %x: f32[4, 8@didx, 32][%i]
     """
@@ -112,7 +112,7 @@ class Select(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunk(ViewStatement):
-    """A view of one of `count` equal pieces of an axis, counted within each rank's part; the axis stays.
+    """A view of one of `count` equal pieces of an axis. Pieces are counted within each rank's part; the axis stays.
 
     Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
     """
@@ -124,7 +124,7 @@ class Chunk(ViewStatement):
     axis: Int = 0
 
     def _cut(self) -> tuple[Size, Axis]:
-        """Return the number of blocks outside the pieces, which are spread over ranks, and the axis of one piece."""
+        """Return the number of blocks, spread over ranks, around the pieces; and the axis of one piece."""
         type = self.x.tensor
         if self.axis >= len(type.axes):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(type.axes)}")
@@ -168,14 +168,14 @@ class Chunk(ViewStatement):
         if not 0 <= index < count:
             pieces = f"0 to {count - 1}" if count else f"{self.count} of at least 1"
             raise self.fail(f"piece {index} is outside axis {self.axis} of {self.x}", expected=pieces)
-        whole = frame.machine.rank is None
-        return frame.machine.chunk(x, self.axis, self._cut()[0].bind(frame.sizes) if whole else 1, count, index)
+        unsharded = frame.machine.rank is None
+        return frame.machine.chunk(x, self.axis, self._cut()[0].bind(frame.sizes) if unsharded else 1, count, index)
 
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewStatement):
-    """Treats the same buffer as each rank's partial sum: the input of an in-place allreduce.
+    """Treats a buffer as each rank's partial sum, for use as the input of an in-place allreduce.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """
@@ -203,10 +203,11 @@ class AsPartial(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(ViewStatement):
-    """The same elements in dense memory: `x` itself where it is dense at run time, else a copy of it.
+    """The same elements in dense memory: `x` itself if it is dense at run time, else a copy of it.
 
-    `x` is an input, or a view of one: only the caller knows the strides of those. A copy is made on the current stream
-    and lasts until the end of the call. As nobody can tell it from `x`, no statement writes the input or the result.
+    `x` is an input, or a view of one: only the caller knows their strides. A copy is made on the current stream and
+    lasts until the end of the call. The result may or may not be a copy, so no statement may write the input or the
+    result.
 
     Example: %y: f32[8@didx, 32] = dense %x: f32[8@didx, 32]
     """
@@ -232,20 +233,20 @@ class Dense(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Wait(Statement):
-    """The current stream waits for a communication; its result may be read on this stream from here on.
+    """The current stream waits for a communication. From here on, this stream may read the result.
 
     Example: wait %h: handle
     """
 
     syntax = "wait {handle}"
     orders = Sync.WAIT
-    whole = True
+    uncut = True
     handle: Use
 
     def verify(self) -> None:
         if self.handle.type is not Kind.HANDLE:
             raise self.fail(
-                f"{self.handle} is no communication in flight",
+                f"{self.handle} is not a communication in flight",
                 expected="a handle",
                 hint="wait for the %h of '%h = allgather ...'",
             )
@@ -259,13 +260,13 @@ class Wait(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class CurrentStream(Statement):
-    """The stream that statements are issued to at this point; at the start, the caller's.
+    """The stream to which statements are issued at this point; at the start, the caller's stream.
 
     Example: %user = current_stream
     """
 
     syntax = "{out} = current_stream"
-    whole = True
+    uncut = True
     out: Define
 
     def infer(self) -> Kind:
@@ -278,13 +279,13 @@ class CurrentStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
-    """Issues what follows to a stream: a stream value, or a member of the pool by index.
+    """Issues the following statements to a stream: a stream value, or a pool stream by index.
 
     Example: set_stream %i % 2
     """
 
     syntax = "set_stream {stream}"
-    whole = True
+    uncut = True
     stream: StreamRef
 
     @property
@@ -298,14 +299,14 @@ class SetStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Synchronize(Statement):
-    """The current stream waits for all that was issued on another so far. Nothing blocks the host.
+    """The current stream waits for all work issued to another stream so far. The host does not block.
 
     Example: synchronize 1
     """
 
     syntax = "synchronize {stream}"
     orders = Sync.STREAMS
-    whole = True
+    uncut = True
     stream: StreamRef
 
     def evaluate(self, frame: Frame) -> None:
@@ -315,17 +316,17 @@ class Synchronize(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Delay(Statement):
-    """Delays the current stream, so that a communication that gets ready meanwhile takes its SMs first.
+    """Delays the current stream, so that a communication that becomes ready meanwhile gets its SMs first.
 
-    A computation that fills the device keeps a communication out until its first blocks have ended. A delay orders
-    nothing: a program means the same without it, and machines without SMs pass over it. The idea is the nudge in
-    torch's fused matmul + reduce-scatter.
+    A computation that fills the device keeps a communication from starting until its first blocks have ended. A delay
+    orders nothing: a program means the same without it, and machines without SMs ignore it. The idea comes from the
+    delay in torch's fused matmul + reduce-scatter.
 
     Example: delay 5 us
     """
 
     syntax = "delay {microseconds} us"
-    whole = True
+    uncut = True
     microseconds: Int
 
     def evaluate(self, frame: Frame) -> None:
@@ -335,13 +336,13 @@ class Delay(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class For(Statement):
-    """Runs the body for each index from 0; every rank goes through every round.
+    """Runs the body for each index from 0 to `count` - 1. Every rank runs every round.
 
     Example: for %i in 0..4 { set_stream %i % 2 }
     """
 
     syntax = "for {index} in 0..{count} {body}"
-    whole = True
+    uncut = True
     index: Define
     count: Extent
     body: Body

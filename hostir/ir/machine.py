@@ -1,8 +1,8 @@
 """Define the interface between statements and the machines that execute them, and evaluate programs on a machine.
 
 A statement's `evaluate` gets a `Frame`, the state of one rank's run of a program. It looks up names, indices and sizes
-there, and calls methods of the frame's `Machine`. Some machines execute a call at once; others record it, to prove the
-program or to plan its run. All implement the same methods.
+in the frame, and calls methods of the frame's `Machine`. Some machines execute a call at once; others record it, to
+prove the program or to plan its run. All machines implement the same methods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hostir.ir.program import Program
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv, "%": mod}
-Handle = Any  # a machine's own object for a tensor, a stream or a communication in flight
+Handle = Any  # a machine's object for a tensor, a stream or a communication in flight
 
 
 @dataclass(frozen=True)
@@ -38,37 +38,41 @@ class Move:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication: its kind, its team in order, and its messages if it is not a collective of the whole team."""
+    """A communication: the statement's keyword, the ordered team, and the messages.
+
+    None for a collective of the team.
+    """
 
     kind: str
     team: tuple[int, ...]
     moves: tuple[Move, ...] | None = None
 
     def takes(self, rank: int) -> bool:
-        """Whether the communication reads memory of a rank."""
+        """Return True if the communication reads memory of a rank."""
         return self.moves is None or any(move.source == rank for move in self.moves)
 
     def gives(self, rank: int) -> bool:
-        """Whether the communication writes memory of a rank."""
+        """Return True if the communication writes memory of a rank."""
         return self.moves is None or any(move.target == rank for move in self.moves)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The flags that a computation waits for while it runs: block `i` of an operand is ready when flag `i` is.
+    """The flags that a computation waits for while it runs: flag `i` tells that block `i` of an operand is ready.
 
-    The operand's rows are `blocks` equal blocks; a flag says that its block is ready when it reaches `epoch`. The
-    result's rows are `results` equal blocks, and its block `j` needs the operand's blocks `j`, `j + results` and so on:
-    one block for a matmul, one of each source for a sum. The result's block `first` is computed first.
+    The operand's rows are split into `blocks` equal blocks. A block is ready once its flag reaches `epoch`. The
+    result's rows are split into `results` equal blocks. Block `j` of the result needs the operand's blocks `j`,
+    `j + results` and so on: one block for a matmul, one block of each source for a sum. Block `first` of the result is
+    computed first.
 
-    `own` replaces `own_blocks` of the operand's blocks, from `own_first` on: they are read from there, without waiting,
-    and are left undefined in the operand.
+    `own` replaces `own_blocks` blocks of the operand, from block `own_first` on. These are read from `own` without
+    waiting, and are left undefined in the operand.
 
-    `along` are the numbers of further operands whose rows belong to those of the first: the flag of a block says that
-    they are ready too. `own` does not replace them.
+    `along` are the positions of further operands whose rows correspond to the rows of the first: the flag of a block
+    tells that their rows are ready, too. `own` does not replace them.
 
-    A machine that plans also sets the SMs that the kernel does not get: `overlapped_sms` are those of the copies
-    directly before it on its stream, which may still run; `reserved_sms` are left to signals sent by kernels.
+    A machine that plans also sets the SMs that the kernel does not get. `overlapped_sms` belong to the copies directly
+    before it on its stream, which may still run. `reserved_sms` are left free for signals sent by kernels.
     """
 
     flags: Handle
@@ -90,7 +94,7 @@ class Ready:
 
     @cached_property
     def replaced(self) -> range:
-        """Return the operand's blocks for which `own` stands."""
+        """Return the operand's blocks that `own` replaces."""
         return range(self.own_first, self.own_first + self.own_blocks)
 
     def needed(self, result: int) -> tuple[int, ...]:
@@ -99,16 +103,16 @@ class Ready:
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """Return all blocks that it waits for, in the order in which it needs them."""
+        """Return all blocks that the computation waits for, in the order in which it needs them."""
         return tuple(block for result in self.order for block in self.needed(result))
 
 
 @dataclass(frozen=True)
 class Done:
-    """The flags of this rank that a computation raises while it runs: one for each of `blocks` equal blocks of rows.
+    """The flags of this rank that a computation sets while it runs: one for each of `blocks` equal blocks of rows.
 
     Flag `i` is set to `epoch` once block `i` of the result has been written. Block `first` is computed first. `along`
-    as in `Ready`.
+    has the same meaning as in `Ready`.
     """
 
     flags: Handle
@@ -132,9 +136,9 @@ class OptionalMethods(Protocol):
 
 
 class Machine(OptionalMethods, Protocol):
-    """The interface by which statements are executed. `rank` is None on a machine that holds whole, unsharded tensors.
+    """The interface that executes statements. `rank` is None on a machine that holds unsharded tensors.
 
-    A handle is the machine's own object for a tensor, a stream or a communication.
+    A handle is the machine's object for a tensor, a stream or a communication.
     """
 
     @property
@@ -142,7 +146,10 @@ class Machine(OptionalMethods, Protocol):
         """The rank that this machine runs as."""
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Handle:
-        """Allocate a dense uninitialised tensor. A symmetric one is the same in every call, with flags 0 at first."""
+        """Allocate a dense uninitialised tensor.
+
+        A symmetric tensor persists from call to call; its flags start at 0.
+        """
 
     def free(self, x: Handle) -> None:
         """Free a tensor: nothing issued later may touch it."""
@@ -151,7 +158,7 @@ class Machine(OptionalMethods, Protocol):
         """Return the view of `x` at one index of an axis, without that axis."""
 
     def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> Handle:
-        """Return the view of `x` whose axis, seen as [outer, count, inner], is cut to `index` of `count` and merged."""
+        """Return the view of `x` at `index` of `count`, with `axis` seen as [outer, count, inner], and merged again."""
 
     def reshape(self, x: Handle, shape: tuple[int, ...]) -> Handle:
         """Return the view of `x` in another shape."""
@@ -171,40 +178,41 @@ class Machine(OptionalMethods, Protocol):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run kernel `kind` on the current stream, which writes `out`.
+        """Run the kernel named `kind` on the current stream; it writes `out`.
 
-        It runs by blocks of rows if flags say when a block may begin (`ready`), or are raised after each (`done`).
+        It runs by blocks of rows if it waits for a flag before a block (`ready`), or sets one after it (`done`).
         """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
         """Start a communication after the current stream's earlier work; return its handle."""
 
     def wait(self, handle: Handle) -> None:
-        """Let the current stream wait for a communication."""
+        """Make the current stream wait for a communication."""
 
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         """Copy `x` of rank `source` to `out` of rank `target` on the current stream: by `sms` SMs, if not 0.
 
-        This rank is one of the two. The tensor on the other is symmetric, and given as the same view of this rank's.
+        This rank is one of the two. The tensor on the other rank is symmetric; the argument is the same view of this
+        rank's tensor.
         """
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         """Set a flag of a peer to an epoch of this call, in stream order; by a kernel if `sms` is not 0."""
 
     def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
-        """Let the current stream wait until a flag of this rank has reached an epoch of this call."""
+        """Make the current stream wait until a flag of this rank has reached an epoch of this call."""
 
     def barrier(self, team: tuple[int, ...]) -> None:
-        """Let the current stream wait until every rank of the team has reached its n-th barrier, as this rank has."""
+        """Make the current stream wait at its n-th barrier until every rank of the team is at its n-th barrier."""
 
     def current_stream(self) -> Handle:
-        """Return the current stream, to which statements are issued."""
+        """Return the current stream: statements are issued to it."""
 
     def set_stream(self, stream: Handle | int) -> None:
-        """Make a stream, or the worker stream of this number, the current one."""
+        """Make a stream, or the worker stream with this index, the current stream."""
 
     def synchronize(self, stream: Handle | int) -> None:
-        """Let the current stream wait for everything issued to another one so far; the host does not wait."""
+        """Make the current stream wait for all work issued to another stream so far; the host does not wait."""
 
 
 @dataclass
@@ -222,16 +230,16 @@ class Frame:
         self.handles[value.name] = handle
 
     def here(self, *meshes: Mesh | None) -> bool:
-        """Whether this rank belongs to any of the meshes."""
+        """Return True if this rank belongs to any of the meshes."""
         rank = self.machine.rank
         return rank is None or any(mesh is None or rank in mesh.places for mesh in meshes)
 
     def shape(self, type: TensorType) -> tuple[int, ...]:
-        """Return the shape of a tensor on this machine: one rank's part, or the whole."""
+        """Return the shape of a tensor on this machine: of one rank's part, or of the unsharded tensor."""
         return bind_shape(type.shape if self.machine.rank is None else type.local_shape, self.sizes)
 
     def empty(self, value: Value) -> bool:
-        """Whether a tensor has no elements, on any rank; statements that only compute or move such are skipped."""
+        """Return True if a tensor has no elements on any rank. Statements that only compute or move it are skipped."""
         return 0 in self.sizes.values() and 0 in self.shape(value.tensor)  # only symbols can be 0
 
     def index(self, expr: Expr) -> int:
@@ -265,14 +273,14 @@ def meshes_of(values: Iterable[Value]) -> tuple[Mesh | None, ...]:
 # The interpreter ------------------------------------------------------------------------------------------------------
 # Evaluates the statements of a program on a machine, in program order.
 
-MAX_UNROLLED = 1_000_000  # statements, with loops unrolled: planning more takes minutes, and much memory
+MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes and much memory
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection within a context: unrolling a program makes millions of objects and drops few of them.
+    """Disable garbage collection within a context: unrolling a program creates millions of objects and drops few.
 
-    Collections, which visit all of them again and again, would take as long as the unrolling itself.
+    Collections would visit all objects again and again, and take as long as the unrolling itself.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -284,10 +292,10 @@ def uncollected() -> Iterator[None]:
 
 
 class Observer:
-    """Is told each statement before it is evaluated, so that traces and errors can name it."""
+    """Receives each statement before it is evaluated, so that traces and errors can name it."""
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        """Record the statement that is evaluated next, and the indices of the loops around it, outermost first."""
+        """Record the statement to evaluate next, and the indices of the loops around it, outermost first."""
 
 
 def interpret(
@@ -300,8 +308,9 @@ def interpret(
 ) -> tuple[Handle | None, ...]:
     """Evaluate every statement on a machine in program order, with loops unrolled; return the outputs' handles.
 
-    `inputs` are the handles of this rank's parts (of whole tensors if the machine's rank is None), None where it holds
-    none. Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
+    `inputs` are the handles of this rank's parts, or of unsharded tensors if the machine's rank is None. An input is
+    None if the rank holds no part of it. Raises HostIRError at the loop that makes the program longer than
+    `MAX_UNROLLED` statements.
     """
     unrolled_length(program.body, sizes)
     frame = frames(machine, sizes)
@@ -312,7 +321,7 @@ def interpret(
 
 
 def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
-    """Return the number of statements of a body with its loops unrolled; each round counts as one more."""
+    """Return the number of statements of a body with its loops unrolled. Each round counts as one more statement."""
     total = 0
     for statement in body:
         if not statement.bodies:
@@ -329,7 +338,7 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
 
 
 def _rounds(statement: Statement, frame: Frame) -> Iterator[tuple[int, ...]]:
-    """Yield the rounds of a statement; say which statement it is if they cannot be told."""
+    """Yield the rounds of a statement; turn any exception into an error that points at the statement."""
     try:
         yield from statement.rounds(frame)
     except HostIRError:

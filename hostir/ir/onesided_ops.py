@@ -1,15 +1,15 @@
 """Define one-sided statements: ranks, conditions, symmetric buffers, copies between ranks, signals and barriers.
 
-A symmetric buffer exists on every rank of its mesh, and a view of this rank's buffer also names the same part of a
-peer's. Only signals and barriers order the ranks:
+A symmetric buffer exists on every rank of its mesh. A view of this rank's buffer also names the same part of a peer's
+buffer. Only signals and barriers order the ranks:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers run in order on the current stream, by copy engines and the stream itself: they need no
-SMs, unless a `put` or a `signal` asks for some. The model is that of CUDA's stream memory operations and of torch's
-symmetric memory.
+Copies, signals and barriers run in order on the current stream, by copy engines and the stream itself. They need no
+SMs, unless a `put` or a `signal` asks for some. The model follows CUDA's stream memory operations and torch's symmetric
+memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
 
 
 def own_rank(op: Statement, frame: Frame) -> int:
-    """Return the rank that runs the statement; raise on a machine that holds whole tensors, which has no ranks."""
+    """Return the rank that runs the statement; raise on a machine of unsharded tensors, which has no ranks."""
     if frame.machine.rank is None:
         raise op.fail(
             f"'{op.keyword()}' needs ranks, and there are none where tensors are whole",
@@ -64,7 +64,7 @@ def own_rank(op: Statement, frame: Frame) -> int:
 
 
 def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> int:
-    """Return the rank at a position along a mesh axis, in this rank's own team; raise where there is none."""
+    """Return the rank at a position along a mesh axis, in this rank's team; raise if the position is out of range."""
     team = mesh_over(op, x, over).team(own_rank(op, frame), over)
     index = frame.index(place)
     if not 0 <= index < len(team):
@@ -78,7 +78,7 @@ class AllocateSymmetric(Statement):
     """A symmetric buffer: every rank of its mesh has one, and peers may read it with `get` and write it with `put`.
 
     It persists from call to call with its contents; in the first call it is uninitialised. With dtype `flag` it is a
-    row of flags, which signals set and streams wait for: all are 0 at first, and epochs start again in every call.
+    row of flags, which signals set and streams wait for. All flags are 0 at first, and epochs restart in every call.
 
     Example: %x: bf16[4, 32] = allocate_symmetric
     """
@@ -87,7 +87,7 @@ class AllocateSymmetric(Statement):
     on_host = True
     one_sided = True
     symmetric = True
-    whole = True
+    uncut = True
     out: Define
 
     def verify(self) -> None:
@@ -106,7 +106,7 @@ class AllocateSymmetric(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Rank(Statement):
-    """This rank's position along an axis of the mesh of `x`, from 0: an index that differs from rank to rank.
+    """This rank's position along an axis of the mesh of `x`, from 0. This index differs from rank to rank.
 
     A rank outside that mesh gets -1.
 
@@ -116,7 +116,7 @@ class Rank(Statement):
     syntax = "{out} = rank of {x} over {over}"
     on_host = True
     per_rank = True
-    whole = True
+    uncut = True
     out: Define
     x: Use
     over: Name
@@ -139,16 +139,16 @@ class Rank(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class If(Statement):
-    """Runs the body if two indices are equal. If they depend on the rank, ranks do different things.
+    """Runs the body if two indices are equal. If the indices depend on the rank, ranks do different things.
 
-    Names that the body defines are known only within it.
+    Names that the body defines are in scope only within the body.
 
     Example: if %i == 0 { set_stream 1 }
     """
 
     syntax = "if {left} == {right} {body}"
     conditional = True
-    whole = True
+    uncut = True
     left: Index
     right: Index
     body: Body
@@ -168,7 +168,7 @@ class PeerCopy(Statement):
 
     transfers: ClassVar[bool] = True
     one_sided: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    uncut: ClassVar[bool] = True
 
     x: Read
     out: Write
@@ -220,7 +220,7 @@ class PeerCopy(Statement):
 class Get(PeerCopy):
     """Copies from a peer's symmetric buffer to memory of this rank, on the current stream.
 
-    `peer` is a position along the mesh axis `over`; `x` is the view to copy, on that rank.
+    `peer` is a position along the mesh axis `over`; `x` is the view to copy, on the peer.
 
     Example: get %x: f32[8@didx, 32] from 3 over didx -> %y: f32[1, 32]
     """
@@ -237,12 +237,12 @@ class Get(PeerCopy):
 class Put(PeerCopy):
     """Copies memory of this rank to a peer's symmetric buffer, on the current stream.
 
-    `peer` is a position along the mesh axis `over`; `out` is the view to write, on that rank. The peer may read it
-    after a signal or a barrier that follows the copy.
+    `peer` is a position along the mesh axis `over`; `out` is the view to write, on the peer. The peer may read it after
+    a signal or a barrier that follows the copy.
 
     With `by N sms` a kernel on N SMs copies, instead of a copy engine: it begins sooner, and moves large blocks more
-    slowly. Both views must be dense. On CUDA, consecutive puts of this kind on a stream are one kernel, together with
-    the signals between them; a `matmul` that waits for blocks and comes next may start while this kernel still runs.
+    slowly. Both views must be dense. On CUDA, consecutive puts by SMs on a stream, and the signals between them, are
+    one kernel. A `matmul` that comes next and waits for blocks may start while this kernel still runs.
 
     Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx by 16 sms
     """
@@ -267,14 +267,15 @@ class Put(PeerCopy):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Signal(Statement):
-    """Sets a flag of a peer to an epoch, once the current stream gets here.
+    """Sets a flag of a peer to an epoch, once the current stream reaches this statement.
 
-    Epochs count from 1 in every call. The epochs of one flag rise: each is sent once, after all lower ones.
+    Epochs count from 1 in every call. The epochs of one flag rise: each is sent once, after all lower epochs.
 
-    With `by 1 sms` a kernel sets the flag, instead of the stream itself. If the stream does, the GPU first waits until
-    all its writes to peers have arrived, those of other streams too, and starts no other copy until then: that leaves
-    gaps between copies. A kernel sets the flag while copies of other streams continue. A `matmul` that waits for blocks
-    leaves an SM to such signals before it; but a collective, or another such `matmul`, may take this SM.
+    With `by 1 sms` a kernel sets the flag, instead of the stream itself. If the stream sets it, the GPU first waits
+    until all its writes to peers have arrived, also the writes of other streams. It starts no other copy until then,
+    which leaves gaps between copies. A kernel sets the flag while copies of other streams continue. A `matmul` that
+    waits for blocks leaves one SM free for signals by SMs before it; but a collective, or another `matmul` that waits
+    for blocks, may take this SM.
 
     Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx by 1 sms
     """
@@ -282,7 +283,7 @@ class Signal(Statement):
     syntax = "signal {flags}[{slot}] = {epoch} at {peer} over {over}<? by {sms} sms?>"
     orders = Sync.SIGNAL
     one_sided = True
-    whole = True
+    uncut = True
     flags: Use
     slot: Index
     epoch: Index
@@ -326,7 +327,7 @@ class WaitSignal(Statement):
     syntax = "wait_signal {flags}[{slot}] >= {epoch}"
     orders = Sync.WAIT
     one_sided = True
-    whole = True
+    uncut = True
     flags: Use
     slot: Index
     epoch: Index
@@ -347,10 +348,10 @@ class WaitSignal(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Barrier(Statement):
-    """The current stream waits until every rank along `over` has reached its barrier of the same number.
+    """The current stream waits for its n-th barrier, until every rank along `over` has reached its n-th barrier.
 
-    Everything that those ranks' streams ran before their barriers happens before everything that this stream runs after
-    its own. The mesh of `x` says which ranks take part; its memory is not accessed.
+    All work of those ranks' streams before their barriers happens before all work of this stream after its barrier. The
+    mesh of `x` determines the ranks that take part; the memory of `x` is not accessed.
 
     Example: barrier of %x: f32[8@didx, 32] over didx
     """
@@ -358,7 +359,7 @@ class Barrier(Statement):
     syntax = "barrier of {x} over {over}"
     orders = Sync.MEET
     one_sided = True
-    whole = True
+    uncut = True
     x: Use
     over: Name
 
@@ -376,15 +377,15 @@ class Barrier(Statement):
 
 
 def flags_of(op: Statement, flags: Value) -> None:
-    """Raise unless a value is a row of flags, of which every rank has a whole one."""
+    """Raise unless a value is a row of flags that is replicated on every rank."""
     if not isinstance(flags.type, TensorType) or flags.type.dtype != FLAG or len(flags.type.axes) != 1:
         raise op.fail(f"{flags} is not a row of flags", expected="one such as %flags: flag[8] = allocate_symmetric")
     if flags.type.axes[0].marks or flags.type.partial:
-        raise op.fail(f"{flags} is not replicated", expected="a whole row of flags on every rank, such as flag[8]")
+        raise op.fail(f"{flags} is not replicated", expected="the same row of flags on every rank, such as flag[8]")
 
 
 def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
-    """Return the value of a flag's index; raise where there is no such flag."""
+    """Return the value of a flag's index; raise if it is out of range."""
     index, count = frame.index(slot), flags.tensor.shape[0].bind(frame.sizes)
     if not 0 <= index < count:
         raise op.fail(f"{flags} has no flag {index}", expected=f"0 to {count - 1}")

@@ -1,4 +1,4 @@
-"""Define the base of statements: frozen dataclasses whose fields and syntax template drive everything else."""
+"""Define the base class of statements: frozen dataclasses whose fields and syntax template drive everything else."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hostir.ir.machine import Frame
 
 
-# Values and index expressions: what the fields of statements hold -----------------------------------------------------
+# Values and index expressions: the contents of statement fields -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Value:
-    """A name and its type. Equal names in one program are one value; the span is where it was defined."""
+    """A name and its type. Equal names in one program are one value; the span points at its definition."""
 
     name: str
     type: Type
@@ -63,7 +63,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Bin:
-    """`left op right` on indices; op is one of + - * / %, of which / rounds down."""
+    """`left op right` on indices; op is one of + - * / %, and / rounds down."""
 
     op: str
     left: Expr
@@ -82,7 +82,7 @@ def _operand(expr: Expr) -> str:
 
 
 def expr_values(expr: Expr) -> Iterator[Value]:
-    """Yield the values that an expression uses."""
+    """Yield the values in an expression."""
     if isinstance(expr, Ref):
         yield expr.value
     elif isinstance(expr, Bin):
@@ -91,7 +91,7 @@ def expr_values(expr: Expr) -> Iterator[Value]:
 
 
 def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
-    """Return the expression with every value replaced whose name is in `names`."""
+    """Return the expression with each value whose name is in `names` replaced."""
     if isinstance(expr, Ref):
         return Ref(names.get(expr.value.name, expr.value))
     if isinstance(expr, Bin):
@@ -103,14 +103,14 @@ def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
 # A statement is a frozen dataclass whose fields, syntax template and methods drive everything else.
 #
 # A statement class declares
-# - its fields, each annotated with the codec that says how it is written and what it does (reads, writes, defines);
-# - `syntax`, the template that printer and grammar are both made from: literal words, `{field}`, `<? optional ?>`;
-# - `infer`, the type of its result, where the operands give it;
+# - its fields; the codec in a field's annotation tells its syntax and its effect (read, write, define);
+# - `syntax`, the template for both printer and grammar: literal words, `{field}`, `<? optional ?>`;
+# - `infer`, the type of its result, if the operands determine it;
 # - `evaluate`, its meaning on the machine protocol;
 # - a docstring that ends with an example, which the tests parse, print, check and run.
 #
-# The idea of one declarative string for both directions is xDSL's `assembly_format`; that of registering codecs by
-# annotation is ours.
+# The idea of one declarative string for both directions comes from xDSL's `assembly_format`; registering codecs by
+# annotation is new.
 
 
 class Phase(Enum):
@@ -124,12 +124,12 @@ BOTH = frozenset(Phase)
 
 
 class Codec(Enum):
-    """The kind of a field: how it is written, and what the statement does with it."""
+    """The codec of a field: its syntax, and the effect of the statement on it."""
 
     READ = "tensor operand that is read"
     WRITE = "tensor operand that is written"
-    ALIAS = "tensor operand of which the result is a view"
-    FREE = "tensor operand that ends here"
+    ALIAS = "tensor operand that the result is a view of"
+    FREE = "tensor operand that is freed here"
     DEFINE = "value that is defined here"
     USE = "handle, stream, flags or tensor that is used, but neither read nor written"
     STREAM = "stream: an index into the pool, or a stream value"
@@ -141,7 +141,8 @@ class Codec(Enum):
     NAME = "name"
     BLOCK = "statements in braces"
 
-    __hash__ = object.__hash__  # Enum's is a call in Python, and every field of every statement is asked for its codec
+    # Enum's hash is a Python call, and codecs are looked up for every field of every statement.
+    __hash__ = object.__hash__
 
 
 Read = Annotated[Value, Codec.READ]
@@ -167,12 +168,12 @@ Shape = tuple[Size, ...]  # or strides
 
 
 class Sync(Flag):
-    """Whom a statement orders that does nothing else."""
+    """The order that a statement adds, if it does nothing else."""
 
     NOTHING = 0
-    STREAMS = auto()  # the current stream waits for another one of its rank
+    STREAMS = auto()  # the current stream waits for another stream of its rank
     WAIT = auto()  # the current stream waits for other ranks
-    SIGNAL = auto()  # other ranks learn how far the current stream has come
+    SIGNAL = auto()  # other ranks learn about the progress of the current stream
     MEET = WAIT | SIGNAL
 
 
@@ -181,10 +182,10 @@ class FlagOperand:
     """A row of flags that a statement signals or waits for.
 
     Fields:
-        slot, epoch: of the one flag that it uses; the slot is None where it waits for each flag of the row.
-        rows: values whose rows are as many equal blocks as there are flags: each waits for the block's flag.
-        own: rows that stand in for one of the blocks.
-        raises: it sets the flags, and does not wait for them.
+        slot, epoch: index and epoch of the single flag that it uses; the slot is None if it uses each flag of the row.
+        rows: values whose rows are split into one equal block for each flag; each block waits for its flag.
+        own: rows that replace one of the blocks.
+        raises: True if it sets the flags; False if it waits for them.
     """
 
     flags: Value
@@ -196,16 +197,16 @@ class FlagOperand:
 
 
 class ViewStrides(Protocol):
-    """Gives the strides of a view, as formulas, from those of the view's operand `x`."""
+    """Computes the strides of a view, as formulas, from the strides of the view's operand `x`."""
 
     def same(self) -> Shape:
         """Return the strides of `x`."""
 
     def without(self, axis: int) -> Shape:
-        """Return the strides of `x` at one index of an axis, which goes away."""
+        """Return the strides of `x` without an axis, as for a view at one index of it."""
 
     def permuted(self, axes: tuple[int, ...]) -> Shape:
-        """Return the strides of `x` with its axes in another order."""
+        """Return the strides of `x` with permuted axes."""
 
     def reshaped(self, shape: Shape) -> Shape:
         """Return the strides of `x` in another shape."""
@@ -215,44 +216,47 @@ class ViewStrides(Protocol):
 
 
 class Traits:
-    """The traits of a statement: what it does, for all who ask; nobody else keeps lists of classes.
+    """The traits of a statement, which analyses ask for instead of keeping lists of classes.
 
-    These are the defaults. What a statement reads, writes, views, frees and defines follows from the codecs of its
-    fields, see `Statement`.
+    These are the defaults. The values that a statement reads, writes, views, frees and defines follow from the codecs
+    of its fields: see `Statement`.
     """
 
-    on_host: ClassVar[bool] = False  # it issues no work, and is the same on every stream
-    orders: ClassVar[Sync] = Sync.NOTHING  # whom it orders, if it does nothing else
+    on_host: ClassVar[bool] = False  # it issues no work, whichever stream is current
+    orders: ClassVar[Sync] = Sync.NOTHING  # the order that it adds, if it does nothing else
     transfers: ClassVar[bool] = False  # it moves elements between ranks
     collective: ClassVar[bool] = False  # every rank of its team issues it, all in the same order
-    one_sided: ClassVar[bool] = False  # it needs memory or signals that ranks share
-    per_rank: ClassVar[bool] = False  # it names single ranks, as what is one-sided does: whole tensors have none
-    symmetric: ClassVar[bool] = False  # the buffer that it defines is symmetric: it lasts from call to call
-    may_copy: ClassVar[bool] = False  # its result is a view, or else a copy: strides at run time decide
-    conditional: ClassVar[bool] = False  # a rank may pass over its body
-    explicit: ClassVar[bool] = True  # it is left where every change of sharding is explicit
+    one_sided: ClassVar[bool] = False  # it uses memory or signals that ranks share
+    per_rank: ClassVar[bool] = False  # it names single ranks, which unsharded tensors do not have
+    symmetric: ClassVar[bool] = False  # it defines a symmetric buffer, which lasts from call to call
+    may_copy: ClassVar[bool] = False  # its result is a view or a copy: strides at run time decide
+    conditional: ClassVar[bool] = False  # a rank may skip its body
+    explicit: ClassVar[bool] = True  # it may remain in a fusion with explicit communications
     contracts: ClassVar[bool] = False  # it multiplies matrices
-    whole: ClassVar[bool] = False  # `evaluate` takes tensors whole, but for `rows` of `flag_operands`
+    uncut: ClassVar[bool] = False  # `evaluate` takes unsliced tensors, except `rows` of `flag_operands` by block
 
     @classmethod
-    def known_whole(cls) -> bool:
-        """Whether it touches tensors as `whole` says: a class that has an `evaluate` of its own must say so itself."""
-        said, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("whole", "evaluate"))
-        return cls.whole and issubclass(said, runs)
+    def known_uncut(cls) -> bool:
+        """Return True if `uncut` was declared at or below the class that defines `evaluate`.
+
+        An inherited `uncut` does not count for a class with another `evaluate`.
+        """
+        declares, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("uncut", "evaluate"))
+        return cls.uncut and issubclass(declares, runs)
 
     @property
     def waits(self) -> int:
-        """The number of others that its stream waits for, of those that it `orders`."""
+        """The number of streams or ranks that its stream waits for, if it only orders (see `orders`)."""
         return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
 
     @property
     def sets_stream(self) -> Expr | None:
-        """The stream that what follows is issued to, where that changes."""
+        """The stream to which later statements are issued, if it changes the stream."""
         return None
 
     @property
     def place(self) -> tuple[Value, str] | None:
-        """The index that it defines as this rank's place along a mesh axis, and the axis."""
+        """The index that it defines as this rank's place along a mesh axis; and the axis."""
         return None
 
     @property
@@ -262,7 +266,7 @@ class Traits:
 
     @property
     def peer_place(self) -> tuple[Expr, str] | None:
-        """The place of the peer that it signals, or copies to or from, and the mesh axis along which places count."""
+        """The place of the peer that it signals, or copies to or from; and the mesh axis of the place."""
         return None
 
     @property
@@ -272,22 +276,22 @@ class Traits:
 
     @property
     def needs_reserved_sm(self) -> bool:
-        """Whether it needs the SM that a kernel which waits for flags reserves for it."""
+        """True if it needs the SM that a kernel reserves while it waits for flags."""
         return False
 
     @property
     def computed(self) -> Value | None:
-        """The value whose elements it computes, and rounds to its dtype."""
+        """The value whose elements it computes and rounds to the value's dtype."""
         return None
 
     @property
     def summed(self) -> Sequence[Size]:
-        """The extents, on one rank, of the axes over which each element that it computes is a sum."""
+        """The local extents of the axes that it sums over for each element."""
         return ()
 
     @property
     def right_side(self) -> tuple[Value, int] | None:
-        """The right side of a product, and its axis that is summed away."""
+        """The right operand of a product, and the operand's contracted axis."""
         return None
 
     @property
@@ -297,34 +301,34 @@ class Traits:
 
     @property
     def addends(self) -> int:
-        """The number of ranks whose partial sums it adds up; 0 if it adds none."""
+        """The number of ranks whose partial sums it adds up; 0 if it adds up no partial sums."""
         return 0
 
     @property
     def needs_dense(self) -> bool:
-        """Whether the tensors that it reads and writes must be dense."""
+        """True if the tensors that it reads and writes must be dense."""
         return False
 
     @property
     def compared(self) -> tuple[Shape, ...]:
-        """The shapes, or numbers of elements, that ranks compare when they meet in it."""
+        """The shapes, or numbers of elements, that must match between the ranks that meet in it."""
         return ()
 
     def strides(self, of: ViewStrides) -> Shape | None:
-        """Return the strides of its result, if that is a view; None where no formula gives them."""
+        """Return the strides of its result, if the result is a view; None if no formula describes them."""
         return None
 
     @property
     def repeats(self) -> Size:
-        """The number of times that its body runs, at most."""
+        """The maximum number of times that its body runs."""
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
-        """Yield once for each time that its body runs: the loop's index, which is set, or () where there is none."""
+        """Yield once for each run of its body: the loop's index, which the frame then holds, or () for a condition."""
         yield from ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
-        """Return the same statement, waiting for flags while it runs; None where it cannot, or does already."""
+        """Return the same statement, waiting for flags while it runs; None if it cannot wait or already waits."""
         return None
 
 
@@ -332,8 +336,8 @@ class Traits:
 class Statement(Traits):
     """The base class of all statements.
 
-    Equality, hash and `repr` are here for all of them: to write them for each class, as `dataclass` would, doubles the
-    time in which the modules of statements load.
+    Equality, hash and `repr` are defined here for all statements. If `dataclass` generated them for each class, loading
+    the modules of statements would take twice as long.
     """
 
     syntax: ClassVar[str] = ""
@@ -356,18 +360,18 @@ class Statement(Traits):
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in typed.items())})"
 
     def _operands(self) -> tuple[Any, ...]:
-        """Return all fields that count for equality: all but the span and the note."""
+        """Return the fields that equality compares: all except the span and the note."""
         return tuple(getattr(self, name) for name in codecs_of(type(self)))
 
     def infer(self) -> Type | None:
-        """Return the type of the value it defines, from its operands; None where the text must declare it."""
+        """Return the type of the value that it defines, from its operands; None if the text must declare the type."""
         return None
 
     def verify(self) -> None:
-        """Raise where the operands do not fit each other."""
+        """Raise if the operands do not fit each other."""
 
     def verify_layout(self) -> None:
-        """Raise where the parts that ranks hold do not match. Called once every change of sharding is explicit."""
+        """Raise if the parts that ranks hold do not match. Called once every change of sharding is explicit."""
 
     def divisions(self) -> Iterator[Division]:
         """Yield the divisions into equal parts that do not follow from the types of its values."""
@@ -377,7 +381,7 @@ class Statement(Traits):
         """Run the statement on the frame's machine."""
         raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
 
-    # What the fields say -----------------------------------------------------------------------------------------
+    # The fields by codec -----------------------------------------------------------------------------------------
     def values(self, *codecs: Codec) -> Iterator[Value]:
         """Yield the values in fields of these codecs, in the order of the fields; index expressions count as USE."""
         for name, codec in codecs_of(type(self)).items():
@@ -390,11 +394,11 @@ class Statement(Traits):
                 yield from expr_values(got)
 
     def defines(self, phase: Phase) -> Value | None:
-        """Return the value that this statement defines, if any. In a fusion, what it would write counts as defined."""
+        """Return the value that this statement defines, if any. In a fusion, a written value counts as defined."""
         return next(self.values(Codec.DEFINE, *([Codec.WRITE] if phase is Phase.FUSION else [])), None)
 
     def uses(self, phase: Phase) -> tuple[Value, ...]:
-        """Return every value that it uses but does not define."""
+        """Return every value that it uses without defining it."""
         written = [] if phase is Phase.FUSION else [Codec.WRITE]
         return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
 
@@ -419,12 +423,12 @@ class Statement(Traits):
 
     @cached_property
     def freed(self) -> Value | None:
-        """The value whose buffer ends here, if any."""
+        """The value whose buffer it frees, if any."""
         return next(self.values(Codec.FREE), None)
 
     @cached_property
     def buffer(self) -> Value | None:
-        """In a host program, the value that it defines with memory of its own, if any."""
+        """In a host program, the value that it defines with new memory (not a view), if any."""
         defined = self.defines(Phase.HOST)
         if defined is None or not isinstance(defined.type, TensorType) or self.viewed is not None:
             return None
@@ -442,13 +446,13 @@ class Statement(Traits):
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
 
     def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Statement:
-        """Return the same statement with another body, made from its own."""
+        """Return the same statement with each body replaced by `change(body)`."""
         named = codecs_of(type(self)).items()
         blocks: dict[str, Any] = {n: change(getattr(self, n)) for n, c in named if c is Codec.BLOCK}
         return replace(self, **blocks) if blocks else self
 
     def in_place(self, operand: int) -> bool:
-        """Whether it may write the very view that it reads as this operand."""
+        """Return True if its result may be exactly the view that it reads as this operand."""
         return False
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
@@ -456,7 +460,7 @@ class Statement(Traits):
         return error(message, self.span, expected=expected, hint=hint)
 
     def rename(self, names: dict[str, Value]) -> Statement:
-        """Return the same statement on other values: every operand whose name is in `names` is replaced."""
+        """Return the same statement with each operand whose name is in `names` replaced."""
         changes: dict[str, Any] = {}
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
@@ -486,7 +490,7 @@ class Statement(Traits):
 Body = Annotated[tuple[Statement, ...], Codec.BLOCK]
 
 
-_codecs: dict[type[Statement], dict[str, Codec]] = {}  # typing works each out once: it is slow
+_codecs: dict[type[Statement], dict[str, Codec]] = {}  # cached, because get_type_hints is slow
 _defaults: dict[type[Statement], dict[str, Any]] = {}
 
 
@@ -494,12 +498,10 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     """Return the codec of each field of a statement class, by field name."""
     if cls not in _codecs:
         hints = get_type_hints(cls, include_extras=True)
-        found = {f.name: [a for a in get_args(hints[f.name])[1:] if isinstance(a, Codec)] for f in _own_fields(cls)}
-        if bare := [name for name, codecs in found.items() if not codecs]:
-            raise TypeError(
-                f"{cls.__name__}.{bare[0]} does not say how it is written: annotate it with a codec, as Read"
-            )
-        _codecs[cls] = {name: codecs[0] for name, codecs in found.items()}
+        annotated = {f.name: [a for a in get_args(hints[f.name])[1:] if isinstance(a, Codec)] for f in _own_fields(cls)}
+        if bare := [name for name, codecs in annotated.items() if not codecs]:
+            raise TypeError(f"{cls.__name__}.{bare[0]} has no codec: annotate it with one, such as Read")
+        _codecs[cls] = {name: codecs[0] for name, codecs in annotated.items()}
     return _codecs[cls]
 
 
@@ -522,7 +524,7 @@ S = TypeVar("S", bound="Statement")
 
 
 def statement(cls: type[S]) -> type[S]:
-    """Register a statement class in the language, under its keyword."""
+    """Register a statement class under its keyword."""
     REGISTRY[cls.keyword()] = cls
     return cls
 
@@ -537,7 +539,7 @@ class FieldPart:
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """A part of a template that is left out while its first field has its default."""
+    """A part of a template that is left out if its first field has the default value."""
 
     parts: tuple[SyntaxPart, ...]
 

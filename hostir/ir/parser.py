@@ -1,4 +1,4 @@
-"""Read programs from text: a Lark grammar generated from the statements, names resolved, types inferred."""
+"""Parse programs: a Lark grammar generated from the statements; names are resolved and types inferred."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hostir.ir.source import WIDEST, HostIRError, Span, did_you_mean, error
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
 
 # The grammar ----------------------------------------------------------------------------------------------------------
-# The Lark grammar, generated from the registry, and what is said where a text does not follow it.
+# The Lark grammar, generated from the registry; and the messages for texts that do not follow it.
 
 BASE = r"""
 start: _HOSTIR INT mesh* head
@@ -118,7 +118,7 @@ def _lark() -> Lark:
 
 
 def tree_of(text: str, file: str) -> Tree[Token]:
-    """Return the parse tree of a text. Raise HostIRError at the first word that does not belong there."""
+    """Return the parse tree of a text. Raise HostIRError at the first unexpected word."""
     try:
         return _lark().parse(text)
     except UnexpectedInput as unexpected:
@@ -147,7 +147,7 @@ def _syntax_error(unexpected: UnexpectedInput, text: str, file: str) -> HostIREr
 
 
 def _expected(unexpected: UnexpectedInput) -> list[str]:
-    """Return the terminals that could stand where the text went wrong."""
+    """Return the terminals that the grammar allows at the place of the error."""
     if isinstance(unexpected, UnexpectedToken):
         return sorted(unexpected.accepts or unexpected.expected)
     return sorted(unexpected.allowed or ()) if isinstance(unexpected, UnexpectedCharacters) else []
@@ -174,18 +174,18 @@ def _one_of(terminals: list[str]) -> str:
 
 
 # From a parse tree to a program ---------------------------------------------------------------------------------------
-# Turns the parse tree of a text into a program: resolves names and infers the types that the text leaves out.
+# Turn the parse tree of a text into a program: resolve names and infer the types that the text leaves out.
 
-MAX_DEPTH = 64  # blocks within each other, and operators in one index expression
+MAX_DEPTH = 64  # the most nested blocks, and the most operators in one index expression
 
 
 def read(text: str, file: str) -> Program:
-    """Parse and resolve a text."""
+    """Parse a text into a program with resolved names."""
     return TreeReader(text, file).program(tree_of(text, file))
 
 
 def _parts(tree: Tree[Token]) -> list[Any]:
-    """Return a tree's children. The grammar says which is a token, a tree or None; lark's types do not."""
+    """Return a tree's children. Lark's types do not tell tokens, trees and None apart; the grammar does."""
     return tree.children
 
 
@@ -196,7 +196,7 @@ def _fields(parts: tuple[SyntaxPart, ...]) -> list[str]:
 
 
 def _spelled(form: str) -> str:
-    """Return a template as people read it."""
+    """Return a template as shown in messages."""
     return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
 
 
@@ -209,13 +209,13 @@ class TreeReader:
         self.meshes: dict[str, Mesh] = {}
         self.scope: dict[str, Value] = {}
         self.phase = Phase.HOST
-        self.depth = 0  # of the block that is being read
+        self.depth = 0  # nesting depth of the current block
 
     def span(self, token: Token) -> Span:
         line = token.line or 1
         return Span(self.file, line, token.column or 0, min(len(token), WIDEST), self.lines[line - 1])
 
-    def whole(self, tree: Tree[Token]) -> Span:
+    def span_of(self, tree: Tree[Token]) -> Span:
         """Return the span of a statement, or of the first line of a loop."""
         line, column, text = tree.meta.line, tree.meta.column, self.lines[tree.meta.line - 1]
         end = tree.meta.end_column if tree.meta.end_line == line else len(text.rstrip()) + 1
@@ -250,20 +250,18 @@ class TreeReader:
         shape = (len(rows), len(rows[0])) if grid.data == "grid" else (len(devices),)
         if len(axes) != len(shape) or len({len(row) for row in rows}) != 1:
             named = f"{len(axes)} named {'axis' if len(axes) == 1 else 'axes'}"
-            found = (
+            grid_text = (
                 f"rows of {', '.join(str(len(row)) for row in rows)} devices"
                 if len(shape) == 2
                 else "one line of devices"
             )
             raise error(
-                f"mesh {name} has {named}, and {found}", span, expected="[x] = 0 1 2 3, or [y, x] = (0 1) (2 3)"
+                f"mesh {name} has {named}, and {grid_text}", span, expected="[x] = 0 1 2 3, or [y, x] = (0 1) (2 3)"
             )
         if len(set(devices)) != len(devices) or len(set(axes)) != len(axes):
             raise error(f"mesh {name} names a device or an axis twice", span, expected="each device and each axis once")
         if STREAM in axes:
-            raise error(
-                f"a mesh axis cannot be called '{STREAM}'", span, hint="that is the mark of a pipeline's slices"
-            )
+            raise error(f"a mesh axis cannot be called '{STREAM}'", span, hint="it marks the slices of a pipeline")
         if name[1:] in self.meshes:
             raise error(f"mesh {name} is defined twice", span, hint="give it another name")
         self.meshes[name[1:]] = Mesh(name[1:], axes, shape, devices)
@@ -283,14 +281,14 @@ class TreeReader:
         return self.scope[name]
 
     def value(self, token: Token) -> Value:
-        found = self.scope.get(token[1:])
-        if found is None:
+        value = self.scope.get(token[1:])
+        if value is None:
             raise error(
                 f"{token} is not defined here",
                 self.span(token),
                 hint=did_you_mean(token, [f"%{n}" for n in self.scope]),
             )
-        return found
+        return value
 
     def tensor_type(self, tree: Tree[Token]) -> TensorType:
         name, *axes, partial, place = _parts(tree)
@@ -330,7 +328,7 @@ class TreeReader:
             on = None if at is None else STREAM if at == "@stream" else self.mark(at, mesh, marks)
             if on == STREAM and self.phase is Phase.HOST:
                 raise error(
-                    "a Stream axis belongs to a fusion", self.span(at), hint="in a host program the loop says it"
+                    "a Stream axis belongs to a fusion", self.span(at), hint="in a host program a loop takes its place"
                 )
             if on and mesh and on in mesh.axes and not extent.divisible_by(mesh.size(on)):
                 raise error(
@@ -345,9 +343,9 @@ class TreeReader:
         name = token.lstrip("@")
         if mesh is None:
             raise error(
-                f"an 'auto' tensor lies nowhere yet, and not on {name}",
+                f"an 'auto' tensor has no mesh yet, so it cannot lie on {name}",
                 self.span(token),
-                hint="take off 'auto', or the mark",
+                hint="remove 'auto', or the mark",
             )
         known = mesh.axes
         if name not in known:
@@ -384,7 +382,7 @@ class TreeReader:
     def statement(self, tree: Tree[Token]) -> Statement:
         rules = grammar()[1]
         cls, phase = rules[tree.data]
-        span = self.whole(tree)
+        span = self.span_of(tree)
         if self.phase not in cls.phases:
             raise error(
                 f"'{cls.keyword()}' does not belong to a {self.phase.value}",
@@ -393,12 +391,12 @@ class TreeReader:
             )
         if cls.form(self.phase) != cls.form(phase):
             raise error(
-                f"in a {self.phase.value} '{cls.keyword()}' is written otherwise",
+                f"'{cls.keyword()}' has another form in a {self.phase.value}",
                 span,
                 expected=f"'{_spelled(cls.form(self.phase))}'",
             )
         codecs, defaults = codecs_of(cls), defaults_of(cls)
-        given: dict[str, Any] = {}
+        operands: dict[str, Any] = {}
         binder: tuple[str, Tree[Token]] | None = None
         block = any(c is Codec.BLOCK for c in codecs.values())
         if block and self.depth == MAX_DEPTH:
@@ -407,18 +405,21 @@ class TreeReader:
         for name, child in zip(_fields(template(cls.form(phase))), _parts(tree), strict=True):
             if isinstance(child, Tree) and child.data == "binder":
                 binder = (name, child)
-                given[name] = Value(_parts(child)[0][1:], Kind.INDEX)  # its type follows from the others
+                # Replaced once its type is inferred from the other fields.
+                operands[name] = Value(_parts(child)[0][1:], Kind.INDEX)
             elif codecs[name] is Codec.DEFINE:
-                given[name] = self.define(child, Kind.INDEX)
+                operands[name] = self.define(child, Kind.INDEX)
             else:
-                given[name] = defaults[name] if child is None else self.field(codecs[name], child)
+                operands[name] = defaults[name] if child is None else self.field(codecs[name], child)
         if block:
             self.scope = outer
         if binder is None:
-            return cls(**given, span=span)
-        return self.bound(cls, given, *binder, span)
+            return cls(**operands, span=span)
+        return self.bound(cls, operands, *binder, span)
 
-    def bound(self, cls: type[Statement], given: dict[str, Any], name: str, tree: Tree[Token], span: Span) -> Statement:
+    def bound(
+        self, cls: type[Statement], operands: dict[str, Any], name: str, tree: Tree[Token], span: Span
+    ) -> Statement:
         token, declared = _parts(tree)
         type: Type | None = self.tensor_type(declared) if declared else None
         if name == "handle":
@@ -426,11 +427,11 @@ class TreeReader:
                 raise error(f"{token} is a handle, not a tensor", self.span(token), expected=f"{token} without a type")
             type = Kind.HANDLE
         if type is None:
-            type = cls(**given, span=span).infer()
+            type = cls(**operands, span=span).infer()
         if type is None:
             raise error(f"{token} needs its type", self.span(token), expected=f"{token}: bf16[...] = ...")
-        given[name] = self.define(token, type)
-        return cls(**given, span=span)
+        operands[name] = self.define(token, type)
+        return cls(**operands, span=span)
 
     def field(self, codec: Codec, child: Any) -> Any:
         if codec in VALUE_CODECS:
@@ -453,7 +454,7 @@ class TreeReader:
         if isinstance(tree, Tree):
             operators = sum(len(part.children) // 2 for part in tree.iter_subtrees())
             if operators > MAX_DEPTH:
-                span = self.whole(tree)
+                span = self.span_of(tree)
                 raise error(f"an index expression with {operators} operators", span, expected=f"at most {MAX_DEPTH}")
         return self.expr(tree)
 

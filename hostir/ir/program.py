@@ -1,4 +1,4 @@
-"""Define programs: immutable data in one of two phases, how they print, and what they divide sizes by."""
+"""Define programs: immutable data in one of two phases; with their printer and their divisions of sizes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
-# The printer, made from the statements' own templates.
+# The printer, which follows the statements' templates.
 
-VERSION = 1  # of the text
+VERSION = 1  # the version of the text
 INDENT = "  "
 
 
 class Printer:
-    """Prints statements of one program. It knows the phase, and the mesh that is not printed."""
+    """Prints statements of one program: in the form of its phase, without the name of the default mesh."""
 
     def __init__(self, phase: Phase, meshes: tuple[Mesh, ...], *, notes: bool = False) -> None:
         self.phase = phase
@@ -87,7 +87,7 @@ class Printer:
 
 
 def _other_than_inferred(s: Statement, defined: Value) -> bool:
-    """Whether the type must be printed, because parsing without it would infer another."""
+    """Return True if the type must be printed, because the parser would infer another type."""
     try:
         return defined.type != s.infer()
     except HostIRError:
@@ -95,18 +95,18 @@ def _other_than_inferred(s: Statement, defined: Value) -> bool:
 
 
 def declares_type(cls: type[Statement], phase: Phase) -> bool:
-    """Whether the text always declares the type that it defines: in a fusion, and where operands do not imply it."""
+    """Return True if the text always declares the defined type: in a fusion, or if operands do not imply it."""
     return phase is Phase.FUSION or cls.infer is Statement.infer
 
 
 # Divisions of sizes ---------------------------------------------------------------------------------------------------
-# The divisors of a program's sizes: the one place that finds them and reports sizes that are no multiples.
+# The divisors of a program's sizes: collected here, with the reports about sizes that are not multiples of them.
 
 
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
     """Return every division of a program, the most informative reasons first.
 
-    A split by a Stream axis of a fusion is none: it only asks a strategy for slices.
+    A split by a Stream axis of a fusion is not a division: it only asks a strategy for slices.
     """
     statements = tuple(statements)
     named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
@@ -115,12 +115,12 @@ def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tu
     every += [d for s in statements for d in s.divisions()]
     every += [d for v in values for d in _axes(v)]
     every += [d for s in statements for d in _written(s)]
-    return tuple(dict.fromkeys(d for d in every if not d.size.whole))
+    return tuple(dict.fromkeys(d for d in every if not d.size.is_integer))
 
 
 def _sharding(value: Value) -> Iterator[Division]:
     for factor, local, over in _factors(value):
-        if over and factor.whole:
+        if over and factor.is_integer:
             yield Division(local, f"{value} is{over}", value.span)
 
 
@@ -130,15 +130,15 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield the parts of axes of which a rank may not hold a whole number.
+    """Yield the parts of axes whose size on one rank may not be an integer.
 
-    For each its size, its size on one rank, and over how many ranks it is sharded, if any.
+    Each comes with its size, its size on one rank, and text that tells over how many ranks it is sharded, if any.
     """
     type = value.tensor.host()
     for axis in type.axes:
         for factor in axis.factors:
             local = type.local_factor(factor)
-            if local.whole:
+            if local.is_integer:
                 continue
             over = "" if local == factor.extent else f" sharded over {factor.extent / local} ranks"
             yield factor.extent, local, over
@@ -152,7 +152,7 @@ def _written(s: Statement) -> Iterator[Division]:
 
 
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return a diagnostic for each bound size that is no multiple of what divides it."""
+    """Return a diagnostic for each bound size that is not a multiple of its divisors."""
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:
         alike.setdefault(_apart(division.size), []).append(division)
@@ -169,7 +169,7 @@ def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int
 
 
 def _apart(size: Size) -> tuple[Size, Size]:
-    """Return the dividend, without a factor that cannot help, and the symbols of the divisor."""
+    """Return the dividend and the symbols of the divisor. Without symbols below, a constant factor is dropped."""
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)
     return Size(size.num if below else 1, 1, above), Size(1, 1, below)
@@ -195,7 +195,7 @@ def _refusal(
 
 
 def _strongest(of: Sequence[Division]) -> list[Division]:
-    """Return the divisions that imply all others: no other one asks for a multiple of theirs."""
+    """Return the divisions that imply all others: no other divisor is a multiple of their divisors."""
     kept: list[Division] = []
     for division in of:
         if all(other.size.den % division.size.den for other in kept):
@@ -204,24 +204,24 @@ def _strongest(of: Sequence[Division]) -> list[Division]:
 
 
 # Programs -------------------------------------------------------------------------------------------------------------
-# A program: plain immutable data, in one of two phases.
+# A program: plain immutable data in one of two phases.
 
 
 @dataclass(frozen=True)
 class Program:
     """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
 
-    `str(p)` is the whole text, with the comments that passes have added to statements; reading it back drops them.
+    `str(p)` is the complete text, with the comments that passes have added to statements; parsing drops the comments.
 
-    `meshes[0]` is the mesh of every tensor that names none. `streams` is the size of the pool of worker streams.
-    `aliases` are names of sizes that a foreign text uses, each with the size it equals (`("i5", "i4")`): they may be
-    bound too, to that very value. They are not part of the program's text.
+    `meshes[0]` is the mesh of every tensor whose type names no mesh. `streams` is the size of the pool of worker
+    streams. `aliases` are names of sizes in a foreign text, each with the size that it equals (`("i5", "i4")`). A
+    caller may bind them, too, to the same value. They are not part of the program's text.
 
     Fields:
-        name: without `@`.
-        phase: whether it is a fusion or a host program.
-        meshes: those that its tensors lie on.
-        inputs, outputs: the values that a call takes and gives, each with its `name` and `type`.
+        name: the name, without `@`.
+        phase: FUSION or HOST.
+        meshes: the meshes that its tensors lie on.
+        inputs, outputs: the values that a call takes and returns, each with its `name` and `type`.
         body: the statements, outermost first.
         streams: the number of worker streams.
     """
@@ -243,7 +243,7 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks it needs: one more than the highest device of its meshes."""
+        """The number of ranks that it needs: one more than the highest device of its meshes."""
         return 1 + max(device for mesh in self.meshes for device in mesh.devices)
 
     def walk(self) -> Iterator[Statement]:
@@ -259,7 +259,7 @@ class Program:
 
     @cached_property
     def size_names(self) -> frozenset[str]:
-        """The symbols that must be bound to run it."""
+        """The symbols that must be bound to run the program."""
         values = [*self.inputs, *(v for s in self.walk() for v in s.named)]
         named = {n for v in values if isinstance(v.type, TensorType) for n in v.type.names}
         for s in self.walk():
@@ -269,26 +269,26 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """A hash of the text without its comments, the same on every rank that runs the same program."""
-        import hashlib  # seldom needed, and not quickly loaded
+        import hashlib  # seldom needed, and slow to load
 
         return hashlib.sha256(format_program(self, notes=False).encode()).hexdigest()[:16]
 
     @cached_property
     def divisions(self) -> tuple[Division, ...]:
-        """The divisions of its sizes: each must be whole."""
+        """The divisions of its sizes: each quotient must be an integer."""
         return divisions_of(self.inputs, self.walk())
 
     def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
-        """Return a diagnostic for each of these sizes that is no multiple of what the program divides it by."""
+        """Return a diagnostic for each of these sizes that is not a multiple of the program's divisors of it."""
         return misfits(self.name, self.divisions, sizes)
 
     def check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raise where a bound size is no multiple of what the program divides it by."""
-        if found := self.misfits(sizes):
-            raise HostIRError(*found)
+        """Raise if a bound size is not a multiple of the program's divisors of it."""
+        if misfits := self.misfits(sizes):
+            raise HostIRError(*misfits)
 
     def given_sizes(self, given: Mapping[str, int] | None) -> dict[str, int]:
-        """Return the sizes that a caller gives, of some symbols or all. Raise for unknown names and invalid sizes."""
+        """Return a caller's sizes for some or all symbols. Raise for unknown names and invalid sizes."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -308,7 +308,7 @@ class Program:
             raise error(f"@{self.name} has no size '{unknown}'", user_span(), expected=expected, hint=hint)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
-        """Raise unless exactly the program's symbols are bound, to sizes that it divides, aliases to their equals."""
+        """Raise unless all symbols of the program are bound, to valid sizes, and aliases to the sizes they equal."""
         names, aliases = self.size_names, dict(self.aliases)
         self._refuse_unknown(sizes)
         if missing := sorted(names - sizes.keys()):
@@ -324,7 +324,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text, with `notes` as comments after statements; by `printer` if it is given."""
+    """Return the program's text, with `notes` as comments after statements. `printer` replaces the default printer."""
     printer = printer or Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"
@@ -341,7 +341,7 @@ def format_program(program: Program, *, notes: bool = True, printer: Printer | N
 
 
 def format_statement(statement: Statement, program: Program) -> str:
-    """Return one statement on one line, without the body of a loop: for messages and traces."""
+    """Return the text of a statement on one line, without the body of a loop, for messages and traces."""
     text = Printer(program.phase, program.meshes).lines(statement, 0)[0]
     return text.removesuffix("{").rstrip()
 
@@ -362,7 +362,7 @@ def rewrite(body: Iterable[Statement], change: Callable[[Statement], Iterable[St
 
 
 class Names:
-    """Generates fresh names: `a`, then `a_1`, `a_2`, ... in the order they are asked for."""
+    """Generates fresh names: `a`, then `a_1`, `a_2`, ... in the order of requests."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self.taken = set(taken)

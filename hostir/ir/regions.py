@@ -1,4 +1,4 @@
-"""Compute with regions, the sets of elements that strided views touch. Results are exact for all views."""
+"""Compute with regions, the sets of elements that strided views access. Results are exact for all views."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 # Regions --------------------------------------------------------------------------------------------------------------
-# Sets of elements that strided views touch: whether two meet, whether some cover another. Exact, whatever the views.
+# Sets of elements that strided views access: do two of them meet, do several cover another? Exact for all views.
 #
 # Views of dense buffers by index, piece, permutation and reshape are lattices whose strides nest: a step along one axis
-# leads past all that the axes inside it reach. Two such sets are compared axis by axis from the outermost in.
+# leads past all elements that the inner axes reach. Two such sets are compared axis by axis, from the outermost in.
 
 Dims = tuple[tuple[int, int], ...]  # extent and stride, outermost first
 
@@ -34,7 +34,7 @@ class Region:
 
     @property
     def empty(self) -> bool:
-        """Whether it has no elements."""
+        """True if the region has no elements."""
         return any(n == 0 for n, _ in self.dims)
 
     @cached_property
@@ -44,17 +44,17 @@ class Region:
 
     @property
     def dense(self) -> bool:
-        """Whether it has no gaps."""
+        """True if the region has no gaps."""
         return _dense(self.dims)
 
     def meets(self, other: Region) -> bool:
-        """Whether the two have an element in common."""
-        if self.offset > other.last or other.offset > self.last:  # most pairs
+        """Return True if the two regions have an element in common."""
+        if self.offset > other.last or other.offset > self.last:  # true of most pairs
             return False
         return self == other or _meet(self.offset, self.dims, other.offset, other.dims)
 
 
-@lru_cache(maxsize=1 << 12)  # ranks have views of the same shapes
+@lru_cache(maxsize=1 << 12)  # shared: ranks have views of the same shapes
 def _dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> Dims:
     pairs = sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda d: -d[1])
     dims: list[tuple[int, int]] = []
@@ -83,11 +83,11 @@ def _meet(a: int, dims: Dims, b: int, others: Dims) -> bool:
     if t == s:
         return _meet_in_step(a, n, inner, b, m, others[1:], s)
     if s % t == 0 and m * t > s:
-        per = s // t  # of the others' steps make one of ours
-        whole, rest = divmod(m, per)
-        if rest and _meet(a, dims, b + whole * s, ((rest, t), *others[1:])):
+        per = s // t  # this many steps of `others` make one step of `dims`
+        full, rest = divmod(m, per)
+        if rest and _meet(a, dims, b + full * s, ((rest, t), *others[1:])):
             return True
-        return _meet(a, dims, b, ((whole, s), (per, t), *others[1:]))
+        return _meet(a, dims, b, ((full, s), (per, t), *others[1:]))
     first = max(0, -((a + _span(inner) - b) // s))
     last = min(n - 1, (b + _span(others) - a) // s)
     return any(_meet(a + i * s, inner, b, others) for i in range(first, last + 1))
@@ -98,7 +98,7 @@ def _dense(dims: Dims) -> bool:
 
 
 def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: int) -> bool:
-    """Whether two sets with the same outermost stride meet, by the number of strides between them."""
+    """Return True if two sets with the same outermost stride meet, by the number of strides between them."""
     gap = b - a
     for steps in range(-((_span(inner) - gap) // s), (gap + _span(other)) // s + 1):
         if max(0, steps) <= min(n - 1, m - 1 + steps) and _meet(a + steps * s, inner, b, other):
@@ -119,7 +119,7 @@ def _runs(region: Region) -> Any:
 
 
 def covered(region: Region, by: Iterable[Region], within: Region | None = None) -> bool:
-    """Whether every element of a region, or of its part within another, lies in one of these regions."""
+    """Return True if every element of a region, or of its part in `within`, lies in one of the regions `by`."""
     near = [r for r in dict.fromkeys(by) if r.offset <= region.last and region.offset <= r.last]
     if any(r == region or (_dense(r.dims) and r.offset <= region.offset and region.last <= r.last) for r in near):
         return True
@@ -129,7 +129,7 @@ def covered(region: Region, by: Iterable[Region], within: Region | None = None) 
     runs = np.concatenate([_runs(r) for r in near])
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
-    fresh = np.concatenate([[True], runs[1:, 0] > reach[:-1]])  # where a stretch begins that nothing before it touches
+    fresh = np.concatenate([[True], runs[1:, 0] > reach[:-1]])  # runs that begin a stretch: they touch no earlier run
     starts, ends = runs[fresh, 0], np.append(reach[:-1][fresh[1:]], reach[-1])
     at = np.searchsorted(starts, mine[:, 0], side="right") - 1
     return bool(np.all((at >= 0) & (mine[:, 1] <= ends[at])))
@@ -146,7 +146,7 @@ def _common(runs: Any, others: Any) -> Any:
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------
-# Shapes with strides in elements, by torch's rules: which are dense, and which shapes a view may have without a copy.
+# Shapes with strides in elements, by torch's rules: density, and the shapes that a view may have without a copy.
 
 Extents = tuple[int, ...]
 
@@ -163,16 +163,16 @@ def dense_strides(shape: Extents) -> Extents:
 
 @lru_cache(maxsize=1 << 12)
 def is_dense(shape: Extents, strides: Extents) -> bool:
-    """Whether elements are contiguous in row-major order. Strides of axes of one element do not matter."""
+    """Return True if elements are contiguous in row-major order. Strides of axes of one element do not matter."""
     return 0 in shape or all(n == 1 or s == t for n, s, t in zip(shape, strides, dense_strides(shape), strict=True))
 
 
 @lru_cache(maxsize=1 << 12)
 def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | None:
-    """Return the strides with which a strided tensor can be seen in a new shape; None if that takes a copy.
+    """Return the strides of a view of a strided tensor in a new shape, as torch's `view` does; None if it needs a copy.
 
-    They are those of torch's `view`. Axes merge where a step along one leads just past all that those inside it reach;
-    the new axes must divide up what merges.
+    Axes merge if a step along the outer one leads just past all elements that the inner ones reach. The new axes must
+    divide up the merged axes.
     """
     if prod(shape) != prod(new):
         return None
@@ -180,41 +180,44 @@ def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | No
         return strides if shape == new else dense_strides(new)
     if not shape:
         return (1,) * len(new)
-    found: list[int] = []
+    new_strides: list[int] = []
     left = list(new)
-    size, step = 1, strides[-1]  # of the axes that merge, from the innermost out: elements, and stride of the last
+    # Of merged axes, from the innermost outwards: their elements, and the stride of the innermost.
+    size, step = 1, strides[-1]
     for axis in range(len(shape) - 1, -1, -1):
         size *= shape[axis]
         if axis and (shape[axis - 1] == 1 or strides[axis - 1] == size * step):
             continue  # the next axis merges too
         taken = 1
         while left and (taken < size or left[-1] == 1):
-            found.append(taken * step)
+            new_strides.append(taken * step)
             taken *= left.pop()
         if taken != size:
             return None
         size, step = 1, strides[axis - 1]
-    return tuple(reversed(found))
+    return tuple(reversed(new_strides))
 
 
-# Finding the regions that meet another --------------------------------------------------------------------------------
-# Finds the regions of a buffer that meet another one without looking at all of them.
+# An index of regions --------------------------------------------------------------------------------------------------
+# Finds the regions of a buffer that meet another region, without comparing all of them.
 
 T = TypeVar("T")
 
 
 class Near(Generic[T]):
-    """An index of the regions of one buffer, each with a value, that finds those that meet a region.
+    """An index of the regions of one buffer, each with a value. It finds the regions that meet a given region.
 
-    They are sorted by offset within classes of their extent, each twice as long as the one before. So of a class none
-    that begins further before a region than the longest of it reaches the region.
+    Regions are grouped into classes by extent: each class holds extents up to twice those of the previous class. Within
+    a class, regions are sorted by offset. A region of a class that begins further before the query than the longest
+    extent of the class cannot reach it.
 
-    Regions with gaps lie in each other's gaps, as the columns of a matrix do. Those of one outermost stride are classes
-    of their own, in which offsets and extents are taken modulo the stride.
+    Regions with gaps may lie in each other's gaps, as the columns of a matrix do. Regions with the same outermost
+    stride form separate classes, in which offsets and extents are taken modulo the stride.
     """
 
     def __init__(self) -> None:
-        self.classes: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by stride and extent: offset and number
+        # By stride and extent class: (offset, index in items).
+        self.classes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.items: list[tuple[Region, T]] = []
 
     def add(self, region: Region, item: T) -> None:
@@ -224,24 +227,24 @@ class Near(Generic[T]):
         self.items.append((region, item))
 
     def meeting(self, region: Region) -> list[T]:
-        """Return the values of the regions that have an element in common with this one, in the order added."""
-        found: list[int] = []
+        """Return the values of the regions that have an element in common with `region`, in insertion order."""
+        numbers: list[int] = []
         for (stride, bits), places in self.classes.items():
             earliest = region.offset - (1 << bits) + 1
             for first, last in _stretches(earliest, region.offset + _extent(region, stride), stride):
-                found += [
+                numbers += [
                     n for _, n in places[bisect_left(places, (first,)) : bisect_right(places, (last, len(self.items)))]
                 ]
-        return [self.items[n][1] for n in sorted(found) if self.items[n][0].meets(region)]
+        return [self.items[n][1] for n in sorted(numbers) if self.items[n][0].meets(region)]
 
 
 def _extent(region: Region, stride: int) -> int:
-    """Return the distance from a region's first to its last element; modulo `stride` unless that is 0."""
+    """Return the distance from a region's first to its last element; modulo `stride` unless `stride` is 0."""
     return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 
 
 def _stretches(first: int, last: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Return the integers from the first to the last, modulo `stride` unless that is 0, as ascending ranges."""
+    """Yield the integers from `first` to `last`, modulo `stride` unless it is 0, as ascending ranges."""
     if not stride:
         yield first, last
     elif last - first + 1 >= stride:

@@ -14,25 +14,25 @@ from hostir.ir.source import did_you_mean
 from hostir.ir.tensor_ops import ALONE, BY_BLOCKS, CONTRACTED, Contraction, Map, TensorOp, check_contracted
 from hostir.ir.types import DTYPES, FP8, DType, TensorType
 
-BLOCK = 128  # elements along K for which a block-wise scale stands, and columns of B
+BLOCK = 128  # elements along K, and columns of B, that share a block-wise scale
 F32 = DTYPES["f32"]
-RESULTS = ("bf16", "f16", "f32")  # dtypes of the product of fp8 matrices
+RESULTS = ("bf16", "f16", "f32")  # dtypes of products of fp8 matrices
 
 
 def _shown(shape: Shape) -> str:
     return f"f32[{', '.join(map(str, shape))}]"
 
 
-def _whole_f32(op: TensorOp, scale: Value) -> None:
+def _require_f32(op: TensorOp, scale: Value) -> None:
     if scale.tensor.dtype != F32:
         raise op.fail(f"the scale {scale} is {scale.tensor.dtype}", expected="scales in f32")
 
 
 def _fp8_named(op: TensorOp, name: str) -> DType:
-    """Return the fp8 type of this name; raise for any other."""
+    """Return the fp8 type with this name; raise for any other name."""
     if name not in FP8:
         expected, hint = f"one of: {', '.join(FP8)}", did_you_mean(name, FP8)
-        raise op.fail(f"'{name}' is no fp8 dtype", expected=expected, hint=hint)
+        raise op.fail(f"'{name}' is not an fp8 dtype", expected=expected, hint=hint)
     return FP8[name]
 
 
@@ -40,7 +40,7 @@ def _fp8_named(op: TensorOp, name: str) -> DType:
 
 
 class Scaling(Enum):
-    """The elements that share a scale."""
+    """The granularity of scales: the elements that share a scale."""
 
     TENSOR = "tensor-wise"
     ROW = "row-wise"
@@ -49,7 +49,7 @@ class Scaling(Enum):
 
 @dataclass(frozen=True)
 class ScaleShapes:
-    """The shapes of both scales in one form."""
+    """The shapes of both scales for one granularity."""
 
     scaling: Scaling
     a: Shape
@@ -68,16 +68,17 @@ class ScaledMatmul(Contraction):
 
     - tensor-wise: one element each, all axes 1;
     - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
-    - block-wise: `[..., K/128]` and `[K/128, N/128]`: one for 128 elements of a row of `a`, and for 128 x 128 of `b`.
+    - block-wise: `[..., K/128]` and `[K/128, N/128]`: one scale for 128 elements of a row of `a`, and one scale for
+      128 x 128 elements of `b`.
 
-    Tensor-wise and row-wise scales may be several along K: `[..., G]` and `[G, ...]`, one for each of the G ranks
-    that hold parts of K. With `plus %bias` it adds a row of N elements in the dtype of the result, which is bf16,
-    f16 or f32, and rounds once; of a partial sum, the bias may be one too. With `accumulate fast` sums of a whole K
-    may stay in the tensor core's accumulators, as with `use_fast_accum` of `torch._scaled_mm`; on a CPU it changes
-    nothing.
+    There may be several tensor-wise or row-wise scales along K: `[..., G]` and `[G, ...]`, one for each of the G ranks
+    that hold parts of K. With `plus %bias` it adds a row of N elements in the dtype of the result, which is bf16, f16
+    or f32, and rounds once. If the product is a partial sum, the bias may be a partial sum, too. With `accumulate fast`
+    the sums over all of K may stay in the tensor core's accumulators, as with `use_fast_accum` of `torch._scaled_mm`;
+    on a CPU it changes nothing.
 
-    Flags are as in `matmul`. The flag of a block of rows of `a` says that these rows of `scale_a` are there as well;
-    `own %x` replaces rows of `a` only.
+    Flags work as in `matmul`. The flag of a block of rows of `a` tells that these rows of `scale_a` are ready as well;
+    `own %x` replaces only rows of `a`.
 
     Example: %c: f32[8, 4] = scaled_matmul %a: f8e4m3[8, 64], %b: f8e5m2[64, 4] scaled %s: f32[1], %t: f32[1] to f32
     """
@@ -102,15 +103,15 @@ class ScaledMatmul(Contraction):
                 raise self.fail(
                     f"{x} is {x.tensor.dtype}",
                     expected=f"operands in {' or '.join(FP8)}",
-                    hint="hi.quantize makes them, with their scales; matmul multiplies the wider dtypes",
+                    hint="hi.quantize makes fp8 tensors and their scales; matmul multiplies the wider dtypes",
                 )
         check_contracted(self, self.a, self.b, 0)
         if self.dtype not in RESULTS:
             hint = did_you_mean(self.dtype, RESULTS)
             if self.dtype in FP8:
-                hint = "write the product to bf16, and quantize it: its scales are not known before"
+                hint = "write the product to bf16, then quantize it: its scales are not known before"
             raise self.fail(
-                f"a product of fp8 matrices is no '{self.dtype}'", expected=f"one of: {', '.join(RESULTS)}", hint=hint
+                f"a product of fp8 matrices is not '{self.dtype}'", expected=f"one of: {', '.join(RESULTS)}", hint=hint
             )
         if self.accumulate not in ("", "fast"):
             raise self.fail(f"it cannot accumulate '{self.accumulate}'", expected="'accumulate fast', or neither word")
@@ -121,9 +122,9 @@ class ScaledMatmul(Contraction):
         return dtype, (*self.a.tensor.shape[:-1], n)
 
     def _check_scales(self) -> None:
-        """Raise unless the two scales have one of the forms, and the same one."""
+        """Raise unless the two scales have the same granularity and fit the operands."""
         for scale in (self.scale_a, self.scale_b):
-            _whole_f32(self, scale)
+            _require_f32(self, scale)
         if self.scaling is not None:
             return
         a, b, K = self.scale_a.tensor.shape, self.scale_b.tensor.shape, self.a.tensor.shape[-1]
@@ -132,14 +133,14 @@ class ScaledMatmul(Contraction):
         if not alike and len(a) > 1 and not a[0].is_one:
             alike = [form for form in self._forms(self._groups) if form.a == a]
         hint = ""
-        if a[-1:] != (ONE,) and not (K / BLOCK).whole and not K.symbols:
-            hint = f"block-wise scales stand for {BLOCK} elements each, and K is {K}"
+        if a[-1:] != (ONE,) and not (K / BLOCK).is_integer and not K.symbols:
+            hint = f"block-wise scales need a multiple of {BLOCK} elements along K, and K is {K}"
         if any(form.b == a and form.a == b for form in forms):
             hint = f"{self.scale_a} fits {self.b}, and {self.scale_b} fits {self.a}: exchange them"
         N = self.b.tensor.shape[-1]
         if a[-1] == b[0] == K / BLOCK and not N.divisible_by(BLOCK) and b[-1] != N and not N.symbols:
-            message = f"{self.b} has {N} columns, and block-wise scales stand for {BLOCK} of them each"
-            raise self.fail(message, expected=f"a multiple of {BLOCK} columns, or another kind of scales")
+            message = f"{self.b} has {N} columns, and a block-wise scale covers {BLOCK} columns"
+            raise self.fail(message, expected=f"a multiple of {BLOCK} columns, or other scales")
         if alike:
             raise self.fail(
                 f"{self.scale_a} is a {alike[0].scaling.value} scale of {self.a}, and {self.scale_b} is "
@@ -148,14 +149,14 @@ class ScaledMatmul(Contraction):
                 hint=hint or "both scales are tensor-wise, both row-wise, or both block-wise",
             )
         raise self.fail(
-            f"{self.scale_a}: {self.scale_a.tensor} is no scale of {self.a}: {self.a.tensor}",
+            f"{self.scale_a}: {self.scale_a.tensor} is not a scale of {self.a}: {self.a.tensor}",
             expected=" or ".join(f"{_shown(form.a)} ({form.scaling.value})" for form in forms),
             hint=hint,
         )
 
     @property
     def _groups(self) -> Size:
-        """The number of scales along K: of each of which the ranks may hold one."""
+        """The number of scales along K, which may be spread over ranks; 1 without groups."""
         groups, K = self.scale_a.tensor.shape[-1:], self.a.tensor.shape[-1]
         return groups[0] if groups and groups[0].value is not None and K.divisible_by(groups[0]) else ONE
 
@@ -172,14 +173,19 @@ class ScaledMatmul(Contraction):
 
     @cached_property
     def scaling(self) -> Scaling | None:
-        """The form that both scales have; None if they have none."""
+        """The granularity of both scales; None if they do not fit one."""
         a, b, groups = self.scale_a.tensor.shape, self.scale_b.tensor.shape, self._groups
         if not a or not b:
             return None
-        found = next((form.scaling for form in self._forms(groups) if (form.a, form.b) == (a, b)), None)
-        if found is None and all(size.is_one for size in (*a[:-1], *b[1:])) and a[-1] == b[0] and b[0] in (ONE, groups):
-            return Scaling.TENSOR  # with any number of axes: a slice of the rows may have lost one
-        return found
+        scaling = next((form.scaling for form in self._forms(groups) if (form.a, form.b) == (a, b)), None)
+        if (
+            scaling is None
+            and all(size.is_one for size in (*a[:-1], *b[1:]))
+            and a[-1] == b[0]
+            and b[0] in (ONE, groups)
+        ):
+            return Scaling.TENSOR  # with any number of axes: slicing the rows may remove one
+        return scaling
 
     def maps(self) -> tuple[Map, ...]:
         rows, scaling = len(self.a.tensor.axes) - 1, self.scaling
@@ -201,31 +207,31 @@ class ScaledMatmul(Contraction):
         bias = self.bias
         if bias is None or not bias.tensor.partial:
             return super().infer()
-        found = replace(self, bias=None).infer()
-        if bias.tensor.partial != found.partial:
-            sums = " and ".join(", ".join(over) or "none" for over in (bias.tensor.partial, found.partial))
+        product = replace(self, bias=None).infer()
+        if bias.tensor.partial != product.partial:
+            sums = " and ".join(", ".join(over) or "none" for over in (bias.tensor.partial, product.partial))
             raise self.fail(f"the bias {bias} and the product are partial sums over different axes: {sums}")
-        return found
+        return product
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:
         a, b, scale, *_ = (type.local_shape for type in operands)
         if self.scaling is Scaling.BLOCK:
             for x, size in ((self.a, a[-1]), (self.b, b[1])):
                 if not size.divisible_by(BLOCK):
-                    message = f"a rank holds {size} elements of an axis of {x}, and block-wise scales stand for {BLOCK}"
+                    message = f"a rank holds {size} elements of an axis of {x}, and a block-wise scale covers {BLOCK}"
                     raise self.fail(message, expected=f"a multiple of {BLOCK} on each rank")
         elif not scale[-1].is_one:
             raise self.fail(
                 f"{self.scale_a} has {scale[-1]} scales along the {a[-1]} elements of K that a rank holds",
-                expected=f"one, or one for {BLOCK} elements each",
-                hint="several are for as many ranks: shard the last axis of the operand over them",
+                expected=f"one scale, or one for each {BLOCK} elements",
+                hint="several scales need as many ranks: shard the last axis of the operand over them",
             )
 
     def divisions(self) -> Iterator[Division]:
         yield from super().divisions()
         if self.scaling is Scaling.BLOCK:
             for x, axis in ((self.a, -1), (self.b, 1)):
-                why = f"block-wise scales stand for {BLOCK} elements of {x} each"
+                why = f"a block-wise scale covers {BLOCK} elements of {x}"
                 yield Division(x.tensor.local_shape[axis] / BLOCK, why, self.span)
 
     def rows_in_blocks(self) -> tuple[Value, ...]:
@@ -237,8 +243,8 @@ class ScaledMatmul(Contraction):
         return () if self.scaling is Scaling.TENSOR else (2,)
 
     def options(self) -> dict[str, Any]:
-        given = super().options()
-        return {n: x for n, x in given.items() if n not in ("dtype", "accumulate")} | {"fast": bool(self.accumulate)}
+        options = super().options()
+        return {n: x for n, x in options.items() if n not in ("dtype", "accumulate")} | {"fast": bool(self.accumulate)}
 
 
 # Quantization ---------------------------------------------------------------------------------------------------------
@@ -249,9 +255,9 @@ class ScaledMatmul(Contraction):
 class RowScales(TensorOp):
     """The scales with which rows of `x` fit an fp8 dtype: `max(amax / max, 2^-126)`, in f32.
 
-    `amax` is the largest absolute value of a row, and `max` the dtype's, 448 or 57344; with `each 128`, the scales are
-    of so many elements of a row. A row of zeros has the scale 2^-126, so that nothing is divided by 0; one with a NaN
-    has the scale NaN, and one with an infinity an infinite one.
+    `amax` is the largest absolute value of a row, and `max` the largest value of the dtype, 448 or 57344. With
+    `each 128` there is one scale for each 128 elements of a row. A row of zeros has the scale 2^-126, to avoid division
+    by 0. A row with a NaN has the scale NaN; a row with an infinity has an infinite scale.
 
     Example: %s: f32[16, 1] = row_scales %x: bf16[16, 256] to f8e4m3
     """
@@ -279,14 +285,14 @@ class RowScales(TensorOp):
 
     def divisions(self) -> Iterator[Division]:
         if self.block:
-            why = f"a scale stands for {self.block} elements of {self.x}"
+            why = f"a scale covers {self.block} elements of {self.x}"
             yield Division(self.x.tensor.local_shape[-1] / self.block, why, self.span)
 
 
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Largest(TensorOp):
-    """The largest element of a tensor, with all axes 1; NaN if there is one, 0 if there are no elements.
+    """The largest element of a tensor, with all axes 1; NaN if an element is NaN, 0 if there are no elements.
 
     Example: %y: f32[1, 1] = largest %x: f32[16, 32]
     """
@@ -306,8 +312,8 @@ class Largest(TensorOp):
 class Quantize(TensorOp):
     """`x / scale` in an fp8 dtype: computed in f32, limited to the dtype's range, rounded to nearest even.
 
-    The scale is f32, and has the axes of `x`: each 1 or that of `x`, or, of the last one, a scale for each 128
-    elements. NaN stays NaN.
+    The scale is f32 and has as many axes as `x`. Each axis has extent 1 or the extent of `x`; the last axis may also
+    have one scale for each 128 elements. NaN stays NaN.
 
     Example: %y: f8e4m3[16, 32] = quantize %x: bf16[16, 32] by %s: f32[16, 1] to f8e4m3
     """
@@ -322,21 +328,21 @@ class Quantize(TensorOp):
         dtype, shape, scale = _fp8_named(self, self.dtype), self.x.tensor.shape, self.scale.tensor.shape
         if self.x.tensor.dtype.name in FP8:
             raise self.fail(f"{self.x} is {self.x.tensor.dtype} already", expected="a tensor in f64, f32, f16 or bf16")
-        _whole_f32(self, self.scale)
+        _require_f32(self, self.scale)
         if len(scale) != len(shape) or not shape or not self._fits():
             ones = ", ".join("1" for _ in shape)
             rows = _shown((*shape[:-1], ONE))
             raise self.fail(
-                f"{self.scale}: {self.scale.tensor} is no scale of {self.x}: {self.x.tensor}",
-                expected=f"f32[{ones}], {rows}, or a scale for {BLOCK} elements of a row each",
+                f"{self.scale}: {self.scale.tensor} is not a scale of {self.x}: {self.x.tensor}",
+                expected=f"f32[{ones}], {rows}, or one scale for each {BLOCK} elements of a row",
             )
         return dtype, shape
 
     def _fits(self) -> bool:
         *rows, K = self.x.tensor.shape
         *scales, last = self.scale.tensor.shape
-        whole = all(size in (extent, ONE) for size, extent in zip(scales, rows, strict=True))
-        return whole and (last in (K, ONE) or (K.divisible_by(BLOCK) and last == K / BLOCK))
+        rows_fit = all(size in (extent, ONE) for size, extent in zip(scales, rows, strict=True))
+        return rows_fit and (last in (K, ONE) or (K.divisible_by(BLOCK) and last == K / BLOCK))
 
     def maps(self) -> tuple[Map, ...]:
         pairs = enumerate(zip(self.scale.tensor.shape, self.x.tensor.shape, strict=True))
@@ -346,5 +352,5 @@ class Quantize(TensorOp):
     def divisions(self) -> Iterator[Division]:
         *_, last = self.scale.tensor.shape
         if last not in (ONE, self.x.tensor.shape[-1]):
-            why = f"a scale stands for {BLOCK} elements of {self.x}"
+            why = f"a scale covers {BLOCK} elements of {self.x}"
             yield Division(self.x.tensor.local_shape[-1] / BLOCK, why, self.span)

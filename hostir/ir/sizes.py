@@ -10,8 +10,8 @@ from math import gcd
 
 from hostir.ir.source import HostIRError, Span, described, did_you_mean, error
 
-DIGITS = 18  # of the integers in a size: what fits in 64 bits
-MAX_CHARACTERS = 1000  # characters of a size's text
+DIGITS = 18  # the most digits of an integer in a size: it fits in 64 bits
+MAX_CHARACTERS = 1000  # the longest text of a size
 _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 
@@ -25,7 +25,7 @@ class Size:
 
     @staticmethod
     def of(value: Size | int | str, span: Span | None = None) -> Size:
-        """Read an integer, a symbol's name, or a product and quotient of them such as `"M*K/8"`."""
+        """Parse an integer, a symbol's name, or products and quotients of them, such as `"M*K/8"`."""
         if isinstance(value, Size):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -45,7 +45,7 @@ class Size:
 
     @property
     def value(self) -> int | None:
-        """The integer, if no symbol is left; else None."""
+        """The integer value; None if the size has symbols."""
         return self.num if not self.symbols and self.den == 1 else None
 
     @property
@@ -53,8 +53,8 @@ class Size:
         return self.num == 1 and self.den == 1 and not self.symbols
 
     @property
-    def whole(self) -> bool:
-        """Whether it is an integer for all values of its symbols."""
+    def is_integer(self) -> bool:
+        """True if the size is an integer for all values of its symbols."""
         return self.den == 1 and all(power > 0 for _, power in self.symbols)
 
     @property
@@ -68,12 +68,15 @@ class Size:
         return _combine(self, Size(other) if isinstance(other, int) else other, -1)
 
     def divisible_by(self, other: Size | int) -> bool:
-        """Whether the division may leave no remainder: False only where it certainly leaves one."""
+        """Return False if the division certainly leaves a remainder, else True."""
         quotient = self / other
-        return quotient.whole or bool(quotient.symbols)
+        return quotient.is_integer or bool(quotient.symbols)
 
     def bind(self, values: Mapping[str, int]) -> int:
-        """Return the integer for these values of the symbols. Raise if one is missing or a division is not exact."""
+        """Return the integer for these values of the symbols.
+
+        Raise if a value is missing or a division is not exact.
+        """
         num, den = self.num, self.den
         for name, power in self.symbols:
             if name not in values:
@@ -85,9 +88,9 @@ class Size:
                 )
             num, den = (num * values[name] ** power, den) if power > 0 else (num, den * values[name] ** -power)
         if not den or num % den:
-            given = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
+            bound = ", ".join(f"{n}={values[n]}" for n, _ in self.symbols)
             raise error(
-                f"the size {self} {'is not whole' if den else 'divides by zero'} for {given}: {num}/{den}",
+                f"the size {self} {'is not an integer' if den else 'divides by zero'} for {bound}: {num}/{den}",
                 hint=f"choose sizes so that {self} is an integer",
             )
         return num // den
@@ -101,20 +104,20 @@ class Size:
             down.insert(0, str(self.den))
         return "/".join(["*".join(up), *down])
 
-    __repr__ = __str__  # as in the text, also where a shape is printed
+    __repr__ = __str__  # the same as in the text, for printed shapes
 
 
 ONE = Size()
 
 
 def binding(name: str) -> str:
-    """Return a hint how to bind a symbol."""
+    """Return a hint that tells how to bind a symbol."""
     return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
 @dataclass(frozen=True)
 class Division:
-    """A size that must be whole, as something is cut in equal parts."""
+    """A quotient that must be an integer because something is split into equal parts."""
 
     size: Size
     why: str = field(compare=False)
@@ -132,7 +135,7 @@ def _combine(a: Size, b: Size, sign: int) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """Return the product of sizes; 1 for none."""
+    """Return the product of sizes; 1 if there are no sizes."""
     result = ONE
     for size in sizes:
         result = result * size
@@ -159,7 +162,7 @@ def _parse(text: str, span: Span | None) -> Size:
         rest = rest[term.end() :]
         if not rest:
             if result.den != 1 and not result.symbols:
-                raise error(f"the size '{text}' is not whole", span, expected="an integer")
+                raise error(f"the size '{text}' is not an integer", span, expected="an integer")
             if max(result.num, result.den) >= 10**DIGITS:
                 raise _too_long(span)
             return result

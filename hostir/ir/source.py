@@ -15,22 +15,22 @@ from types import FrameType
 from typing import Any
 
 # Values in messages ---------------------------------------------------------------------------------------------------
-# Users' values and names, each in one bounded line, with a suggestion for a misspelt name.
+# Users' values and names, each on one line of bounded length, with a suggestion for a misspelt name.
 
-SHOWN = 80  # characters
+SHOWN = 80  # the most characters of a shown value
 
 
 def described(value: object) -> str:
-    """Return the repr of a value if it is short; else what the value is: `a torch.Tensor of shape [4, 8], float32`."""
+    """Return the repr of a value if it is short; else a description: `a torch.Tensor of shape [4, 8], float32`."""
     try:
         text = _short.repr(value)
-    except Exception:  # of the value's own __repr__
+    except Exception:  # raised by the value's __repr__
         text = _kind(value)
     return shortened(text, 3 * SHOWN)
 
 
 def amount(bytes: float) -> str:
-    """Format bytes for people."""
+    """Format a number of bytes with a unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if bytes < 1024 or unit == "TiB":
             break
@@ -39,7 +39,7 @@ def amount(bytes: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, with its middle left out if it has more characters than this."""
+    """Return a text; leave its middle out if it has more than `most` characters."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
 
 
@@ -62,7 +62,7 @@ def _array(x: object) -> str | None:
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if isinstance(x, type) or dtype is None or not isinstance(shape, tuple):
         return None
-    if not all(isinstance(n, int) for n in shape):  # a tensor of a fusion, which shows itself
+    if not all(isinstance(n, int) for n in shape):  # a tensor of a fusion has a readable repr
         return None
     return f"shape {list(shape)}, {str(dtype).removeprefix('torch.')}"
 
@@ -80,9 +80,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint with the known name that is probably meant, ignoring case; an empty string if there is none.
+    """Return a hint with the known name that is probably meant, ignoring case; an empty string without such a name.
 
-    Words with different first letters are different words (`a100` is not `h100`), unless one holds the other.
+    Words with different first letters do not match (`a100` is not `h100`), unless one contains the other.
     """
     import difflib  # seldom needed, and slow to load
 
@@ -101,15 +101,15 @@ def _plain(name: str) -> str:
 
 
 # Spans and diagnostics ------------------------------------------------------------------------------------------------
-# Positions in a source, and messages about mistakes: file:line:col, a caret, what was expected, what to do.
+# Positions in a source, and messages about mistakes: file:line:col, a caret, the expected text, a hint.
 
-WIDEST = 160  # characters: of a longer line, messages show a part
-MAX_WORD, MAX_TEXT = 240, 2000  # characters, likewise
+WIDEST = 160  # characters; messages show only a part of a longer source line
+MAX_WORD, MAX_TEXT = 240, 2000  # characters; longer words and texts are shortened in messages
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one source line. Lines and columns count from 1; `width` is how many carets to draw."""
+    """A stretch of one source line. Lines and columns count from 1; `width` is the number of carets to draw."""
 
     file: str
     line: int
@@ -121,7 +121,7 @@ class Span:
         return f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
 
     def render(self) -> str:
-        """Return the source line with carets below the span; empty where the line is not known."""
+        """Return the source line with carets below the span; an empty string if the line is unknown."""
         if not self.text.strip():
             return ""
         gutter = f"{self.line:5} | "
@@ -184,35 +184,35 @@ def _frame_span(frame: FrameType) -> Span:
 
 
 def from_here(file: str) -> str:
-    """Return a path as one would type it: relative to the current folder if it lies inside."""
+    """Return a path relative to the current folder if it lies inside it, else unchanged."""
     inside = os.path.join(os.getcwd(), "")
     return file.removeprefix(inside)
 
 
 def _bounded(text: str) -> str:
-    """Shorten a message text, whatever names and values it quotes."""
+    """Shorten a message text that quotes long names or values."""
     if len(text) <= MAX_WORD:
         return text
     return shortened(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: shortened(word[0], WIDEST), text), MAX_TEXT)
 
 
-UNCHECKED = "unchecked"  # the kind of the finding that orders were not checked, so that nothing is proved
+UNCHECKED = "unchecked"  # the kind of the finding that a program could not be checked, so nothing is proved
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding: what is wrong, where, what was expected, and what to do about it.
+    """One finding: the mistake, its place, what was expected, and what to do.
 
-    `str(diagnostic)` is what a person should read.
+    `str(diagnostic)` is the text for people.
 
     Fields:
-        message: what is wrong.
-        span: where: its `file`, `line` and `column`, counted from 1; None where no place is known.
-        expected: what would have been right; may be empty, as may `hint`.
-        hint: what to do about it.
-        notes: other places that have to do with it, each with a text.
+        message: the mistake.
+        span: its place: `file`, `line` and `column`, counted from 1; None if the place is unknown.
+        expected: a description of correct input; may be empty.
+        hint: what to do; may be empty.
+        notes: related places, each with a text.
         level: `error` or `warning`.
-        kind: the kind of a finding about orders, memory or ranks; empty for all other mistakes.
+        kind: the category of a finding about order, memory or ranks; empty for all other mistakes.
     """
 
     message: str
@@ -244,7 +244,7 @@ class Diagnostic:
 
 
 class HostIRError(Exception):
-    """Raised for every mistake in a program, a text or a call. `str(error)` is what a person should read.
+    """Raised for every mistake in a program, a text or a call. `str(error)` is the text for people.
 
     Fields:
         diagnostics: the findings, one `hi.Diagnostic` each.
@@ -268,7 +268,7 @@ def error(
 
 
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Raise, at the user's line, unless the value is one of the known words; `what` says what they name."""
+    """Raise, at the user's line, unless the value is one of the known words; `what` is a noun for them."""
     words = list(known)
     if not isinstance(value, str) or value not in words:
         message, expected = f"unknown {what} {described(value)}", f"one of: {', '.join(words)}"
@@ -278,24 +278,24 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
 # Logging --------------------------------------------------------------------------------------------------------------
 # Log records of decisions, creations and releases, in standard `logging` below the logger `hostir`.
 #
-# They are silent until a program asks for them: `logging.getLogger("hostir").setLevel(logging.INFO)`, with a handler.
-# No call of an executor that runs a plan or replays a graph which is there already makes any.
+# Nothing is logged until a program asks for it: `logging.getLogger("hostir").setLevel(logging.INFO)`, with a handler.
+# A call of an executor that runs an existing plan, or replays an existing graph, logs nothing.
 
 logging.getLogger("hostir").addHandler(logging.NullHandler())
 
 
 def rank() -> str | None:
-    """Return the rank that a launcher such as torchrun gave this process, as text; None without one."""
+    """Return the rank that a launcher such as torchrun assigned to this process, as text; None without a launcher."""
     return os.environ.get("RANK")
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints what is printed once a job: rank 0, or a process that no launcher has started."""
+    """Return True if this process prints for the job: it is rank 0, or was started without a launcher."""
     return rank() in (None, "0")
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
-    """The logger of a module; its records begin with the rank in a job of several."""
+    """The logger of a module; its records begin with the rank if a launcher started the process."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         number = rank()
@@ -308,11 +308,11 @@ def logger(module: str) -> Logger:
 
 
 # Notices --------------------------------------------------------------------------------------------------------------
-# Warnings about a job that runs all the same, each issued once.
+# Warnings about a job that runs nevertheless, each issued once.
 
 
 class FallbackWarning(UserWarning):
-    """Warns that something runs in another way than was preferred, and slower."""
+    """Warns that something runs in a slower way than preferred."""
 
 
 _warned: set[Hashable] = set()

@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 
 
 # Computations ---------------------------------------------------------------------------------------------------------
-# The vocabulary of computations on sharded tensors. Host programs use the same statements as fusions.
+# Computations on sharded tensors. Host programs use the same statements as fusions.
 #
-# In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`); in a host program it writes a buffer
-# that exists (`matmul %a, %b -> %c`). `Map` says how each operand's axes relate to the result's; sharding propagation,
-# slicing and type inference all read it.
+# In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`). In a host program it writes an
+# existing buffer (`matmul %a, %b -> %c`). A `Map` relates each operand's axes to the result's axes; sharding
+# propagation, slicing and type inference all use it.
 
 MAX_F32, MAX_F64 = (2 - 2.0**-23) * 2.0**127, sys.float_info.max
-CONTRACTED = -1  # in a Map: the axis is summed away
-ALONE = -2  # in a Map: each rank reads all of the axis, as one of extent one that is spread over the result's
-Map = tuple[int, ...]  # for each axis of an operand, the axis of the result that it becomes, or each block of which
+CONTRACTED = -1  # in a Map: the axis is summed over, and the result does not have it
+ALONE = -2  # in a Map: each rank reads all of the axis, for example a broadcast axis of extent 1
+Map = tuple[int, ...]  # for each axis of an operand: the axis of the result with its elements, or one for each block
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,10 +63,10 @@ class TensorOp(Statement):
     """The base class of computations: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
-    whole: ClassVar[bool] = True
-    stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that are read in place of a part of an operand
-    followers: ClassVar[frozenset[str]] = frozenset()  # operands that lie as the others do, wherever these lie
-    takes_fp8: ClassVar[bool] = False  # whether operands may be fp8: most computations have no scales for them
+    uncut: ClassVar[bool] = True
+    stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that replace a part of an operand
+    followers: ClassVar[frozenset[str]] = frozenset()  # operands that take the sharding of the others
+    takes_fp8: ClassVar[bool] = False  # True if operands may be fp8: most computations have no scales for them
 
     out: Write
 
@@ -76,21 +76,21 @@ class TensorOp(Statement):
 
     @cached_property
     def following(self) -> frozenset[int]:
-        """The numbers of the operands that lie as the others do."""
+        """The positions of the operands that take the sharding of the others (see `followers`)."""
         names = [n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ and n not in self.stand_ins]
-        given = [n for n in names if getattr(self, n) is not None]
-        return frozenset(i for i, n in enumerate(given) if n in self.followers)
+        present = [n for n in names if getattr(self, n) is not None]
+        return frozenset(i for i, n in enumerate(present) if n in self.followers)
 
     @cached_property
     def _operands_or_none(self) -> list[Value | None]:
         read = (n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ)
-        found = [getattr(self, n) for n in read if n not in self.stand_ins]
-        while found and found[-1] is None:  # kernels know the rest by its defaults
-            found.pop()
-        return found
+        operands = [getattr(self, n) for n in read if n not in self.stand_ins]
+        while operands and operands[-1] is None:  # kernels have defaults for trailing operands
+            operands.pop()
+        return operands
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        """Return the result's dtype and logical shape; raise where the operands do not fit."""
+        """Return the result's dtype and logical shape; raise if the operands do not fit."""
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
@@ -98,10 +98,10 @@ class TensorOp(Statement):
         raise AssertionError(type(self).__name__)
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:
-        """Raise where a rank cannot compute on its parts of operands of these types, which match."""
+        """Raise if a rank cannot compute on its parts of operands of these matching types."""
 
     def infer(self) -> TensorType:
-        """Return the result's type when every rank computes on its own parts; raise where the parts do not match."""
+        """Return the result's type if every rank computes on its local parts; raise if the parts do not match."""
         dtype, shape = self.result()
         self._one_mesh(self.operands)
         return join(self, dtype, shape, self.operands, self.maps())
@@ -111,7 +111,7 @@ class TensorOp(Statement):
             raise self.fail(
                 f"{self.keyword()} cannot compute with {narrow}, which is {narrow.tensor.dtype}",
                 expected="operands in f64, f32, f16 or bf16",
-                hint="scaled_matmul multiplies fp8 with its scales; cast makes numbers of it",
+                hint="scaled_matmul multiplies fp8 with its scales; cast converts it to a wider dtype",
             )
         (dtype, shape), declared = self.result(), self.out.tensor
         if declared.dtype != dtype or declared.shape != shape:
@@ -153,10 +153,10 @@ class TensorOp(Statement):
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), *flags)
 
     def pass_over(self, frame: Frame) -> None:
-        """Do what is left to do where the result has no elements."""
+        """Do the remaining work if the result has no elements."""
 
     def in_place(self, operand: int) -> bool:
-        """Whether each element of the operand is read only for the same element of the result."""
+        """Return True if each element of the operand is used only for the same element of the result."""
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
@@ -169,7 +169,7 @@ class TensorOp(Statement):
         return None
 
     def raises(self, frame: Frame) -> Done | None:
-        """Return the flags that the kernel raises while it runs, if any."""
+        """Return the flags that the kernel sets while it runs, if any."""
         return None
 
     @classmethod
@@ -178,7 +178,7 @@ class TensorOp(Statement):
 
 
 def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
-    """Return the common dtype of these operands; raise where they differ."""
+    """Return the common dtype of these operands; raise if they differ."""
     first = values[0]
     for other in values[1:]:
         if other.tensor.dtype != first.tensor.dtype:
@@ -192,7 +192,7 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
 
 
 def check_contracted(op: Statement, a: Value, b: Value, b_axis: int) -> None:
-    """Raise unless `b` is a matrix whose axis `b_axis` is as long as the last one of `a`."""
+    """Raise unless `b` is a matrix whose axis `b_axis` is as long as the last axis of `a`."""
     if len(b.tensor.axes) != 2:
         raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes")
     if not a.tensor.axes:
@@ -210,10 +210,10 @@ BY_BLOCKS = "<? ready {ready} >= {epoch}?><? done {done} = {raised}?><? from {fi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ByBlocks(TensorOp):
-    """The base class of computations that may run block by block of rows, by flags of this rank.
+    """The base class of computations that may run by blocks of rows, by flags of this rank.
 
-    With `ready` a block waits until flags say that the rows that it reads are there; with `done` a flag is raised
-    after each block of the result.
+    With `ready` a block waits for the flags of the rows that it reads. With `done` a flag is set after each block of
+    the result.
     """
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
@@ -227,13 +227,13 @@ class ByBlocks(TensorOp):
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """Return the syntax template; in a fusion there are no flags, so that part is left out."""
+        """Return the syntax template. A fusion has no flags, so its template has no part for them."""
         form = super().form(phase)
         return form if phase is Phase.HOST else form.removesuffix(BY_BLOCKS)
 
     @property
     def rows(self) -> Value:
-        """The operand whose rows flags are about; the others are read whole."""
+        """The operand whose blocks of rows have flags; the others are read unsliced."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -252,20 +252,20 @@ class ByBlocks(TensorOp):
 
     @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
-        found: list[FlagOperand] = []
+        operands: list[FlagOperand] = []
         if self.ready is not None:
-            found.append(FlagOperand(self.ready, None, self.epoch, self.rows_in_blocks(), self.own))
+            operands.append(FlagOperand(self.ready, None, self.epoch, self.rows_in_blocks(), self.own))
         if self.done is not None:
-            found.append(FlagOperand(self.done, None, self.raised, (self.out,), raises=True))
-        return tuple(found)
+            operands.append(FlagOperand(self.done, None, self.raised, (self.out,), raises=True))
+        return tuple(operands)
 
     def rows_in_blocks(self) -> tuple[Value, ...]:
-        """Return the values whose rows are a block for each flag of `ready`."""
+        """Return the values whose rows are split into one block for each flag of `ready`."""
         return self.rows, self.out
 
     @property
     def along(self) -> tuple[int, ...]:
-        """The numbers of the operands whose rows belong to those of `rows`: a block is read with its rows of them."""
+        """The positions of operands whose rows correspond to those of `rows`: a block reads the same rows of them."""
         return ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
@@ -278,16 +278,16 @@ class ByBlocks(TensorOp):
             return None
         return changed
 
-    def _stands_in(self, own: Value) -> None:
+    def _stands_in(self, rows: Value) -> None:
         if self.ready is None:
-            message = f"own rows are those of one block, or of one source, and this {self.keyword()} waits for none"
+            message = f"'own' rows replace one block, or one source, and this {self.keyword()} waits for no blocks"
             raise self.fail(message, hint="write 'ready %flags >= 1' before 'own'")
-        same_dtype(self, [self.rows, own])
-        if own.tensor.shape[-1:] != self.rows.tensor.shape[-1:]:
-            raise self.fail(f"{own} is {own.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
+        same_dtype(self, [self.rows, rows])
+        if rows.tensor.shape[-1:] != self.rows.tensor.shape[-1:]:
+            raise self.fail(f"{rows} is {rows.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
 
     def _begins(self) -> None:
-        """Raise where nothing uses `first`."""
+        """Raise if nothing uses `first`."""
         if self.ready is None and self.done is None:
             message = f"'from' names the first of several blocks, and this {self.keyword()} has no blocks"
             raise self.fail(
@@ -306,8 +306,11 @@ class ByBlocks(TensorOp):
                 yield Division(product(x.tensor.local_shape[:-1]) / blocks, why, self.span)
 
     def pass_over(self, frame: Frame) -> None:
-        """Wait for the flags, which peers signal even where the result has no elements, and raise those of `done`."""
-        # There are 0 flags where they are as many as blocks of no rows.
+        """Wait for the flags of `ready`, which peers signal even if the result has no elements.
+
+        Set the flags of `done`.
+        """
+        # A row of flags has length 0 if its length is the number of blocks of an empty tensor.
         if self.ready is not None and self.ready.tensor.shape[0].bind(frame.sizes):
             ready = self.waits_for(frame)
             assert ready is not None
@@ -323,7 +326,10 @@ class ByBlocks(TensorOp):
         return {n: x for n, x in super().options().items() if n not in ("epoch", "raised", "first")}
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags it waits for, if any. Raise where flags do not divide the rows, or `own` is no block."""
+        """Return the flags that it waits for, if any.
+
+        Raise if flags do not divide the rows, or `own` is not one block.
+        """
         if self.ready is None:
             return None
         blocks = self._blocks(frame, self.ready, self.rows)
@@ -337,7 +343,7 @@ class ByBlocks(TensorOp):
         return Ready(frame[self.ready], epoch, first, blocks, *replaced, along=self.along)
 
     def raises(self, frame: Frame) -> Done | None:
-        """Return the flags that it raises, if any. Raise where flags do not divide the rows."""
+        """Return the flags that it sets, if any. Raise if flags do not divide the rows."""
         if self.done is None:
             return None
         blocks, epoch = self._blocks(frame, self.done, self.out), epoch_of(self, frame, self.raised)
@@ -375,19 +381,19 @@ class Contraction(ByBlocks):
 class Matmul(Contraction):
     """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32; in f64 if the operands are f64.
 
-    With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are equal blocks, one for each
-    flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch. The kernel
-    holds all SMs from its start to its end, except one if a `signal ... by 1 sms` comes before it.
+    With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are split into equal blocks,
+    one for each flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch.
+    The kernel holds all SMs from its start to its end, except one SM if a `signal ... by 1 sms` comes before it.
 
     With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
-    flag of that block, and leaves its rows of `a` undefined.
+    flag of that block, and leaves the block's rows of `a` undefined.
 
-    With `done %flags = epoch from first`, the rows of the result are as many equal blocks as there are flags of this
-    rank. The kernel computes block `first` first, then those after it, and sets the flag of each to the epoch once
-    the block has been written. With `ready` too, `from` is about the blocks of `ready`.
+    With `done %flags = epoch from first`, the rows of the result are split into equal blocks, one for each flag of this
+    rank. The kernel computes block `first` first, then the following blocks, and sets the flag of each block to the
+    epoch once the block has been written. With both `ready` and `done`, `from` names a block of `ready`.
 
-    In a host program `plus %c` adds the product to what `%c` holds, which is its result as well, and rounds once. It
-    goes with no `ready`.
+    In a host program `plus %c` adds the product to the contents of `%c`, which is also the result, and rounds once. It
+    cannot be combined with `ready`.
 
     Example: %c: bf16[4, 8, 16, 32] = matmul %a: bf16[4, 8, 16, 64], %b: bf16[64, 32]
     """
@@ -409,9 +415,9 @@ class Matmul(Contraction):
     def verify(self) -> None:
         super().verify()
         if self.addend is not None and self.addend != self.out:
-            raise self.fail(f"it adds to {self.addend}, and its result is {self.out}", expected=f"'plus {self.out}'")
+            raise self.fail(f"it adds to {self.addend}, but its result is {self.out}", expected=f"'plus {self.out}'")
         if self.addend is not None and self.ready is not None:
-            raise self.fail("it adds to its result, and waits for flags", expected="either 'plus' or 'ready'")
+            raise self.fail("it adds to its result and waits for flags", expected="either 'plus' or 'ready'")
 
     def infer(self) -> TensorType:
         return super().infer() if self.addend is None else replace(self, addend=None).infer()
@@ -431,9 +437,9 @@ class Matmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(Contraction):
-    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32 (f64: in f64); the bias may be left out.
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32 (f64: in f64). The bias is optional.
 
-    With `ready %flags >= epoch from first` it computes one block of rows after another, as `matmul` does.
+    With `ready %flags >= epoch from first` it computes the rows block by block, as `matmul` does.
 
     Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
     """
@@ -457,7 +463,7 @@ class Linear(Contraction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Binary(TensorOp):
-    """An elementwise computation on two tensors; axes align at the end, and an axis of extent one is spread."""
+    """An elementwise computation on two tensors. They broadcast: axes align at the end, and extent 1 expands."""
 
     x: Read
     y: Read
@@ -477,19 +483,19 @@ class Binary(TensorOp):
 
     def maps(self) -> tuple[Map, ...]:
         shape = self.result()[1]
-        return _spread(self.x, shape), _spread(self.y, shape)
+        return _broadcast(self.x, shape), _broadcast(self.y, shape)
 
 
-def _spread(value: Value, shape: Shape) -> Map:
-    """Return the map of an operand that is spread over a result of this shape."""
+def _broadcast(value: Value, shape: Shape) -> Map:
+    """Return the map of an operand that is broadcast to a result of this shape."""
     lead = len(shape) - len(value.tensor.axes)
     return tuple(i + lead if s == shape[i + lead] else ALONE for i, s in enumerate(value.tensor.shape))
 
 
-def _spreads(given: Shape, shape: Shape) -> bool:
-    """Whether a tensor of one shape can be spread over another: axes align at the end, one of extent 1 is spread."""
-    aligned = zip(reversed(given), reversed(shape), strict=False)
-    return len(given) <= len(shape) and all(size == extent or size.is_one for size, extent in aligned)
+def _broadcasts(small: Shape, shape: Shape) -> bool:
+    """Return True if a tensor of one shape broadcasts to another: axes align at the end, extent 1 expands."""
+    aligned = zip(reversed(small), reversed(shape), strict=False)
+    return len(small) <= len(shape) and all(size == extent or size.is_one for size, extent in aligned)
 
 
 @statement
@@ -610,7 +616,7 @@ class Offset(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseCopy(Unary):
-    """Copies a tensor to a dense buffer; lowering inserts it where a layout does not fit.
+    """Copies a tensor to a dense buffer. Lowering inserts it where a layout does not fit.
 
     Example: %y: f32[16, 32] = copy %x: f32[16, 32]
     """
@@ -625,7 +631,7 @@ class DenseCopy(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Cast(Unary):
-    """The same values in another dtype, rounded to nearest even. A partial sum in a wider dtype may stay one.
+    """The same values in another dtype, rounded to nearest even. A cast to a wider dtype keeps a partial sum.
 
     Example: %y: bf16[16, 32] = cast %x: f32[16, 32] to bf16
     """
@@ -642,12 +648,12 @@ class Cast(Unary):
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is rounded, so that to add up after it is at least as good as before it."""
+        """True if nothing is rounded: then a sum after the cast is at least as accurate as a sum before it."""
         return self.result()[0].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
 
     def infer(self) -> TensorType:
         partial = self.x.tensor.partial
-        self.result()  # which refuses a dtype that is not known
+        self.result()  # raises for an unknown dtype
         if not partial or not self.exact:
             return super().infer()
         x = replace(self.x, type=replace(self.x.tensor, partial=()))
@@ -657,16 +663,16 @@ class Cast(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(ByBlocks, Unary):
-    """The sum over one axis, accumulated in f32 (f64: in f64); the axis goes away.
+    """The sum over one axis, accumulated in f32 (f64: in f64). The result does not have this axis.
 
-    With `ready %flags >= epoch`, it sums over axis 0, the sources: the rows of `x`, all but its last axis taken
-    together, are as many equal blocks as there are flags, and each block of the result waits for that block of every
-    source. Sources are added in their order, whichever comes first. With `from source own %mine`, the part of that
-    source is `%mine`: no flag of that source is waited for, and what `x` holds there is neither read nor kept. `done`
-    raises a flag after each block of the result, as it does in a `matmul`.
+    With `ready %flags >= epoch`, it sums over axis 0, the sources. The rows of `x` (all axes but the last, flattened)
+    are split into equal blocks, one for each flag. Each block of the result waits for its block of every source.
+    Sources are added in their order, whichever arrives first. With `from source own %mine`, `%mine` replaces this
+    source: the sum does not wait for the source's flags, does not read the source's part of `x`, and leaves that part
+    undefined. `done` sets a flag after each block of the result, as in `matmul`.
 
-    With `plus %z` it adds a tensor of the result's shape, or one that is spread over it as in `add`; `then gelu` (or
-    `relu`, `silu`) applies the function. All of this is computed in f32, and rounded once.
+    With `plus %z` it adds a tensor, which broadcasts to the result's shape as in `add`. `then gelu` (or `relu`, `silu`)
+    applies the function. Everything is computed in f32 and rounded once.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0 plus %z: f32[32] then relu
     """
@@ -681,7 +687,7 @@ class Sum(ByBlocks, Unary):
         if self.axis >= len(shape):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(shape)}")
         kept = *shape[: self.axis], *shape[self.axis + 1 :]
-        if self.addend is not None and not _spreads(self.addend.tensor.shape, kept):
+        if self.addend is not None and not _broadcasts(self.addend.tensor.shape, kept):
             raise self.fail(
                 f"{self.addend} is {self.addend.type}, and the sum has shape [{', '.join(map(str, kept))}]",
                 expected="equal sizes from the last axis on, or 1",
@@ -693,15 +699,15 @@ class Sum(ByBlocks, Unary):
 
     def maps(self) -> tuple[Map, ...]:
         summed = tuple(CONTRACTED if i == self.axis else i - (i > self.axis) for i in range(len(self.x.tensor.axes)))
-        return (summed,) if self.addend is None else (summed, _spread(self.addend, self.result()[1]))
+        return (summed,) if self.addend is None else (summed, _broadcast(self.addend, self.result()[1]))
 
     @property
     def addends(self) -> int:
-        """The number of sources, if it waits for them: they are partial sums of ranks."""
+        """The number of sources if it waits for them, as they are then partial sums of ranks; else 0."""
         return 0 if self.ready is None else self.x.tensor.shape[0].value or 0
 
     def options(self) -> dict[str, Any]:
-        return {name: given for name, given in super().options().items() if given != ""}
+        return {name: value for name, value in super().options().items() if value != ""}
 
     @property
     def rows(self) -> Value:
@@ -714,7 +720,7 @@ class Sum(ByBlocks, Unary):
         super().verify()
         if self.ready is not None and self.axis != 0:
             raise self.fail(
-                f"it sums over axis {self.axis} of {self.x}, and waits for flags",
+                f"it waits for flags and sums over axis {self.axis} of {self.x}",
                 expected="'axis 0': the sources, each with the blocks of the result",
             )
 
@@ -722,10 +728,10 @@ class Sum(ByBlocks, Unary):
         super()._begins()
         if self.ready is not None and self.own is None:
             message = "'from' names the source whose rows are 'own', and this sum has no own rows"
-            raise self.fail(message, hint="write 'own %rows' behind 'from', or leave it out")
+            raise self.fail(message, hint="write 'own %rows' after 'from', or leave 'from' out")
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags it waits for, if any. Raise where they do not divide the rows of each source."""
+        """Return the flags that it waits for, if any. Raise if they do not divide the rows of each source."""
         if self.ready is None:
             return None
         blocks, epoch = self._blocks(frame, self.ready, self.x), epoch_of(self, frame, self.epoch)
@@ -747,7 +753,7 @@ class Sum(ByBlocks, Unary):
         return Ready(frame[self.ready], epoch, 0, blocks, frame[self.own], results, source * results, results)
 
 
-ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # that a sum may apply
+ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # the functions that a sum may apply
 
 
 @statement
@@ -755,7 +761,7 @@ ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # that a sum m
 class RmsNorm(TensorOp):
     """`x / sqrt(mean(x^2) + eps) * weight` of each row, computed in f32 (f64: in f64), and rounded once.
 
-    A row is all of the last axis, which no ranks may share. Without `times %weight` the weights are 1.
+    A row spans the last axis, which must not be sharded. Without `times %weight` the weights are 1.
 
     Example: %y: bf16[16, 32] = rms_norm %x: bf16[16, 32] eps 1e-06 times %w: bf16[32]
     """
@@ -783,14 +789,14 @@ class RmsNorm(TensorOp):
         super().verify_layout()
         if marks := self.out.tensor.host().axes[-1].marks:
             raise self.fail(
-                f"a rank has parts of the rows of {self.out}, which lie over {', '.join(marks)}",
-                expected="whole rows on each rank",
+                f"the rows of {self.out} are sharded over {', '.join(marks)}",
+                expected="complete rows on each rank",
                 hint="gather the last axis first, or shard the rows",
             )
 
 
 # Views ----------------------------------------------------------------------------------------------------------------
-# The vocabulary of views: statements whose result is the same memory seen another way. Both phases have them.
+# Views: statements whose result is the same memory with another shape or type. Both phases have them.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -799,7 +805,7 @@ class ViewStatement(Statement):
 
     phases: ClassVar[frozenset[Phase]] = BOTH
     on_host: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    uncut: ClassVar[bool] = True
 
     x: Alias
     out: Define
@@ -816,7 +822,7 @@ class ViewStatement(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Reshape(ViewStatement):
-    """The same elements in another shape; each rank's part must stay its own.
+    """The same elements in another shape. No element may move to another rank.
 
     Example: %y: f32[8@didx, 4, 32] = reshape %x: f32[32@didx, 32]
     """
@@ -836,7 +842,7 @@ class Reshape(ViewStatement):
             raise self.fail(
                 f"reshape would move elements between ranks: {old} to {new}",
                 expected="every sharded axis to keep the elements of each rank",
-                hint="change the sharding first, or split the sharded axis so that its outer part is the mesh's size",
+                hint="change the sharding first, or split the sharded axis so that its outer part has the mesh's size",
             )
 
     def strides(self, of: ViewStrides) -> Shape:
@@ -879,7 +885,7 @@ class Permute(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Shard(ViewStatement):
-    """Takes each rank's own block of a tensor that every rank holds whole, without communication.
+    """Takes each rank's block of a replicated tensor, without communication.
 
     Example: %y: f32[8@didx, 32] = shard %x: f32[8, 32]
     """
@@ -896,9 +902,9 @@ class Shard(ViewStatement):
         for value in (self.x, self.out):
             if value.tensor.mesh is None:
                 raise self.fail(
-                    f"{value} is 'auto': it lies on no mesh yet, whose ranks could have blocks of it",
+                    f"{value} is 'auto': it has no mesh yet to be sharded over",
                     expected="both types of a shard written out",
-                    hint=f"take 'auto' off the type of {value}",
+                    hint=f"remove 'auto' from the type of {value}",
                 )
         if (
             len(old.axes) != len(new.axes)
@@ -909,12 +915,12 @@ class Shard(ViewStatement):
             raise self.fail(f"shard keeps everything but the sharding: {old} to {new}")
         marks = [mark for _, mark in self._moved()]
         if not marks or new.with_axes(a.without(*marks) for a in new.axes).host() != old.host():
-            raise self.fail(f"shard only spreads axes that every rank holds whole: {old} to {new}")
+            raise self.fail(f"shard only spreads replicated axes: {old} to {new}")
         for k, mark in self._moved():
             if not leads(new, mark, [new.host().axes[k]]):
                 raise self.fail(
-                    f"the blocks of a rank lie apart in {new.axes[k]}",
-                    hint="reshape first, so that the blocks over the ranks are an axis of their own",
+                    f"the blocks of a rank are not contiguous in {new.axes[k]}",
+                    hint="reshape first, so that the blocks over the ranks become a separate axis",
                 )
 
     def strides(self, of: ViewStrides) -> Shape:

@@ -1,4 +1,4 @@
-"""Define types of values: dtypes, device meshes, tensor axes and how they are sharded, through statements too."""
+"""Define types of values: dtypes, device meshes, tensor axes and their sharding; and sharding through statements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostir.ir.sizes import ONE, Size, product
 if TYPE_CHECKING:
     from hostir.ir.op import Statement, Value
 
-STREAM = "stream"  # the mark of an axis whose slices go to round-robin streams
+STREAM = "stream"  # marks an axis whose slices run on streams in turn
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class DType:
 
 FP8 = {d.name: d for d in (DType("f8e4m3", 1), DType("f8e5m2", 1))}  # only with scales: see `scaled_matmul`
 DTYPES = {d.name: d for d in (DType("f64", 8), DType("f32", 4), DType("f16", 2), DType("bf16", 2))} | FP8
-FLAG = DType("flag", 8)  # of host programs only: what signals set and streams wait for
+FLAG = DType("flag", 8)  # only in host programs: signals set flags, and streams wait for them
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Devices in a grid of one or two named axes, outermost first; `devices` is row-major.
 
-    The last axis is DIDx, the one before it DIDy; they go by their own names in the text (`didx`, `tp`, ...).
+    In nvFuser's terms the last axis is DIDx, the one before it DIDy. The text uses their names (`didx`, `tp`, ...).
     """
 
     name: str
@@ -59,7 +59,7 @@ class Mesh:
         return self.places[device] // prod(self.shape[k + 1 :]) % self.shape[k]
 
     def team(self, device: int, axis: str) -> tuple[int, ...]:
-        """Return the devices that differ from `device` only along `axis`, in order: a collective's team over it."""
+        """Return the team over `axis` of a device: the devices that differ from it only along the axis, in order."""
         return self._teams[axis][device]
 
     def teams(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -67,14 +67,14 @@ class Mesh:
 
     @cached_property
     def _teams(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """The team of each device for each axis: one tuple for all its members."""
-        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        """The team of each device for each axis; members of a team share one tuple."""
+        teams_of: dict[str, dict[int, tuple[int, ...]]] = {}
         for k, axis in enumerate(self.axes):
             stride, block = prod(self.shape[k + 1 :]), prod(self.shape[k:])
             firsts = (start + i for start in range(0, len(self.devices), block) for i in range(stride))
             teams = [self.devices[first : first + block : stride] for first in firsts]
-            found[axis] = {device: team for team in teams for device in team}
-        return found
+            teams_of[axis] = {device: team for team in teams for device in team}
+        return teams_of
 
     def __str__(self) -> str:
         if len(self.shape) == 1:
@@ -88,7 +88,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Factor:
-    """A part of an axis. `on` a mesh axis: in equal contiguous blocks over its ranks; on STREAM: sliced by a loop."""
+    """A part of an axis.
+
+    `on` is a mesh axis (split into equal contiguous blocks over its ranks), STREAM (sliced by a loop) or None.
+    """
 
     extent: Size
     on: str | None = None
@@ -99,7 +102,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Axis:
-    """A logical axis as the product of its factors, outermost first. `(8@didx 512)` is 4096 rows, 512 a rank."""
+    """A logical axis as the product of its factors, outermost first. `(8@didx 512)` is 4096 rows, 512 on each rank."""
 
     factors: tuple[Factor, ...]
 
@@ -117,9 +120,9 @@ class Axis:
         return tuple(f.on for f in self.factors if f.on)
 
     def resized(self, extent: Size) -> Axis:
-        """Return an axis of another extent that lies over the mesh alike: equal blocks of it on the same ranks.
+        """Return an axis of another extent with the same sharding: equal blocks on the same ranks.
 
-        The innermost factor changes. It may then not be whole: the types' own checks say so.
+        The innermost factor changes. If it is no longer an integer, the checks of types report it.
         """
         if extent == self.extent:
             return self
@@ -131,7 +134,7 @@ class Axis:
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
     def normal(self) -> Axis:
-        """Return the shortest equal layout: plain neighbours merge, and a sharded factor absorbs those inside it."""
+        """Return the shortest equal layout: plain neighbours merge; a sharded factor absorbs inner plain ones."""
         merged: list[Factor] = []
         for factor in self.factors:
             last = merged[-1] if merged else None
@@ -151,8 +154,8 @@ class Axis:
 class TensorType:
     """A tensor's dtype, logical axes, mesh, and the mesh axes over which each rank holds only a partial sum.
 
-    `mesh` is None while the sharding is still to be propagated ("auto"). What follows from a type is worked out once:
-    passes, checks and every simulated rank ask the same few types again and again.
+    `mesh` is None while the sharding is still to be propagated ("auto"). Derived properties are cached: passes, checks
+    and all simulated ranks ask for them many times, on few types.
     """
 
     dtype: DType
@@ -166,7 +169,7 @@ class TensorType:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The size symbols it uses."""
+        """The size symbols in the type."""
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
 
     def axis_on(self, mark: str) -> int | None:
@@ -188,7 +191,7 @@ class TensorType:
         return replace(self, axes=tuple(axes))
 
     def host(self) -> TensorType:
-        """Return its form in a host program: no Stream marks (the loop replaces them), every axis in normal form."""
+        """Return the form in a host program: without Stream marks (a loop replaces them), axes in normal form."""
         return self._host
 
     @cached_property
@@ -222,20 +225,20 @@ def bind_shape(shape: Iterable[Size], sizes: Mapping[str, int]) -> tuple[int, ..
 
 
 # Sharding through statements ------------------------------------------------------------------------------------------
-# Joins operands' axes, and follows marks through a reshape or a slice.
+# Join the axes of operands, and follow marks through a reshape or a slice.
 
-MEET = "bring both to one sharding: 'reshard' does in a fusion, a communication in a host program"
-Mark = tuple[str, Size, int]  # mesh axis, elements' blocks outside it, number of ranks
+MEET = "bring both to the same sharding: by 'reshard' in a fusion, by a communication in a host program"
+Mark = tuple[str, Size, int]  # mesh axis; number of blocks outside it in the flattened tensor; number of ranks
 
 
 def join(
     op: Statement, dtype: DType, shape: tuple[Size, ...], operands: Sequence[Value], maps: Sequence[tuple[int, ...]]
 ) -> TensorType:
-    """Return the type of the result that each rank computes from its own parts of the operands.
+    """Return the type of the result that each rank computes from its local parts of the operands.
 
-    An axis of the result lies where the operands' axes lie that map to it; axes summed away leave a partial sum over
-    the mesh axes they lie on. An axis of another extent, one element for a block of others, lies as these do. Raises
-    where the parts of two operands do not meet, as they then need a reshard first.
+    An axis of the result has the sharding of the operands' axes that map to it. A sum over a sharded axis leaves a
+    partial sum over its mesh axes. An operand's axis with one element for each block of the result's axis has the
+    same sharding. Raises if the parts of two operands do not match: they need a reshard first.
     """
     mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
     axes: list[Axis | None] = [None] * len(shape)
@@ -250,12 +253,12 @@ def join(
                 axes[to] = axis.resized(shape[to])
             elif (to >= 0 and axes[to] != axis.resized(shape[to])) or (to < -1 and axis.marks):
                 raise op.fail(
-                    f"{value} lies over the mesh otherwise than the other operands: {axis} meets {axes[to]}",
+                    f"{value} is sharded unlike the other operands: {axis} meets {axes[to]}",
                     hint=MEET,
                 )
     if any(axis != summed[0][1] for _, axis in summed):
         raise op.fail(
-            "the contracted axes lie over the mesh differently: " + " and ".join(f"{v} has {a}" for v, a in summed),
+            "the contracted axes are sharded differently: " + " and ".join(f"{v} has {a}" for v, a in summed),
             hint=MEET,
         )
     partial = summed[0][1].marks if summed else ()
@@ -267,24 +270,24 @@ def join(
 
 
 def flat_marks(type: TensorType) -> tuple[Mark, ...]:
-    """Return each mark of a type with its position in the flattened tensor, outermost first. A reshape keeps them."""
-    found, outer = [], ONE
+    """Return the marks of a type with positions in the flattened tensor, outermost first. A reshape keeps them."""
+    marks, outer = [], ONE
     for axis in type.host().axes:
         for factor in axis.factors:
             if factor.on and type.mesh:
-                found.append((factor.on, outer, type.mesh.size(factor.on)))
+                marks.append((factor.on, outer, type.mesh.size(factor.on)))
             outer = outer * factor.extent
-    return tuple(found)
+    return tuple(marks)
 
 
 def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
-    """Return axes of this shape with the marks at these flat positions, or None where one falls between two axes."""
+    """Return axes of this shape with the marks at these flat positions, or None if a mark does not lie in one axis."""
     axes, before, left = [], ONE, list(marks)
     for extent in shape:
         factors, rest, done = [], extent, ONE
         while (
             left
-            and (left[0][1] / (before * done)).whole
+            and (left[0][1] / (before * done)).is_integer
             and is_multiple(rest, left[0][1] / (before * done) * left[0][2])
         ):
             name, outer, count = left.pop(0)
@@ -299,9 +302,9 @@ def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, .
 def refine(
     axis: Axis, outer: Size, count: Size, mesh: Mesh | None
 ) -> tuple[tuple[Factor, ...], tuple[Factor, ...]] | None:
-    """Split an axis as [outer, count, inner]: the factors before and after, or None where sharding prevents it.
+    """Split an axis as [outer, count, inner]; return the factors of `outer` and `inner`; None if sharding prevents it.
 
-    A factor of E over D ranks is [D over the ranks, E/D on each]; the cut may fall between the two.
+    A factor of E over D ranks counts as [D over the ranks, E/D on each]; a cut may fall between the two.
     """
     pieces: list[Factor] = []
     for factor in axis.factors:
@@ -329,7 +332,7 @@ def refine(
 
 
 def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
-    """Whether the axis on `mark` is outermost in each rank's part, or in these axes of it."""
+    """Return True if the axis on `mark` is outermost in each rank's part, or among `axes`."""
     for axis in type.axes if axes is None else axes:
         for factor in axis.factors:
             if factor.on == mark:
@@ -340,8 +343,8 @@ def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bo
 
 
 def is_multiple(extent: Size, of: Size) -> bool:
-    """Whether an extent is a multiple of another, if that is known: 4 counts as a divisor of `M`, not as a multiple."""
+    """Return True if an extent may be a multiple of another. 4 counts as a divisor of `M`, not as a multiple of it."""
     quotient = extent / of
-    if quotient.whole or (of / extent).whole:
-        return quotient.whole
+    if quotient.is_integer or (of / extent).is_integer:
+        return quotient.is_integer
     return bool(quotient.symbols) and all(power > 0 for _, power in quotient.symbols)

@@ -1,7 +1,7 @@
 """Lowering: from a fusion to a host program, by named passes, each a pure function of a program.
 
-The strategies and their passes are loaded when one of the names below is first used: `import hostir.ir` does not wait
-for them.
+The strategies and their passes are loaded on first use of one of the names below, so that `import hostir.ir` stays
+fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Pass:
-    """A pure function of a program. Its fields are its options; its docstring's first line says what it does."""
+    """A pure function of a program. Its fields are its options; its docstring's first line describes it in listings."""
 
     name: ClassVar[str]
     explicit_reshards: ClassVar[bool] = True  # after it, every change of sharding is explicit
@@ -54,7 +54,7 @@ class Pass:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hostir.lower' has no attribute '{name}'")
-    globals()[name] = getattr(import_module("hostir.lower.strategies"), name)  # found at once from then on
+    globals()[name] = getattr(import_module("hostir.lower.strategies"), name)  # later accesses find it directly
     return globals()[name]
 
 

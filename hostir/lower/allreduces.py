@@ -1,12 +1,13 @@
-"""An allreduce in one-sided form: in one step, or in two, a reduce_scatter of rows and an allgather.
+"""Allreduces in one-sided form: in one step; or in two steps, a reduce_scatter of rows and an allgather.
 
-In one step every rank sends its whole partial sum to all others, and adds up those of all (`hostir/lower/scatters.py`).
-In two, each rank adds up its share of the rows, and then all have to get it. With R ranks these are 2 / R of the bytes,
-but they travel in two turns, and the ranks must divide the rows. All ranks add in the order of ranks, or have the sums
-of one: so all have the same bits, in every run.
+In one step, every rank sends its complete partial sum to all other ranks, and adds up the partial sums of all ranks
+(`hostir/lower/scatters.py`). In two steps, each rank adds up its share of the rows, then sends the sum to all ranks.
+With R ranks, two steps move 2 / R of the bytes; but one step has to follow the other, and the number of ranks must
+divide the rows. Either all ranks add in the order of ranks, or one rank adds for all. So all ranks get the same bits,
+in every run.
 
-Two steps are either two collectives, which are replaced as others are (`in_two_steps`), or chunks of rows, of which one
-is gathered while the product of the next runs (`hostir/lower/chunks.py`).
+Two steps are either two collectives, which are lowered like others (`in_two_steps`), or chunks of rows: one chunk is
+gathered while the product of the next one runs (`hostir/lower/chunks.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from hostir.lower.propagate import result_of, users_of
 
 @dataclass(frozen=True)
 class AllReduceSteps:
-    """Chooses in how many steps an allreduce is done, and in how many blocks or chunks of rows.
+    """Chooses the number of steps of an allreduce, and the number of blocks or chunks of its rows.
 
     Fields:
-        extra_bytes: the most that a rank sends more in one step than in two. A second step takes about as long.
-        blocks: the most blocks in which one step sends the rows of a product, each when it is done.
-        chunks: the most chunks of rows in two steps.
-        min_rows, min_bytes: the least that a block or a chunk has.
+        extra_bytes: the limit on how many more bytes a rank sends in one step than in two. Sending this many takes
+            about as long as a second step.
+        blocks: the maximum number of blocks of a product's rows in one step; each is sent when it is computed.
+        chunks: the maximum number of chunks of rows in two steps.
+        min_rows, min_bytes: the minimum size of a block or a chunk.
     """
 
     extra_bytes: int = 3 << 20
@@ -41,9 +43,9 @@ class AllReduceSteps:
     min_bytes: int = 4 << 20
 
     def one(self, s: AllReduce, *, unknown: bool) -> bool:
-        """Whether an allreduce is done in one step: the ranks do not divide its rows, or it is small.
+        """Return True if an allreduce takes one step: the number of ranks does not divide its rows, or it is small.
 
-        `unknown`: the answer where the size is not known, with more than two ranks.
+        `unknown`: the answer for more than two ranks if the size is unknown.
         """
         ranks, size = s.mesh.size(s.over), _bytes(s)
         if shared_axis(s) is None or ranks == 2:
@@ -63,7 +65,7 @@ class AllReduceSteps:
         if k is None:
             return 1
         extent, rows = s.x.tensor.local_shape[k].value, product(s.x.tensor.local_shape[:-1]).value
-        if size is None or rows is None:  # whatever it is must divide the rows of every call
+        if size is None or rows is None:  # the number must divide the rows of every call
             most = min(most, 2 if ranks > 1 else 4)
         else:
             most = min(most, rows // self.min_rows, size // self.min_bytes)
@@ -77,14 +79,14 @@ def _bytes(s: AllReduce) -> int | None:
 
 
 def rows_axis(s: AllReduce) -> int | None:
-    """Return the first axis of which a rank has more than one element; None if it is sharded, or the last one."""
+    """Return the first axis with more than one element on a rank; None if it is sharded, or the last axis."""
     axes = zip(s.out.tensor.host().axes[:-1], s.x.tensor.local_shape, strict=False)
     first = next((k for k, (_, size) in enumerate(axes) if not size.is_one), None)
     return None if first is None or s.out.tensor.host().axes[first].marks else first
 
 
 def shared_axis(s: AllReduce) -> int | None:
-    """Return the first axis of rows that the ranks can divide; None if there is none."""
+    """Return the first axis of rows that the number of ranks divides; None if there is no such axis."""
     ranks = s.mesh.size(s.over)
     for k, axis in enumerate(s.out.tensor.host().axes[:-1]):
         if not axis.marks and not axis.extent.is_one and (axis.extent.value is None or axis.extent.value % ranks == 0):
@@ -95,7 +97,7 @@ def shared_axis(s: AllReduce) -> int | None:
 
 
 def fits_chunks(s: AllReduce) -> bool:
-    """Whether the rows that ranks share are the outermost axis of a rank's memory, so that chunks lie in one piece."""
+    """Return True if the axis that ranks share is outermost in a rank's memory, so that chunks are contiguous."""
     return shared_axis(s) is not None and shared_axis(s) == rows_axis(s)
 
 
@@ -103,10 +105,9 @@ def fits_chunks(s: AllReduce) -> bool:
 
 
 def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:
-    """Replace allreduces by a reduce_scatter of rows and an allgather; return also the names of what these gather.
+    """Replace allreduces by a reduce_scatter of rows and an allgather; also return the names of the gathered tensors.
 
-    The addition of a tensor, an activation and a norm of rows that come next are computed before the allgather, on a
-    rank's own rows.
+    If an addition, an activation or a norm of rows follows, it is computed before the allgather, on a rank's rows.
     """
     steps = _TwoSteps(program)
     for s in program.body:
@@ -121,18 +122,18 @@ def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple
 
 
 class _TwoSteps:
-    """The body of a program in which allreduces are replaced, as far as it has been made."""
+    """Builds the body of a program with its allreduces replaced."""
 
     def __init__(self, program: Program) -> None:
         self.names, self.users = Names.of(program), users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.body: list[Statement] = []
         self.defined = {v.name for v in program.inputs}
-        self.moved: set[str] = set()  # results of statements that are computed before an allgather
+        self.moved: set[str] = set()  # results of statements that now run before an allgather
         self.gathered: set[str] = set()
 
     def replace(self, s: AllReduce) -> None:
-        """Add what replaces an allreduce, with what is elementwise after it."""
+        """Add the replacement of an allreduce, with the elementwise statements that follow it."""
         k, type = shared_axis(s), s.out.tensor.host()
         assert k is not None
         axis = Axis((Factor(type.axes[k].extent, s.over),))
@@ -171,23 +172,26 @@ class _TwoSteps:
         self.body += [scatter, *after, AllGather(mine, result, over=s.over, span=s.span)]
 
     def _known(self, value: Value) -> bool:
-        """Whether a tensor is there before what the allreduce sums up."""
+        """Return True if a tensor is computed before the addends of the allreduce."""
         return value.name in self.defined
 
     def _added(self, other: Value, type: TensorType, k: int) -> str:
-        """Return how a tensor can be added to a rank's rows: `whole`, or its `rows`; empty if it cannot."""
+        """Return the part of a tensor to add to a rank's rows: `all`, or its `rows`.
+
+        Empty if it cannot be added there.
+        """
         if not self._known(other):
             return ""
         at = k - (len(type.axes) - len(other.tensor.axes))
         if at < 0 or other.tensor.axes[at].extent.is_one:
-            return "whole"
+            return "all"
         alike = other.tensor.host() == type and all(a.extent.is_one for a in type.axes[:k])
         return "rows" if alike else ""
 
     def _shared(self, value: Value, rows: Value, user: Statement) -> Value:
-        """Return a rank's rows of a tensor: a view, as soon as there is the tensor."""
-        made = [n for n, s in enumerate(self.body, 1) if result_of(s) == value]
-        self.body.insert(made[0] if made else 0, Shard(value, rows, span=user.span))
+        """Return a rank's rows of a tensor: a view, directly after the tensor's definition."""
+        positions = [n for n, s in enumerate(self.body, 1) if result_of(s) == value]
+        self.body.insert(positions[0] if positions else 0, Shard(value, rows, span=user.span))
         return rows
 
     def _only_user(self, value: Value) -> Statement | None:

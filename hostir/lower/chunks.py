@@ -1,4 +1,4 @@
-"""An allreduce in two steps, chunk by chunk of rows: while one is gathered, the product of the next ones runs."""
+"""Allreduces in two steps, by chunks of rows: while one chunk is gathered, the product of the next one runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum, ViewStatement
 from hostir.ir.types import Axis, TensorType
 from hostir.lower.allreduces import rows_axis
 from hostir.lower.host import Host
-from hostir.lower.scatters import epilogue, made
+from hostir.lower.scatters import add_view, epilogue
 from hostir.lower.slices import SlicePlace, operand_places
 from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 
@@ -21,11 +21,12 @@ from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 class Chunks:
     """Builds an allreduce in chunks of rows.
 
-    The product of a chunk raises a flag after the rows for each rank, and copy engines send them. A chunk is summed up
-    after the product of the next one has run, so that its rows have arrived. Then each rank gets what others summed up.
+    The product of a chunk sets a flag after the rows for each rank, and copy engines send them. A chunk is summed up
+    after the product of the next chunk has run, so that its rows have arrived. Then each rank gets the other ranks'
+    sums.
 
     Args:
-        product: the product whose rows are summed up, if nothing else reads it; computed here then.
+        product: the product whose rows are summed up, if nothing else reads it; it is then computed here.
     """
 
     def __init__(self, host: Host, s: AllReduce, count: int, streams: int, product: Contraction | None) -> None:
@@ -52,7 +53,7 @@ class Chunks:
         """Add all statements; return the number of worker streams that they use."""
         host, index = self.host, self.host.index("c")
         begin = self.sent.reuse_barrier()
-        if begin or self.product is None:  # else the flags of the product say when copies may begin
+        if begin or self.product is None:  # else copies wait for the flags of the product
             self.sent.fork()
             host.body += [*begin, SetStream(host.user)]
         if self.product is None:
@@ -63,12 +64,12 @@ class Chunks:
             later = Bin("/", Bin("+", index, Lit(self.count - 1)), last)
             add_up = If(later, Lit(1), tuple(self.add_up(previous)), span=self.reduce.span)
             host.body.append(self.each(index, self.count + 1, [send, add_up]))
-        # Who gets a chunk's sums has been sent what it was to sum up: copies have ended before the last gathers do.
+        # A peer signals its sums once this rank's copies to it have arrived: so copies end before the last gathers.
         host.body.append(Synchronize(self.gathering))
         return self.workers
 
     def send(self, chunk: Expr) -> list[Statement]:
-        """Return the product of a chunk, and the copies of its rows to the ranks that are to sum them up."""
+        """Return the product of a chunk, and the copies of its rows to the ranks that sum them up."""
         host, s, team, views = self.host, self.reduce, self.team, list[ViewStatement]()
         part = self.chunk(self.part, chunk, views)
         computed: list[Statement] = []
@@ -81,7 +82,7 @@ class Chunks:
             note = "the rows for each rank are sent when they are done, its own come last"
             computed = [replace(raising, note=note)]
         slot = self.slot(self.sent.buffer, chunk, views)
-        slot = made(Select(slot, self.named("slot"), team.rank, span=s.span), views)
+        slot = add_view(Select(slot, self.named("slot"), team.rank, span=s.span), views)
         index = host.index("i")
         peer = team.peer(Bin("+", index, Lit(1)))
         turn: list[ViewStatement] = []
@@ -93,12 +94,12 @@ class Chunks:
         return [*views, *computed, SetStream(COPY_STREAM), loop, SetStream(host.user)]
 
     def add_up(self, chunk: Expr) -> list[Statement]:
-        """Return the sum of this rank's rows of a chunk, and the copies of what the other ranks have summed up."""
+        """Return the sum of this rank's rows of a chunk, and the copies of the other ranks' sums."""
         host, s, team, views = self.host, self.reduce, self.team, list[ViewStatement]()
         mine = self.rows(self.chunk(self.part, chunk, views), team.rank, views)
         sent, sums = (self.slot(t.buffer, chunk, views) for t in (self.sent, self.sums))
         out = self.chunk(self.out, chunk, views)
-        own = self.rows(out, team.rank, views)
+        local = self.rows(out, team.rank, views)
         addend = self.addend
         at = self.axis - len(self.out.tensor.axes) + (len(addend.tensor.axes) if addend else 0)
         if addend is not None and at >= 0 and not addend.tensor.axes[at].extent.is_one:
@@ -109,7 +110,7 @@ class Chunks:
         others = team.ranks - 1
         before: list[Statement] = []
         if self.product is None:  # while bytes travel, no SM is held
-            slot = made(Select(sent, self.named("slot"), team.rank, span=s.span), views)
+            slot = add_view(Select(sent, self.named("slot"), team.rank, span=s.span), views)
             waits = self.each(index, others, [WaitSignal(self.sent.flags, peer, _epoch(chunk), span=s.span)])
             before = [self.sent.put(mine, slot, team.rank), waits]
         else:
@@ -124,30 +125,30 @@ class Chunks:
             self.each(index, others, [Signal(self.summed, team.rank, _epoch(chunk), peer, team.over, span=s.span)]),
             self.each(index, others, [*turn, wait, self.sums.get(sums, theirs, peer)]),
             SetStream(host.user),
-            DenseCopy(out=own, x=sums, span=s.span, note="copy: what this rank itself has summed up"),
+            DenseCopy(out=local, x=sums, span=s.span, note="copy: what this rank itself has summed up"),
         ]
 
     def buffer(self, name: str, share: TensorType, *lead: int) -> Value:
-        """Return a buffer of a rank's rows of a chunk, with axes in front."""
+        """Return a buffer for a rank's rows of a chunk, with leading axes `lead`."""
         type = share.with_axes([*(Axis.of(n) for n in lead), *share.axes])
         return Value(self.host.names.fresh(f"{self.reduce.out.name}_{name}"), type, self.reduce.span)
 
     def slot(self, buffer: Value, chunk: Expr, views: list[ViewStatement]) -> Value:
-        return made(Select(buffer, self.named(f"{buffer.name}_c"), chunk, span=self.reduce.span), views)
+        return add_view(Select(buffer, self.named(f"{buffer.name}_c"), chunk, span=self.reduce.span), views)
 
     def chunk(self, x: Value, chunk: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
-        """Return a view of a chunk, added to `views`; `axis` where that of its rows is another one."""
+        """Return a view of a chunk, added to `views`; `axis` overrides the axis of rows."""
         name, k = self.named(f"{x.name}_c"), self.axis if axis is None else axis
-        return made(Chunk(x, name, chunk, Size(self.count), k, span=self.reduce.span), views)
+        return add_view(Chunk(x, name, chunk, Size(self.count), k, span=self.reduce.span), views)
 
     def rows(self, x: Value, rank: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
         """Return a view of the rows of a chunk that a rank sums up, added to `views`."""
         name, k = f"{x.name}_{'own' if rank == self.team.rank else 'i'}", self.axis if axis is None else axis
         chunk = Chunk(x, self.named(name), rank, Size(self.team.ranks), k, span=self.reduce.span)
-        return made(chunk, views)
+        return add_view(chunk, views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for a view, whose type follows from the statement that makes it."""
+        """Return a new value for a view; its type is inferred from the view's statement."""
         return Value(self.host.names.fresh(name), self.reduce.out.type, self.reduce.span)
 
     def each(self, index: Ref, count: int, statements: list[Statement]) -> For:
@@ -155,10 +156,10 @@ class Chunks:
 
 
 def rows_in(count: int, axis: int) -> SlicePlace:
-    """Return the place of so many chunks of rows."""
+    """Return the place of `count` chunks of rows."""
     return SlicePlace(axis, Size(), Size(count))
 
 
 def _epoch(chunk: Expr) -> Expr:
-    """Return the epoch in which the flags of a chunk are raised."""
+    """Return the epoch of a chunk's flags."""
     return chunk.left if isinstance(chunk, Bin) else Bin("+", chunk, Lit(1))

@@ -1,7 +1,7 @@
-"""Rewrite products whose columns are scattered: the rows of the transposed product are, `c^T = b^T @ a^T`.
+"""Rewrite products whose columns are scattered as transposed products, `c^T = b^T @ a^T`, whose rows are scattered.
 
-So what `ring`, `fused` and `push` do with rows, they do with columns. The transposed operands are views. A rank's part
-of the sum is transposed back by a copy, as a tensor lies in memory by rows.
+Then `ring`, `fused` and `push`, which overlap rows, overlap columns as well. The transposed operands are views. A copy
+transposes a rank's part of the sum back, because tensors are row-major.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ SWAPPED = (1, 0)
 
 
 def columns_as_rows(program: Program) -> Program:
-    """Transpose each product of which only a reduce_scatter of columns reads the result, perhaps in a wider dtype."""
-    made = {result_of(s).name: s for s in program.body}
+    """Transpose each product whose result only a reduce_scatter of columns reads, directly or through a cast."""
+    makers = {result_of(s).name: s for s in program.body}
     users, names = users_of(program), Names.of(program)
-    turned: dict[str, list[Statement]] = {}  # by the results of the product and of the reduce_scatter
+    # Replacements, by the results of the product, the cast and the reduce_scatter.
+    turned: dict[str, list[Statement]] = {}
     for s in program.body:
         if not isinstance(s, ReduceScatter) or not _by_columns(s):
             continue
-        cast = made.get(s.x.name)
-        maker = made.get(cast.x.name) if isinstance(cast, Cast) else cast
+        cast = makers.get(s.x.name)
+        maker = makers.get(cast.x.name) if isinstance(cast, Cast) else cast
         if not isinstance(maker, Contraction):
             continue
         steps = [each.name for each in dict.fromkeys((maker.out, s.x))]
         alone = all(len(users[name]) == 1 for name in steps) and not {v.name for v in program.outputs} & {*steps}
-        if alone and _can_be_transposed(maker) and not isinstance(made.get(maker.a.name), AllGather):
+        if alone and _can_be_transposed(maker) and not isinstance(makers.get(maker.a.name), AllGather):
             turned |= {name: [] for name in steps} | {s.out.name: _transposed(maker, s, names)}
     body = [each for s in program.body for each in turned.get(result_of(s).name, [s])]
     return program.with_body(body) if turned else program
@@ -44,14 +45,14 @@ def _by_columns(s: ReduceScatter) -> bool:
 
 
 def _can_be_transposed(s: Contraction) -> bool:
-    """Whether the left side is a matrix, or rows that lie whole on each rank and so can be seen as one."""
+    """Return True if the left side is a matrix, or can be reshaped to one because its rows are not sharded."""
     rows = s.a.tensor.host().axes[:-1]
-    alone = len(operands_of(s)) == 2  # a linear has no bias: that of a sum over ranks is added after it
+    alone = len(operands_of(s)) == 2  # a linear has no bias here: with a sum over ranks the bias is added after it
     return alone and (len(rows) == 1 or (len(rows) > 1 and not any(axis.marks for axis in rows)))
 
 
 def _transposed(s: Contraction, scatter: ReduceScatter, names: Names) -> list[Statement]:
-    """Return the transposed product, the reduce_scatter of its rows, and the copy that transposes them back."""
+    """Return the transposed product, the reduce_scatter of its rows, and the copy that transposes the result back."""
     body: list[Statement] = []
 
     def view(cls: type[Permute | Reshape], x: Value, axes: tuple[Axis, ...], suffix: str) -> Value:
@@ -68,11 +69,11 @@ def _transposed(s: Contraction, scatter: ReduceScatter, names: Names) -> list[St
         a = view(Reshape, a, (Axis.of(rows), a.tensor.host().axes[-1]), "rows")
     left, right = b if contracted else swapped(b), swapped(a)
     columns, rows_axis = scatter.out.tensor.host().axes[-1], a.tensor.host().axes[0]
-    whole, part = s.out.tensor.host(), scatter.out.tensor.host()
-    full = Value(names.fresh(f"{s.out.name}_t"), whole.with_axes((whole.axes[-1], rows_axis)), s.span)
+    product_type, part = s.out.tensor.host(), scatter.out.tensor.host()
+    full = Value(names.fresh(f"{s.out.name}_t"), product_type.with_axes((product_type.axes[-1], rows_axis)), s.span)
     mine = Value(names.fresh(f"{scatter.out.name}_t"), part.with_axes((columns, rows_axis)), scatter.span)
     body.append(Matmul(out=full, a=left, b=right, span=s.span, note=f"{s.out} transposed: its columns are scattered"))
-    if whole.dtype != part.dtype:
+    if product_type.dtype != part.dtype:
         narrow, type = full, replace(full.tensor, dtype=part.dtype)
         full = Value(names.fresh(f"{scatter.x.name}_t"), type, scatter.x.span)
         body.append(Cast(out=full, x=narrow, dtype=part.dtype.name, span=scatter.x.span))

@@ -24,8 +24,8 @@ from hostir.lower.propagate import splits_only
 class AssignStreams(Pass):
     """Distributes rounds of a loop over worker streams, which fork from the caller's stream and join it after the loop.
 
-    The two loops of synchronisation stand apart from the work: nvFuser found that a fork inside the working loop costs
-    the overlap (its pull request 4217), and that leaving it out is a race (3913).
+    The two loops that synchronise are separate from the working loop. nvFuser found that a fork inside the working loop
+    prevents overlap (its pull request 4217), and that leaving the fork out is a race (3913).
     """
 
     name = "streams"
@@ -44,14 +44,14 @@ class AssignStreams(Pass):
         return replace(program, body=tuple(body), streams=pool)
 
     def _pool(self, loop: For) -> int:
-        """Return the number of worker streams: as asked for, but not more than slices."""
+        """Return the number of worker streams: the requested number, but at most the number of slices."""
         slices = loop.count.value
         return min(self.streams, slices) if slices else self.streams
 
     def _around(self, loop: For, user: Value, names: Names) -> list[Statement]:
         pool = self._pool(loop)
         index = Value(names.fresh("s"), Kind.INDEX)
-        names.taken.discard(index.name)  # a loop's index is gone after it
+        names.taken.discard(index.name)  # a loop's index is free again after the loop
         worker, each = Ref(index), Size(pool)
         turn = Bin("%", Ref(loop.index), Lit(pool))
         return [
@@ -70,8 +70,9 @@ class Stagger(Pass):
     """Delays a round's computation until the communication that it should overlap with has its SMs.
 
     NCCL's kernels and a matmul that fills the device do not share SMs: whichever starts first keeps the other waiting
-    for a wave of tiles. So the first computation of a round starts a little late; and where communications come only
-    after computations, the next round's computation starts after this round's, when the communication is ready too.
+    for a wave of tiles. So the first computation of a round starts a little late. If communications come only after
+    computations, the next round's computation also waits for this round's computation. By then the communication is
+    ready, too.
     """
 
     name = "stagger"
@@ -83,7 +84,7 @@ class Stagger(Pass):
     def _loop(self, loop: For) -> For:
         turn = loop.body[0].stream if loop.body and isinstance(loop.body[0], SetStream) else None
         if not isinstance(turn, Bin) or turn.right == Lit(1) or loop.count == ONE:
-            return loop  # one stream, or one round: nothing runs beside anything
+            return loop  # one stream, or one round: nothing overlaps
         if not any(isinstance(s, Communication) for s in loop.body):
             return loop
         return replace(loop, body=tuple(self._staggered(loop, turn)))
@@ -113,7 +114,7 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
 
 @dataclass(frozen=True)
 class FreeBuffers(Pass):
-    """Frees each buffer that no output uses after the last statement that touches it, on the caller's stream."""
+    """Frees each buffer that no output uses, on the caller's stream, after the last statement that accesses it."""
 
     name = "free"
 
@@ -122,7 +123,7 @@ class FreeBuffers(Pass):
         kept = {roots.get(v.name, v.name) for v in program.outputs}
         buffers = {s.out.name: s.out for s in program.body if isinstance(s, Allocate) and s.out.name not in kept}
         last: dict[str, int] = {}
-        pending: dict[str, Communication] = {}  # a communication touches its buffers until it is waited for
+        pending: dict[str, Communication] = {}  # a communication accesses its buffers until it is waited for
         for n, s in enumerate(program.body):
             if isinstance(s, Communication) and s.handle:
                 pending[s.handle.name] = s
@@ -135,7 +136,7 @@ class FreeBuffers(Pass):
         for name, value in buffers.items():
             known = 2 if name in by_workers else 1
             ends = (n for n in range(last.get(name, 0), len(streams)) if streams[n][known])
-            after.setdefault(next(ends, -1), []).append(value)  # the check names what is never freed
+            after.setdefault(next(ends, -1), []).append(value)  # the checker reports buffers that are never freed
         body: list[Statement] = []
         for n, s in enumerate(program.body):
             body += [s, *(FreeBuffer(v) for v in after.get(n, ()))]
@@ -160,15 +161,18 @@ def _touched(s: Statement) -> Iterable[str]:
 
 
 def _streams(body: tuple[Statement, ...]) -> list[tuple[bool, bool, bool]]:
-    """Return, for each statement, whether it may run on a worker; whether the caller's stream is current after it, and
-    whether that has joined all workers."""
-    found = list[tuple[bool, bool, bool]]()
+    """Return three flags for each statement.
+
+    They are True if the statement may run on a worker; if the caller's stream is current after it; and if the caller's
+    stream is current and has joined all workers.
+    """
+    flags = list[tuple[bool, bool, bool]]()
     on_worker = pending = False
     for s in body:
         apart = on_worker or _switches(s)
         on_worker, pending = _streams_after(s, on_worker, pending)
-        found.append((apart, not on_worker, not on_worker and not pending))
-    return found
+        flags.append((apart, not on_worker, not on_worker and not pending))
+    return flags
 
 
 def _switches(s: Statement) -> bool:
@@ -176,7 +180,7 @@ def _switches(s: Statement) -> bool:
 
 
 def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, bool]:
-    """Return whether another stream than the caller's is current then, and whether that has work to wait for."""
+    """Return whether a worker stream is current after `s`, and whether work on workers has not been waited for."""
     if s.bodies:
         for inner in (each for body in s.bodies for each in body):
             on_worker, pending = _streams_after(inner, on_worker, pending)
@@ -190,7 +194,7 @@ def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, 
 
 @dataclass(frozen=True)
 class Tidy(Pass):
-    """Removes unused views, and repeated ones."""
+    """Removes unused and repeated views."""
 
     name = "tidy"
 
@@ -210,7 +214,7 @@ def _if_used(used: set[str], s: Statement) -> tuple[Statement, ...]:
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
-    """Return the body with repeated views taken once, and the removed names with their replacements."""
+    """Return the body without repeated views, and the removed names with their replacements."""
     seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
     for s in body:
         s = s.rename(renamed)
@@ -234,7 +238,7 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 class MakeDense(Pass):
     """Inserts a `dense` at the start for each input that must be contiguous: for transfers, merging reshapes, scales.
 
-    A `dense` copies an input whose strides are not contiguous, and is no operation otherwise.
+    A `dense` copies an input with non-contiguous strides, and does nothing otherwise.
     """
 
     name = "dense"
@@ -253,15 +257,15 @@ class MakeDense(Pass):
 def _needed(program: Program) -> dict[str, Statement]:
     """Map each input that must be dense to a statement that requires it."""
     roots, inputs = _roots(program), {v.name for v in program.inputs}
-    own = {s.out.name for s in program.walk() if isinstance(s, Rank)}
+    places = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}
     for s in program.walk():
         read: tuple[Value, ...]
         merges = isinstance(s, Reshape) and not splits_only(s)
-        if isinstance(s, Communication) or merges or (isinstance(s, Put) and not _within_rank(s, own)):
+        if isinstance(s, Communication) or merges or (isinstance(s, Put) and not _within_rank(s, places)):
             assert isinstance(s, (Communication, Reshape, Put))
             read = (s.x,)
-        else:  # scales: a kernel that waits for their rows copies nothing before it starts
+        else:  # scales: the executor makes no dense copy of them for a kernel that waits for rows
             read = tuple(v for f in s.flag_operands if not f.raises for v in f.rows[1:])
         for v in read:
             root = roots.get(v.name, v.name)
@@ -269,6 +273,9 @@ def _needed(program: Program) -> dict[str, Statement]:
     return needed
 
 
-def _within_rank(s: Put, own: set[str]) -> bool:
-    """Whether a statement copies within the rank, by a kernel that takes any strides; `own` are names of its place."""
-    return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in own
+def _within_rank(s: Put, places: set[str]) -> bool:
+    """Return True if a put copies within the rank, by a kernel that takes any strides.
+
+    `places` name the rank's place.
+    """
+    return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in places

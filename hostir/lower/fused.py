@@ -1,22 +1,22 @@
-"""Passes `fused` and `push`: each rank sends blocks of rows to all, and one kernel takes each as it arrives.
+"""Passes `fused` and `push`: each rank sends blocks of rows to all ranks, and one kernel takes each as it arrives.
 
-For an allgather, the blocks are the ranks' shards, or of an axis that is summed over parts of slices of the rows, and a
-matmul waits for them. For a reduce_scatter, they are the rows
-that a matmul makes for each other rank. In `fused` the matmul raises a flag after each block, so copies begin while it
-runs; in `push` they begin when it has ended. A sum waits for what all ranks have sent. An allreduce is
-either such a sum of all rows, or takes both steps: `hostir/lower/allreduces.py` says which.
+For an allgather, a block is one rank's shard, and a matmul waits for the blocks. (If the matmul sums over the gathered
+axis, a block is one rank's part of a slice of the rows.) For a reduce_scatter, the blocks are the rows that a matmul
+makes for each other rank, and a sum waits for the blocks of all ranks. In `fused` the matmul sets a flag after each
+block, so copies begin while it runs; in `push` they begin when it has ended. An allreduce is either such a sum of all
+rows, or takes both steps: `hostir/lower/allreduces.py` decides.
 
-The first schedule is that of kernels which wait for the rows of a gathered operand inside the matmul: FLUX (Chang et
-al., 2024), the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The second is that of the reduce-scatter
-by copy engines in Triton-distributed: a matmul that counts the tiles of each block, copies that wait for the count, a
-separate reduction. The two passes differ in who moves the bytes:
+The schedule for an allgather follows kernels that wait for rows of a gathered operand inside the matmul: FLUX (Chang et
+al., 2024), and the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The schedule for a reduce_scatter
+follows the reduce-scatter by copy engines in Triton-distributed: a matmul counts the tiles of each block, copies wait
+for the count, and a separate kernel reduces. The two passes differ in who moves the bytes:
 
-- `fused` leaves it to copy engines, which cost the matmul no SMs;
-- in `push` a few SMs of the rank that has the rows do it, in one kernel before the one that waits. That is for few
-  rows: a kernel begins to write to peers, and sets flags after that, in less time than copy engines take to begin. The
-  kernel that waits starts while it copies. On CUDA with Triton's kernels, a product of few rows stores them to the
-  peers itself (`hostir.runtime.binding.PushedProduct`). Kernels that store to peers are how low-latency collectives
-  work in NCCL (its LL protocols) and in the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
+- in `fused`, copy engines move them, which costs the matmul no SMs;
+- in `push`, a few SMs of the sending rank move them, in one kernel before the kernel that waits. This is for few rows:
+  a kernel writes to peers and sets flags in less time than copy engines take to start. The waiting kernel starts while
+  the first one copies. On CUDA with Triton's kernels, a product of few rows stores them to the peers itself
+  (`hostir.runtime.binding.PushedProduct`). Low-latency collectives also store to peers from kernels: NCCL's LL
+  protocols, and the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from hostir.lower.rows import (
     wanted_otherwise,
 )
 from hostir.lower.scales import SMS, send_scales
-from hostir.lower.scatters import OneStep, ScatteredBlocks, first_done, made, one_of
+from hostir.lower.scatters import OneStep, ScatteredBlocks, add_view, first_done, one_of
 from hostir.lower.slices import operand_places, why_not
 from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, Mover, Transfers, Turns
 
@@ -79,16 +79,16 @@ MIN_PIECE_ROWS = 256  # two tiles
 
 @dataclass(frozen=True)
 class Pieces:
-    """Into how many pieces the rows that a matmul makes for another rank are cut, so that copies begin early.
+    """The number of pieces that the rows for another rank are cut into, so that copies begin early.
 
-    More than two gain nothing: every copy takes its time to begin, and to signal after it.
+    More than two gain nothing: every copy takes time to start, and to signal when it has ended.
     """
 
     most: int = 2
     min_bytes: int = 8 << 20
 
     def of(self, s: ReduceScatter) -> int:
-        """Return the number for a reduce_scatter: the largest that leaves pieces large enough; 1 for unknown sizes."""
+        """Return the number of pieces for a reduce_scatter: the most that are large enough; 1 if sizes are unknown."""
         shard = s.out.tensor
         extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
         rows = product(shard.local_shape[:-1]).value
@@ -104,7 +104,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Fused(Pass):
-    """Replaces collectives of rows by copies to all peers, and a kernel that waits for each block of rows."""
+    """Replaces collectives of rows by copies to all peers and a kernel that waits for each block of rows."""
 
     name = "fused"
     streams: int = 4
@@ -117,7 +117,7 @@ class Fused(Pass):
 
 @dataclass(frozen=True)
 class Push(Pass):
-    """Replaces collectives of rows by a kernel that copies to all ranks, and one that starts while it runs."""
+    """Replaces collectives of rows by a kernel that copies to all ranks and a kernel that starts while it runs."""
 
     name = "push"
     steps: AllReduceSteps = field(default_factory=AllReduceSteps)
@@ -127,7 +127,7 @@ class Push(Pass):
 
 
 def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: AllReduceSteps) -> Program:
-    """Return the host program in which each rank sends its blocks of rows to the others, by this mover."""
+    """Return the host program in which each rank sends its blocks of rows to the others by `mover`."""
 
     def two(s: AllReduce) -> bool:
         return not steps.one(s, unknown=mover.sms > 0)
@@ -145,10 +145,10 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         .with_scales_first()
     )
     ordered = _matmuls_first(rows)
-    chunked = {s: _whole_product(s, ordered, steps.chunks_of(s)) for s in rows.reduces if two(s)}
+    chunked = {s: _product_in_chunks(s, ordered, steps.chunks_of(s)) for s in rows.reduces if two(s)}
     host = Host(ordered, rows.ordered(ordered, chunked))
     host.apart |= {s.out.name for s in rows.reduces}
-    later = {s.out.name for s in chunked.values() if s is not None}  # products that are computed in chunks
+    later = {s.out.name for s in chunked.values() if s is not None}  # results of products that are computed in chunks
     arriving: dict[str, SentRows] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
     leaving = _sums_of_products(rows, [*rows.scatters, *(s for s in rows.reduces if s not in chunked)])
     scattered: dict[Reduction, ScatteredRows] = {}
@@ -193,21 +193,21 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
         if isinstance(s, Contraction) and scatter_of is not None:
             host.add(scattered[scatter_of].raising(s.rename(host.values)))
             continue
-        host.whole(s)
-    for each in arriving.values():  # rows that are an output, and that nothing here reads
+        host.add_unsliced(s)
+    for each in arriving.values():  # rows that are an output and have no other user
         each.wait()
     return host.finished(workers)
 
 
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
-    """Let the last product of a sum of partial sums add to the others, so that a product makes the rows of the sum.
+    """Make the last product of a sum of partial sums add to the other terms: then one product makes the sum's rows.
 
-    Return also, by the names of those to which products add, what they become.
+    Also return a map from each tensor that a product adds to (by name) to the sum that shares its memory.
     """
-    made, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
+    makers, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
     body, onto = [*program.body], dict[str, Value]()
     for s in program.body:
-        if not isinstance(s, Add) or (pair := _added(s, made, users, {v.name for v in program.outputs})) is None:
+        if not isinstance(s, Add) or (pair := _added(s, makers, users, {v.name for v in program.outputs})) is None:
             continue
         product, other = pair
         (right, contracted), views = product.right_side, list[Statement]()
@@ -216,29 +216,32 @@ def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
             views, right = [Permute(right, view, (1, 0), span=product.span)], view
         adding = Matmul(out=s.out, a=product.a, b=right, addend=other, span=product.span, note="added to the others")
         body = [new for old in body if old is not product for new in ((*views, adding) if old is s else (old,))]
-        made[s.out.name] = adding
+        makers[s.out.name] = adding
         onto = {name: s.out if value == other else value for name, value in onto.items()} | {other.name: s.out}
     return program.with_body(body), onto
 
 
 def _added(
-    s: Add, made: Mapping[str, Statement], users: Mapping[str, list[Statement]], outputs: Collection[str]
+    s: Add, makers: Mapping[str, Statement], users: Mapping[str, list[Statement]], outputs: Collection[str]
 ) -> tuple[Contraction, Value] | None:
-    """Return the product that can be the last term of a sum of partial sums, and the other term; None if none can."""
+    """Return the product that can be the last term of a sum of partial sums, and the other term.
+
+    None if no term can.
+    """
     alone = all(len(users[v.name]) == 1 and v.name not in outputs and v.type == s.out.type for v in s.operands)
-    if not alone or not s.out.tensor.partial or not all(isinstance(made.get(v.name), TensorOp) for v in s.operands):
+    if not alone or not s.out.tensor.partial or not all(isinstance(makers.get(v.name), TensorOp) for v in s.operands):
         return None
     for last, other in ((s.y, s.x), (s.x, s.y)):
-        product = made[last.name]
+        product = makers[last.name]
         if not isinstance(product, Matmul | Linear) or len(product.operands) > 2:
             continue
-        if not isinstance(made.get(seen_from(product.a, made).name), AllGather):
+        if not isinstance(makers.get(seen_from(product.a, makers).name), AllGather):
             return product, other
     return None
 
 
 def in_one_step(host: Host, s: AllReduce) -> int:
-    """Add an allreduce in one step, by copy engines; return the number of worker streams that it uses."""
+    """Add an allreduce in one step by copy engines; return the number of worker streams that it uses."""
     reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), AllReduceSteps(blocks=1))
     reduced.send()
     reduced.receive()
@@ -246,7 +249,7 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
-    """Whether an allreduce in two steps is done in chunks: unless a matmul can wait for the gathered rows."""
+    """Return True if an allreduce in two steps runs in chunks: no matmul can wait for its gathered rows."""
     readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
@@ -256,7 +259,7 @@ def _in_chunks(s: AllReduce, program: Program) -> bool:
 
 
 def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
-    """Yield the sum, and what becomes of it row by row before anything else reads it."""
+    """Yield the sum, then each result of elementwise statements and norms that are its only users in turn."""
     rows = s.out
     yield rows
     while rows not in program.outputs and len(after := users(program, rows)) == 1:
@@ -266,8 +269,8 @@ def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
         yield rows
 
 
-def _whole_product(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
-    """Return the product whose result an allreduce sums up, if nothing else reads it and chunks can be computed."""
+def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
+    """Return the product whose result only an allreduce reads, if it can be computed in chunks; else None."""
     maker, axis = next((other for other in program.body if result_of(other) == s.x), None), rows_axis(s)
     if axis is None or s.x in program.outputs or len(users(program, s.x)) > 1 or not isinstance(maker, Contraction):
         return None
@@ -278,20 +281,20 @@ def _whole_product(s: AllReduce, program: Program, chunks: int) -> Contraction |
 
 
 def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[str, Reduction]:
-    """Map the results of products to the collectives that sum up their rows; of several, to the first."""
-    found: dict[str, Reduction] = {}
+    """Map the results of products to the collectives that sum up their rows; if there are several, to the first."""
+    sum_of: dict[str, Reduction] = {}
     for scatter in sums:
         if (product := product_of_rows(rows.program, scatter)) is not None:
-            found.setdefault(product.out.name, scatter)
-    return found
+            sum_of.setdefault(product.out.name, scatter)
+    return sum_of
 
 
 def _in_blocks(s: RowCollective) -> bool:
-    """Whether the rows of a rank are equal blocks one after another, with a piece of each rank's shard in each.
+    """Return True if the rows are a sequence of equal blocks, each with one piece of every rank's shard.
 
-    Of those that a rank sends to be summed up, the number must be known.
+    If the rows are summed up, the number of blocks must be known.
     """
-    if isinstance(s, AllGather) and by_columns(s):  # sent in slices of rows
+    if isinstance(s, AllGather) and by_columns(s):  # these are sent in slices of rows
         return True
     axes = shard_of(s).tensor.host().axes
     outside = [block_axes(s)[0]] if _needs_block_axes(s) else [axes[j] for j in long_axes(s)]
@@ -304,11 +307,11 @@ def _needs_block_axes(s: RowCollective) -> bool:
 
 
 def _matmuls_first(rows: RowCollectives) -> Program:
-    """Reorder statements so that the first user of gathered rows is a matmul: it can wait block by block."""
+    """Reorder statements so that the first user of gathered rows is a matmul, which can wait block by block."""
     program = rows.program
     for gather in rows.gathers:
         matmul, body = first_matmul(program, gather), program.body
-        if matmul is None:  # nothing reads them
+        if matmul is None:  # no matmul reads the rows
             continue
         start, end = body.index(gather) + 1, body.index(matmul)
         needed = {v.name for v in matmul.values(Codec.READ)}
@@ -327,8 +330,8 @@ class SentRows:
     """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
 
     Fields:
-        joined_later: the copies of a later sum over the same ranks come behind these, and the caller's stream waits for
-            those. Sums over others could keep the SMs from signals of these that have not begun.
+        joined_later: True if a later sum over the same ranks issues copies after these, and the caller's stream waits
+            for them. (A sum over other ranks does not count: it could hold the SMs that signals of these copies need.)
     """
 
     joined_later = False
@@ -339,9 +342,9 @@ class SentRows:
         self.team = host.team(gather)
         self.multiplied = first_matmul(host.program, gather) is not None
         self.x = x = host.packed(host.values[gather.x.name], gather)
-        # If anything but matmuls reads the rows, they are copied: the next call's transfers overwrite the buffer.
-        self.whole = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
-        name = host.names.fresh(f"{gather.out.name}_shared") if self.whole else gather.out.name
+        # If other statements than matmuls read the rows, they get a copy: the next call overwrites the buffer.
+        self.unshared = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
+        name = host.names.fresh(f"{gather.out.name}_shared") if self.unshared else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
         host.values.setdefault(gather.out.name, buffer)
         count = self.count()
@@ -351,14 +354,14 @@ class SentRows:
         self.workers = self.transfers.workers
 
     def count(self) -> Size:
-        """Return the number of blocks that a shard is."""
+        """Return the number of blocks of a shard."""
         return ONE if self.axis is None else self.gather.x.tensor.local_shape[self.axis]
 
     def send(self) -> None:
-        """Send the shard to all ranks: first to the one before this rank, and so on down.
+        """Send the shard to all ranks: first to the previous rank, then to the rank before it, and so on.
 
-        So the blocks that a rank receives arrive in the order of their ranks, from its own on. Copy engines send it to
-        the others; it is copied within the rank only if the matmul cannot read it where it is.
+        So blocks arrive at a rank in the order of their source ranks, beginning after the rank itself. Copy engines
+        send the shard to the other ranks. It is copied within the rank only if the matmul cannot read it in place.
         """
         index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
         note = "to the rank that multiplies these rows next" if self.multiplied else ""
@@ -376,7 +379,7 @@ class SentRows:
         transfers.send(self.blocks, turns, self.mover, note)
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return the blocks of this rank's shard: all of it as one, or one for each index of the axis of blocks."""
+        """Return the blocks of this rank's shard: a single block, or one for each index of the axis of blocks."""
         views: list[ViewStatement] = []
         index: Ref | None = None
         flag: Expr = self.team.rank
@@ -388,7 +391,7 @@ class SentRows:
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
 
     def copy_own(self) -> list[Statement]:
-        """Return the copy of this rank's own rows to the buffer, and the signals that they are there."""
+        """Return the copy of the local rows to the buffer, and the signals that they have arrived."""
         s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
         mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
         note = "the matmul begins with these rows" if self.multiplied else ""
@@ -399,20 +402,23 @@ class SentRows:
 
     @property
     def copies_own(self) -> bool:
-        """Whether this rank's own rows are copied to the buffer too.
+        """True if the local rows are copied to the buffer, too.
 
-        They need not be if they are one block, a single matmul reads them, and copy engines move the other rows: the
-        matmul then reads them where they are. It must not read another gathered tensor but their scales, as it would
-        wait for all of that before it starts.
+        The copy is not needed if they are one block, a single matmul reads them, and copy engines move the other rows:
+        the matmul then reads them in place. The matmul must not read another gathered tensor, except scales of the
+        rows, because it would wait for all of that tensor before it starts.
         """
         users = self.host.users.get(self.gather.out.name, [])
-        if self.mover.sms or self.axis is not None or self.whole is not None or len(users) != 1:
+        if self.mover.sms or self.axis is not None or self.unshared is not None or len(users) != 1:
             return True
         operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name, *self.scales}
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
-        """Add the matmul that waits for the blocks. After it all copies have ended, and others may read the rows."""
+        """Add the matmul that waits for the blocks.
+
+        After it, all copies have ended, and other statements may read the rows.
+        """
         self.host.destination(s.out)
         on_buffers = s.rename(self.host.values)
         assert isinstance(on_buffers, Contraction)
@@ -429,28 +435,30 @@ class SentRows:
         self.finish()
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all blocks: something other than a matmul needs them first."""
+        """Make the caller's stream wait for all blocks, because a statement other than a matmul needs them first."""
         index, count = self.host.index("i"), self.blocks.count * self.team.ranks
         self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
         self.finish()
 
     def finish(self) -> None:
-        """Make the caller's stream wait for this rank's copies, and copy the rows out of the buffer if need be."""
+        """Make the caller's stream wait for this rank's copies; copy the rows out of the buffer if needed."""
         if not self.joined_later:
             self.transfers.join()
-        if self.whole:
-            note = f"copy: {self.whole} is wanted whole"
-            self.host.body.append(DenseCopy(out=self.whole, x=self.transfers.buffer, span=self.gather.span, note=note))
+        if self.unshared:
+            note = f"copy: {self.unshared} is wanted whole"
+            self.host.body.append(
+                DenseCopy(out=self.unshared, x=self.transfers.buffer, span=self.gather.span, note=note)
+            )
 
 
 class SentColumns(SentRows):
     """Builds one allgather of the axis that matmuls sum over: ranks send their parts of slices of the rows.
 
-    The matmul waits for one flag for each slice. A worker stream raises it when the parts of all peers have arrived.
+    The matmul waits for one flag for each slice. A worker stream sets it when the parts of all peers have arrived.
     """
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
-        super().__init__(host, gather, replace(mover, streams=1), scales)  # the other worker stream raises the flags
+        super().__init__(host, gather, replace(mover, streams=1), scales)  # the other worker stream sets the flags
         self.workers = 2
 
     def count(self) -> Size:
@@ -462,22 +470,22 @@ class SentColumns(SentRows):
         views: list[ViewStatement] = []
         index = self.host.index("s")
         mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
-        self.own = Shard(buffer, mine, span=self.gather.span)
+        self.local_part = Shard(buffer, mine, span=self.gather.span)
 
         def slice(of: Value, name: str) -> Value:
             out = Value(self.host.names.fresh(name), of.type, self.gather.span)
-            return made(Chunk(of, out, index, count, 0, span=self.gather.span), views)
+            return add_view(Chunk(of, out, index, count, 0, span=self.gather.span), views)
 
         source, target = slice(x, "part"), slice(mine, "place")
         return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
 
     def flag(self, slice: Expr, rank: Expr) -> Expr:
-        """Return the number of the flag that says that the part of a rank has arrived."""
+        """Return the index of the flag that tells that a rank's part of a slice has arrived."""
         return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
 
     def copy_own(self) -> list[Statement]:
-        """Return the copy of this rank's own parts to the buffer; the matmul comes after it."""
-        return [self.own, self.transfers.put(self.x, self.own.out, self.team.rank)]
+        """Return the copy of the local parts to the buffer; the matmul comes after it."""
+        return [self.local_part, self.transfers.put(self.x, self.local_part.out, self.team.rank)]
 
     @property
     def copies_own(self) -> bool:
@@ -505,7 +513,7 @@ class SentColumns(SentRows):
         self.finish()
 
     def arrivals(self, slice: Ref) -> For:
-        """Return the waits for the parts of a slice that peers send."""
+        """Return the waits for the peers' parts of a slice."""
         index = self.host.index("i")
         peer = self.team.peer(Bin("+", index, Lit(1)))
         return For(index.value, Size(self.team.ranks - 1), (self.transfers.wait(self.flag(slice, peer)),))
@@ -515,10 +523,11 @@ class SentColumns(SentRows):
 
 
 class ScatteredRows:
-    """Builds one sum over ranks: copies begin while the product runs that makes the rows, if there is one.
+    """Builds one sum over ranks. If a product makes the rows, copies begin while it runs.
 
-    With copy engines, the product raises a flag after each block. It ends with a block of its own rank. If it waits for
-    gathered rows, their order decides, as it must begin with rows that are there; blocks are then sent in that order.
+    With copy engines, the product sets a flag after each block. It ends with a block of its own rank. If it waits for
+    gathered rows, it must begin with rows that have arrived; then their order decides, and blocks are sent in that
+    order.
     """
 
     def __init__(
@@ -530,27 +539,27 @@ class ScatteredRows:
         steps: AllReduceSteps,
         product: Contraction | None = None,
     ) -> None:
-        # By the stream itself: a kernel that signals would find no SM while the product runs.
+        # One stream, so that the stream itself signals: a signal kernel would get no SM while the product runs.
         self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
-        made = host.values[s.x.name if product is None else product.out.name]
+        rows = host.values[s.x.name if product is None else product.out.name]
         early = product is not None and not mover.sms
         if isinstance(s, ReduceScatter):
             axis = next(iter(long_axes(s)), None)
-            self.blocks = ScatteredBlocks(host, s, made, axis, pieces.of(s) if early and axis is None else 1)
+            self.blocks = ScatteredBlocks(host, s, rows, axis, pieces.of(s) if early and axis is None else 1)
         else:
-            self.blocks = OneStep(host, s, made, steps.blocks_of(s) if early else 1)
-            early = early and self.blocks.parts > 1  # else the copies begin after the product
+            self.blocks = OneStep(host, s, rows, steps.blocks_of(s) if early else 1)
+            early = early and self.blocks.parts > 1  # else copies begin after the product
         self.transfers, self.team = self.blocks.transfers, self.blocks.team
         self.done: Value | None = None
-        self.first: Expr | None = None  # the block that is ready first, if the product waits for rows itself
+        self.first: Expr | None = None  # the block that is ready first, if the product itself waits for rows
         if early:
-            self.done = self.transfers.row(f"{made.name}_done", Size(self.blocks.parts))
+            self.done = self.transfers.row(f"{rows.name}_done", Size(self.blocks.parts))
             if not (self.team.past_last_call and host.forked):
                 self.transfers.fork()
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return a matmul that raises a flag after each block of rows, if copies wait for them."""
+        """Return the matmul with a flag set after each block of rows, if copies wait for the blocks."""
         if self.done is None:
             return s
         assert isinstance(s, Contraction)
@@ -566,7 +575,7 @@ class ScatteredRows:
         return raising
 
     def send(self) -> None:
-        """Send each rank its rows: first to the one after this rank, and so on up, or as they are computed."""
+        """Send each rank its rows: first to the next rank, and so on up; or in the order in which they are computed."""
         host, s, blocks = self.host, self.scatter, self.blocks
         full = host.packed(host.values[s.x.name], s)
         turns, sent = blocks.in_turns(full, self.done, self.first)
@@ -579,10 +588,10 @@ class ScatteredRows:
         self.transfers.send(sent, turns, self.mover, note)
 
     def receive(self) -> None:
-        """Add the sum of what all ranks have sent.
+        """Add the sum of the blocks that all ranks have sent.
 
-        It takes each block when it is there. If copy engines send rows that no product makes, it starts only when all
-        have arrived: while bytes travel, no SM is held.
+        The sum takes each block when it has arrived. If copy engines send rows that no product makes, the sum starts
+        only when all blocks have arrived: it holds no SM while bytes travel.
         """
         if self.product is not None or self.mover.sms:
             self.blocks.add_up()

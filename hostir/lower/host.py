@@ -1,4 +1,4 @@
-"""Builders of host programs: streams, buffers, ranks' places, names, and the layouts that communications need."""
+"""Build host programs: streams, buffers, places of ranks, names, and the layouts that communications need."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from hostir.ir.types import Axis, Factor, Kind, TensorType, leads
 from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 
 # Layouts --------------------------------------------------------------------------------------------------------------
-# Communications need dense buffers in which the axis that they move is outermost.
+# Communications need dense buffers in which the moved axis is outermost.
 #
-# If an operand has another layout, the ranks' axis is split off and brought to the front: as a view if that moves
-# nothing in memory, else by a copy to a dense buffer.
+# If an operand has another layout, the axis over ranks is split off and permuted to the front: by a view if the memory
+# order stays the same, else by a copy to a dense buffer.
 
 
 @dataclass(frozen=True)
 class Front:
-    """A tensor seen with the axis that a communication moves outermost: axes split first, then permuted."""
+    """A view of a tensor with the axis that a communication moves outermost: axes are split, then permuted."""
 
     split: TensorType
     order: tuple[int, ...]
@@ -48,7 +48,7 @@ class Front:
 
 
 def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
-    """Split the axis sharded over `mark` so that the ranks are an axis of their own, and so are its neighbours."""
+    """Split the axis sharded over `mark` into separate axes: the ranks, and the factors around them."""
     assert type.mesh
     ranks = Size(type.mesh.size(mark))
     axes: list[Axis] = []
@@ -67,7 +67,7 @@ def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
 
 
 def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Front] | None:
-    """Return how to see both operands of a communication, or None if they need no change."""
+    """Return the views of both operands that move the communicated axis outermost; None if it already is outermost."""
     if isinstance(s, (AllReduce, Broadcast, SendRecv)):
         return None
     if isinstance(s, AllToAll):
@@ -87,7 +87,7 @@ def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Fro
 
 
 def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
-    """See `[.., A@m, .., B, ..]` as `[D, A@m, rest]`, and `[.., A, .., B@m, ..]` as `[D@m, A, rest]`."""
+    """View `[.., A@m, .., B, ..]` as `[D, A@m, rest]`, and `[.., A, .., B@m, ..]` as `[D@m, A, rest]`."""
     a = x.axis_on(mark)
     assert a is not None
     axes = isolate(out, mark)
@@ -104,21 +104,22 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
 
 
 class Team:
-    """The ranks among which a collective communicates: this rank's place among them, and its peers'."""
+    """The team of a collective: this rank's place in the team, and the places of its peers."""
 
     def __init__(self, host: Host, s: Collective, of: Value) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
         self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
-        self.past_last_call = (s.mesh.name, s.over) in host.ordered  # or behind a barrier after the previous call
+        # True once calls are ordered, by flags or by a barrier.
+        self.past_last_call = (s.mesh.name, s.over) in host.ordered
         host.body.append(Rank(self.rank.value, of, s.over, span=s.span))
 
     def peer(self, offset: Expr) -> Expr:
-        """Return the place of the rank that comes so many places after this one, counted round robin."""
+        """Return the place of the rank `offset` places after this one, modulo the number of ranks."""
         return modulo(Bin("+", self.rank, offset), self.ranks)
 
 
 def modulo(expr: Expr, ranks: int) -> Expr:
-    """Return `expr % ranks`: a place, or a stream number, counted round robin."""
+    """Return `expr % ranks`, for places and stream numbers that wrap around."""
     return Bin("%", expr, Lit(ranks))
 
 
@@ -131,14 +132,14 @@ class Scope:
     def __init__(self, names: Names) -> None:
         self.names = names
         self.body: list[Statement] = []
-        self.dense: set[str] = set()  # values whose parts lie in one piece
+        self.dense: set[str] = set()  # values that are contiguous on each rank
 
     @abstractmethod
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
         """Allocate a dense buffer."""
 
     def add(self, s: Statement) -> None:
-        """Add a statement, with what its operands' layouts need."""
+        """Add a statement, with the copies or views that its operands' layouts need."""
         if isinstance(s, ViewStatement):
             self.view(s)
         elif isinstance(s, Communication):
@@ -147,7 +148,7 @@ class Scope:
             self.body.append(s)
 
     def view(self, s: ViewStatement) -> Value:
-        """Add a view, after a copy if it is a reshape that strides cannot express."""
+        """Add a view; before it a dense copy, if it is a reshape that strides cannot express."""
         if isinstance(s, Reshape) and s.x.name not in self.dense and not splits_only(s):
             dense = self.scratch(f"{s.x.name}_dense", s.x.tensor, s.x)
             note = f"copy: {s.x} does not lie in one piece, as a reshape that merges axes needs it to"
@@ -159,7 +160,7 @@ class Scope:
         return s.out
 
     def see(self, value: Value, front: Front) -> Value:
-        """Return the value seen with the axis that a communication moves outermost."""
+        """Return a view of the value with the axis that a communication moves outermost."""
         if front.split.axes != value.tensor.axes:
             split = Value(self.names.fresh(f"{value.name}_split"), front.split, value.span)
             value = self.view(Reshape(value, split, span=value.span))
@@ -169,7 +170,7 @@ class Scope:
         return value
 
     def communicate(self, s: Communication) -> None:
-        """Add a communication with the layout it needs, and the wait for it."""
+        """Add a communication with the layout that it needs, and the wait for it."""
         x, out = s.x, s.out
         if seen := fronts(s, x.tensor, out.tensor):
             x, out = self.see(x, seen[0]), self.see(out, seen[1])
@@ -181,7 +182,7 @@ class Scope:
             self.body.append(DenseCopy(out=out, x=target, span=s.span, note=_why(s, s.out)))
 
     def packed(self, x: Value, s: Communication) -> Value:
-        """Return `x`, what a communication sends, or a dense copy of it."""
+        """Return the operand `x` of a communication if it is dense, else a dense copy."""
         if x.name in self.dense:
             return x
         dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
@@ -197,7 +198,7 @@ def _why(s: Communication, operand: Value) -> str:
 
 
 class Host(Scope):
-    """Builds the host program of a fusion: statements outside loops, and the buffers of all."""
+    """Builds the host program of a fusion: statements outside loops, and the buffers of all statements."""
 
     def __init__(self, program: Program, ordered: Collection[tuple[str, str]] = ()) -> None:
         super().__init__(Names.of(program))
@@ -208,19 +209,19 @@ class Host(Scope):
         self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
-        self.folded: set[str] = set()  # results of statements that another one computes as well
-        self.apart: set[str] = set()  # results of allreduces that do not take the memory of what they sum up
-        self.forked = False  # whether a copy stream has begun, behind the beginning of the call
+        self.folded: set[str] = set()  # results of statements that another statement computes as well
+        self.apart: set[str] = set()  # results of allreduces that do not share memory with their operand
+        self.forked = False  # True once a copy stream waits for the caller's stream
 
     @cached_property
     def user(self) -> Ref:
-        """The caller's stream; the program begins by asking for it."""
+        """The caller's stream; the program begins with `current_stream`."""
         stream = Value(self.names.fresh("user"), Kind.STREAM)
         self.body.insert(0, CurrentStream(stream))
         return Ref(stream)
 
     def team(self, s: Collective, of: Value | None = None) -> Team:
-        """Return the ranks among which a collective communicates; `of` is a tensor on its mesh, by default its own."""
+        """Return the team of a collective; `of` is a tensor on its mesh, by default its operand."""
         key = s.mesh.name, s.over
         if key not in self.teams:
             self.teams[key] = Team(self, s, of or self.values[s.x.name])
@@ -232,8 +233,8 @@ class Host(Scope):
         self.names.taken.discard(index.value.name)
         return index
 
-    def whole(self, s: Statement) -> None:
-        """Add a statement outside any loop; its result is a buffer of its own, or a view."""
+    def add_unsliced(self, s: Statement) -> None:
+        """Add a statement of the fusion outside any loop; its result is a new buffer, or a view."""
         out = result_of(s)
         if out.name in self.folded:
             return
@@ -243,7 +244,7 @@ class Host(Scope):
         self.add(s.rename(self.values))
 
     def destination(self, out: Value) -> Value:
-        """Return the buffer of a result, allocated if it has none."""
+        """Return the buffer of a result; allocate it on first use."""
         if out.name not in self.values:
             self.values[out.name] = self.buffer(out)
         return self.values[out.name]
@@ -255,7 +256,7 @@ class Host(Scope):
         return buffer
 
     def buffer(self, value: Value) -> Value:
-        """Allocate a buffer for a value, or share the allreduce's buffer if only an allreduce reads it."""
+        """Allocate a buffer for a value; if only an allreduce reads the value, share the allreduce's buffer."""
         host = replace(value, type=value.tensor.host())
         self.dense.add(host.name)
         reduce = self.only_reduced(value)
@@ -266,13 +267,13 @@ class Host(Scope):
         return host
 
     def finished(self, streams: int = 0) -> Program:
-        """Return the host program, once every statement of the fusion has been added."""
+        """Return the host program. Called once every statement of the fusion has been added."""
         inputs, outputs = (tuple(self.values[v.name] for v in vs) for vs in (self.program.inputs, self.program.outputs))
         body = tuple(self.body)
         return Program(self.program.name, Phase.HOST, self.program.meshes, inputs, outputs, body, streams)
 
     def used_outside(self, value: Value, inside: Collection[str]) -> bool:
-        """Whether a value is an output, or read by a statement whose result is not `inside`."""
+        """Return True if a value is an output, or read by a statement whose result is not `inside`."""
         users = self.users.get(value.name, [])
         return value.name in self.outputs or any(result_of(u).name not in inside for u in users)
 

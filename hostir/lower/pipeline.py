@@ -1,4 +1,4 @@
-"""Passes `sequential` and `pipeline`: run every statement whole, or in a loop what a Stream axis slices."""
+"""Passes `sequential` and `pipeline`: run every statement unsliced, or run statements with a Stream axis in a loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places,
 
 # The passes -----------------------------------------------------------------------------------------------------------
 
-NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that stays whole
+NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that is not sliced
 NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, and the program is sequential"
 NOT_SLICED = "no Stream axis slices it"
 
 
 @dataclass(frozen=True)
 class Sequential(Pass):
-    """Runs each communication and each computation whole, in program order, on the caller's stream."""
+    """Runs each communication and each computation unsliced, in program order, on the caller's stream."""
 
     name = "sequential"
 
@@ -38,28 +38,28 @@ class Sequential(Pass):
 class Pipeline(Pass):
     """Makes a loop over the Stream axis: each round selects, communicates and computes one slice.
 
-    It is nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass), made generic:
-    whatever statements can be sliced along the Stream axis run in one loop. A communication outside of all loops gets a
+    It generalises nvFuser's collective-based pipeline (its pull request 3606, later its StreamParallelType pass): all
+    statements that can be sliced along the Stream axis run in one loop. A communication outside of all loops gets a
     comment that says why.
     """
 
     name = "pipeline"
 
     def run(self, program: Program) -> Program:
-        found = groups(program)
-        for group in found:
-            if group.left_out and not group.communicates:  # a loop that hides nothing is not what was asked for
+        sliced = groups(program)
+        for group in sliced:
+            if group.left_out and not group.communicates:  # a loop without communication would hide nothing
                 raise next(iter(group.left_out.values()))
-        loops = [group for group in found if group.communicates]
-        sliced = {result_of(s).name for group in loops for s in group.statements}
+        loops = [group for group in sliced if group.communicates]
+        in_loops = {result_of(s).name for group in loops for s in group.statements}
         communications = {result_of(s).name for s in program.body if isinstance(s, Communication)}
-        reasons = dict.fromkeys(communications - sliced, NOT_SLICED if found else NO_STREAM_AXIS)
-        reasons |= {name: why.diagnostics[0].message for group in found for name, why in group.left_out.items()}
+        reasons = dict.fromkeys(communications - in_loops, NOT_SLICED if sliced else NO_STREAM_AXIS)
+        reasons |= {name: why.diagnostics[0].message for group in sliced for name, why in group.left_out.items()}
         return build(with_reasons(program, reasons), loops)
 
 
 def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
-    """Return the program with a note on each communication that cannot be overlapped; `reasons` are by its result."""
+    """Return the program with a note on each communication that cannot overlap; `reasons` are keyed by its result."""
     body = (
         replace(s, note=f"{NOT_OVERLAPPED}: {reasons[name]}") if (name := result_of(s).name) in reasons else s
         for s in program.body
@@ -68,13 +68,13 @@ def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
 
 
 def build(program: Program, loops: list[SlicedGroup]) -> Program:
-    """Build the host program that runs these loops, and the rest of the fusion whole."""
+    """Build the host program that runs these loops, and the rest of the fusion unsliced."""
     host = Host(program)
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
             host.body.append(loop(host, step))
         else:
-            host.whole(step)
+            host.add_unsliced(step)
     return host.finished()
 
 
@@ -91,10 +91,10 @@ def loop(host: Host, group: SlicedGroup) -> For:
 
 
 def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, SlicePlace]]:
-    """Return every tensor with a Stream part, and the statement that defines it (None for an input)."""
+    """Yield every tensor with a Stream part: its statement (None for an input), the tensor, the place of the slices."""
     for s, value in [*((None, v) for v in program.inputs), *((s, result_of(s)) for s in program.body)]:
-        found = [(k, stream_place(a)) for k, a in enumerate(value.tensor.axes)]
-        places = [SlicePlace(k, *p) for k, p in found if p]
+        parts = [(k, stream_place(a)) for k, a in enumerate(value.tensor.axes)]
+        places = [SlicePlace(k, *p) for k, p in parts if p]
         if len(places) > 1 or sum(f.on == STREAM for a in value.tensor.axes for f in a.factors) > 1:
             raise error(f"{value} has two Stream axes", s.span if s else value.span, expected="one axis to slice")
         if places:
@@ -110,16 +110,16 @@ def _refusal(s: Statement, reason: str) -> HostIRError:
 
 
 def groups(program: Program) -> list[SlicedGroup]:
-    """Return the loops that the Stream axes ask for: each annotated tensor with all that can be sliced with it."""
-    found = _Groups(program)
+    """Return one loop for each annotated tensor, with all statements that can be sliced with it."""
+    collected = _Groups(program)
     for s, value, place in annotated(program):
-        if not any(value.name in group.places for group in found.groups):
-            found.groups.append(found.group(s, value, place))
-    return found.groups
+        if not any(value.name in group.places for group in collected.groups):
+            collected.groups.append(collected.group(s, value, place))
+    return collected.groups
 
 
 class _Groups:
-    """The groups found so far, one for each loop; a statement is in one group only."""
+    """Collects groups of statements, one for each loop; a statement is in at most one group."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -128,7 +128,7 @@ class _Groups:
         self.groups: list[SlicedGroup] = []
 
     def group(self, s: Statement | None, value: Value, place: SlicePlace) -> SlicedGroup:
-        """Return the group of a tensor that has a Stream axis, and of the statement that defines it, if any."""
+        """Return the group of a tensor with a Stream axis; `s` is the statement that defines the tensor, if any."""
         group = SlicedGroup()
         if s is not None:
             self.add_with_producers(s, place, group, required=True)
@@ -143,7 +143,7 @@ class _Groups:
         return group
 
     def joins(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> bool:
-        """Add a statement to a group, unless it cannot be sliced there; return whether it was added."""
+        """Add a statement to a group if it can be sliced there; return True if it was added."""
         places = operand_places(s, place)
         if reason := why_not(s, place, places):
             refusal = _refusal(s, reason)
@@ -158,7 +158,7 @@ class _Groups:
         return True
 
     def add_with_producers(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> None:
-        """Add a statement to a group, and the statements that make its operands if they can be sliced too."""
+        """Add a statement to a group, and the producers of its operands if they can be sliced, too."""
         if result_of(s).name in self.taken or not self.joins(s, place, group, required):
             return
         for name, at in operand_places(s, place).items():
@@ -167,7 +167,7 @@ class _Groups:
 
     def add_users(self, group: SlicedGroup, seed: Value) -> None:
         """Add the users of the loop's results that can be sliced and do not depend on statements outside the loop."""
-        outside: set[str] = set()  # computed outside the loop from its results: not available until it has ended
+        outside: set[str] = set()  # computed outside the loop from its results, so available only after the loop
         inside = {result_of(s).name for s in group.statements}
         for s in self.program.body:
             name, reads = result_of(s).name, operands_of(s)
@@ -178,7 +178,7 @@ class _Groups:
             place = result_place(s, sliced[0], group.places[sliced[0].name]) if sliced else None
             if not late and place is None and sliced[0].name == seed.name and not group.statements:
                 raise s.fail(
-                    f"the pipeline cannot slice {s.keyword()}: the Stream axis of {seed} is the one it sums over",
+                    f"the pipeline cannot slice {s.keyword()}: it sums over the Stream axis of {seed}",
                     hint="put Stream on an axis that the result keeps",
                 )
             fits = not late and place is not None and name not in self.taken and self.joins(s, place, group)
@@ -186,7 +186,7 @@ class _Groups:
 
 
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
-    """Whether a statement needs the sliced axis whole: the columns of a matrix, or what aligns other operands."""
+    """Return True if slices must keep the axis: it is a matrix's columns, or it aligns other operands (broadcast)."""
     if isinstance(s, Contraction):
         return place.axis == len(s.out.tensor.axes) - 1
     return isinstance(s, Binary) and any(
@@ -197,19 +197,19 @@ def _needs_axis(s: Statement, place: SlicePlace) -> bool:
 def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
     """Remove from a loop the statements that must be complete before the rest of the loop can run.
 
-    Those are the ones that a statement inside uses whole, and those that a statement outside needs on which the loop
-    depends in turn.
+    A statement in the loop may use another's result unsliced. Or a statement outside may need a result of the loop, and
+    the loop may depend on that statement in turn.
     """
     while True:
         inside = {result_of(s).name for s in group.statements}
-        whole = {
+        unsliced = {
             v.name
             for s in group.statements
             for v in operands_of(s)
             if v.name in inside and v.name not in operand_places(s, group.places[result_of(s).name])
         }
         feeds: dict[str, set[str]] = {}  # for each value made outside: the loop's values that it needs
-        early = set(whole)
+        early = set(unsliced)
         for s in program.body:
             name, reads = result_of(s).name, [v.name for v in operands_of(s)]
             if name in inside:

@@ -30,12 +30,12 @@ from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType, flat_marks, 
 from hostir.lower import Pass
 
 # Shardings of one computation -----------------------------------------------------------------------------------------
-# The choice of shardings with which a computation needs no communication; `propagate` and `reshard` share it.
+# The choice of operand shardings that need no communication; `propagate` and `reshard` share it.
 
 
 @dataclass(frozen=True)
 class OperandShardings:
-    """The operand types with which a computation needs no communication, and the result type that follows."""
+    """Operand types with which a computation needs no communication, and the type of its result."""
 
     operands: tuple[TensorType, ...]
     result: TensorType
@@ -44,9 +44,10 @@ class OperandShardings:
 def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> OperandShardings:
     """Choose which axis each mesh axis shards in a computation.
 
-    In this order: a contraction whose operands are all sharded there stays where it is (a partial sum); what an
-    annotated result asks for; the weight's rows or columns; an axis of the left side; else nothing, and sharded
-    operands are gathered. Raises where ranks cannot compute on such parts.
+    The rules, in this order: if all operands of a contraction are sharded on the contracted axis, it stays sharded and
+    the result is a partial sum. Else the sharding of an annotated result decides; else the sharding of the weight's
+    rows or columns; else of an axis of the left operand. Otherwise no axis is sharded, and sharded operands are
+    gathered. Raises if ranks cannot compute on such parts.
     """
     mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
     here = tuple(t if t.mesh == mesh else _replicated(t, mesh) for t in types)
@@ -61,7 +62,7 @@ def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A computation on operands of these types, on one mesh; each map says which axes of the result theirs become."""
+    """A computation on operands of these types, on one mesh; each map takes an operand's axes to the result's axes."""
 
     op: TensorOp
     mesh: Mesh
@@ -78,8 +79,8 @@ class _Computation:
         inner = self.contracted_layout(_at(homes, CONTRACTED))
 
         def layout(axis: Axis, to: int) -> Axis:
-            found = layouts[to] if to >= 0 else inner if to == CONTRACTED else None
-            return Axis.of(axis.extent) if found is None else found.resized(axis.extent)
+            sharded = layouts[to] if to >= 0 else inner if to == CONTRACTED else None
+            return Axis.of(axis.extent) if sharded is None else sharded.resized(axis.extent)
 
         operands = tuple(
             replace(
@@ -95,12 +96,12 @@ class _Computation:
 
     @property
     def contracting(self) -> list[int]:
-        """Return the numbers of the operands that have an axis which is summed away; others may follow them."""
+        """Return the positions of operands with a contracted axis, except operands that follow others."""
         return [i for i, m in enumerate(self.maps) if CONTRACTED in m and i not in self.op.following]
 
     @property
     def added(self) -> set[str]:
-        """Return the mesh axes over which an addition adds up partial sums, or a cast that says so widens one."""
+        """Return the mesh axes over which the result of an addition or of an exact cast stays a partial sum."""
         if isinstance(self.op, Cast) and self.op.exact:
             return set(self.types[0].partial) & set(self.wanted.partial)
         if not isinstance(self.op, Add):
@@ -108,7 +109,7 @@ class _Computation:
         return set.intersection(*(set(t.partial) for t in self.types))
 
     def stays(self, mark: str, homes: Mapping[str, int | None], operand: int) -> bool:
-        """Whether an operand may be a partial sum over a mesh axis: a term of a sum, or what is added to a product."""
+        """Return True if an operand may be a partial sum over a mesh axis, as a term of a sum or a product's addend."""
         added = operand in self.op.following and homes[mark] == CONTRACTED
         return mark in self.added or added
 
@@ -121,37 +122,37 @@ class _Computation:
             return CONTRACTED
         if self.wanted.mesh is not None:
             axis = self.wanted.axis_on(mark)
-            return axis if any(axis in m for m in self.maps) else None  # else the axis is made whole on each rank
+            return axis if any(axis in m for m in self.maps) else None  # else the axis is gathered on each rank
         first = (1, 0, 2) if isinstance(self.op, Contraction) else range(len(at))
         leading = [i for i in first if i < len(at) and i not in self.op.following]
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
-        """Remove mesh axes from an axis of the result that is too short for all that the operands would put there."""
+        """Remove mesh axes from an axis of the result that is too short to be sharded over all of them."""
         marks = [mark for mark in self.mesh.axes if homes[mark] == axis]
-        while marks and self.as_found(axis, set(marks)) is None:
+        while marks and self.from_annotation(axis, set(marks)) is None:
             if size.divisible_by(prod(self.mesh.size(mark) for mark in marks)):
                 return
             homes[marks.pop()] = None
 
     def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
         """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
-        return (self.as_found(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
+        return (self.from_annotation(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
 
-    def as_found(self, axis: int, marks: set[str]) -> Axis | None:
-        """Return an axis with exactly these marks, as found in the annotation or in an operand."""
-        found = [self.wanted.axes[axis]] if self.wanted.mesh else []
+    def from_annotation(self, axis: int, marks: set[str]) -> Axis | None:
+        """Return an axis with exactly these marks from the annotation or from an operand, or None."""
+        candidates = [self.wanted.axes[axis]] if self.wanted.mesh else []
         operands = (
             pair for i, pair in enumerate(zip(self.types, self.maps, strict=True)) if i not in self.op.following
         )
-        found += [t.axes[k] for t, m in operands for k, to in enumerate(m) if to == axis]
-        return next((a.without(STREAM) for a in found if set(a.without(STREAM).marks) == marks), None)
+        candidates += [t.axes[k] for t, m in operands for k, to in enumerate(m) if to == axis]
+        return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
 
     def contracted_layout(self, marks: set[str]) -> Axis | None:
-        """Return the sharding of the axis that is summed away, or None if there is none."""
+        """Return the sharding of the contracted axis, or None without a contracted axis."""
         axes = [self.types[i].axes[self.maps[i].index(CONTRACTED)] for i in self.contracting]
-        found = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
-        return found or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)
+        layout = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
+        return layout or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)
 
 
 def _at(homes: dict[str, int | None], axis: int) -> set[str]:
@@ -170,9 +171,9 @@ def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
 
 
 def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
-    """Choose the operand's sharding for a view: elements stay on their ranks, or else are gathered first.
+    """Choose the operand's sharding for a view: elements stay on their ranks if possible; else they are gathered first.
 
-    A sum over ranks is reduced before, unless the result is said to be one as well.
+    A partial sum is reduced before the view, unless the result is declared as a partial sum as well.
     """
     mesh = wanted.mesh or x.mesh
     assert mesh is not None
@@ -189,7 +190,7 @@ def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> Operand
 
 
 def result_of(s: Statement) -> Value:
-    """Return the tensor that a statement of a fusion defines: in this phase each defines exactly one."""
+    """Return the tensor that a statement of a fusion defines: each statement of a fusion defines exactly one."""
     assert isinstance(s, (TensorOp, ViewStatement, Communication, Reshard))
     return s.out
 
@@ -200,7 +201,7 @@ def operands_of(s: Statement) -> tuple[Value, ...]:
 
 
 def users_of(program: Program) -> dict[str, list[Statement]]:
-    """Map each tensor of a fusion to the statements that read or view it, one of them twice if it does so twice."""
+    """Map each tensor of a fusion to the statements that read or view it, with one entry for each use."""
     users: dict[str, list[Statement]] = {}
     for s in program.body:
         for v in operands_of(s):
@@ -209,7 +210,7 @@ def users_of(program: Program) -> dict[str, list[Statement]]:
 
 
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
-    """Return the extent outside an axis's Stream part, and that of the part."""
+    """Return two extents of an axis: outside its Stream part, and of the Stream part; None without one."""
     outer = Size()
     for factor in axis.factors:
         if factor.on == STREAM:
@@ -219,7 +220,7 @@ def stream_place(axis: Axis) -> tuple[Size, Size] | None:
 
 
 def keeps_dense(s: Statement) -> bool:
-    """Whether a view of dense memory is dense: a reshape, or a permute that only moves axes of local extent 1."""
+    """Return True if the view of a dense tensor is dense: a reshape, or a permute that only moves axes of extent 1."""
     if not isinstance(s, Permute):
         return isinstance(s, Reshape)
     local = s.x.tensor.local_shape
@@ -228,7 +229,7 @@ def keeps_dense(s: Statement) -> bool:
 
 
 def splits_only(s: Reshape) -> bool:
-    """Whether every axis of the result lies within one axis of the operand, so that any strides can express it."""
+    """Return True if every axis of the result lies within one axis of the operand; then any strides allow a view."""
     inside = [size for size in s.out.tensor.local_shape if not size.is_one]
     for rest in s.x.tensor.local_shape:
         while inside and not rest.is_one and is_multiple(rest, inside[0]):
@@ -292,7 +293,7 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 
 def _wanted(program: Program) -> dict[str, TensorType]:
-    """Map each tensor to the sharding that its one user needs, elementwise or a reshape: what a partial sum becomes."""
+    """Map each tensor to the sharding that its only user, elementwise or a reshape, needs: the goal of a reduction."""
     users = users_of(program)
     declared = [*program.inputs, *(result_of(s) for s in program.body)]
     promised = [part for v in declared if v.tensor.mesh for part in _parts(v.tensor)]
@@ -321,20 +322,20 @@ def _parts(type: TensorType) -> list[Size]:
 
 
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
-    """Return the declared type with the sharding that the statement gives it; its Stream marks stay."""
+    """Return the declared type with the sharding that follows from the statement; its Stream marks stay."""
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)
     if isinstance(s, (Communication, Shard)):
-        raise s.fail(f"the type of {s.out} must say where it lies", hint=f"{s.keyword()} is there to choose that")
+        raise s.fail(f"the type of {s.out} must declare its sharding", hint=f"{s.keyword()} moves a tensor to it")
     if isinstance(s, ViewStatement):
-        given = choose_view(s, s.x.tensor, declared).result
+        inferred = choose_view(s, s.x.tensor, declared).result
     else:
         assert isinstance(s, TensorOp)
-        given = choose(s, _one_mesh(s), declared).result
-        if wanted and given.partial and wanted.mesh == given.mesh:
-            given = _reduced(given, wanted)
-    axes = [_with_stream(s, g, d, given.mesh) for g, d in zip(given.axes, declared.axes, strict=True)]
-    return TensorType(declared.dtype, tuple(axes), given.mesh)
+        inferred = choose(s, _one_mesh(s), declared).result
+        if wanted and inferred.partial and wanted.mesh == inferred.mesh:
+            inferred = _reduced(inferred, wanted)
+    axes = [_with_stream(s, g, d, inferred.mesh) for g, d in zip(inferred.axes, declared.axes, strict=True)]
+    return TensorType(declared.dtype, tuple(axes), inferred.mesh)
 
 
 def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
@@ -343,29 +344,29 @@ def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
         where = ", ".join(f"{v} on {v.tensor.mesh}" for v in op.operands)
         raise op.fail(
             f"operands of {op.keyword()} lie on different meshes: {where}",
-            hint="reshard one of them, by hi.reshard in Python, or say on which mesh the result lies",
+            hint="reshard one of them, by hi.reshard in Python, or declare the mesh of the result",
         )
     return types
 
 
-def _reduced(given: TensorType, goal: TensorType) -> TensorType:
-    """Return the type of a partial sum once reduced: the mesh axes it is summed over go where its user wants them."""
-    axes = list(given.axes)
+def _reduced(type: TensorType, goal: TensorType) -> TensorType:
+    """Return the type of a partial sum once reduced. Its mesh axes shard the axes where the type `goal` has them."""
+    axes = list(type.axes)
     for k, wanted in enumerate(goal.host().axes):
-        if wanted.marks and set(wanted.marks) <= set(given.partial) and not axes[k].marks:
+        if wanted.marks and set(wanted.marks) <= set(type.partial) and not axes[k].marks:
             axes[k] = wanted
-    return given.with_axes(axes)
+    return type.with_axes(axes)
 
 
-def _with_stream(s: Statement, given: Axis, declared: Axis, mesh: Mesh | None) -> Axis:
-    """Return the given axis with the Stream part that was declared."""
+def _with_stream(s: Statement, axis: Axis, declared: Axis, mesh: Mesh | None) -> Axis:
+    """Return `axis` with the declared Stream part."""
     place = stream_place(declared)
     if place is None:
-        return given
-    cut = refine(given, *place, mesh)
+        return axis
+    cut = refine(axis, *place, mesh)
     if cut is None:
         raise s.fail(
-            f"the Stream part of {declared} cuts across ranks: here the axis is {given}",
+            f"the Stream part of {declared} cuts across ranks: here the axis is {axis}",
             hint="put the Stream part inside the sharded one: split the axis by the mesh first",
         )
     before, inside = cut

@@ -32,7 +32,7 @@ from hostir.lower.propagate import OperandShardings, choose, choose_view, result
 
 @dataclass(frozen=True)
 class MakeReshards(Pass):
-    """Inserts a reshard where an operand's sharding is not what a statement needs, or a result's not as declared."""
+    """Inserts a reshard where an operand lacks the sharding that a statement needs, or a result the declared one."""
 
     name = "reshard"
     explicit_reshards = False
@@ -47,7 +47,7 @@ class MakeReshards(Pass):
 
 
 def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType], Value]) -> Iterator[Statement]:
-    """Return the statement with reshards before its operands and after its result."""
+    """Yield the statement, with reshards of its operands before it and of its result after it."""
     declared = result_of(s).tensor
     if isinstance(s, Reshard):
         yield from chain(s.x, s.out, s, names)
@@ -62,7 +62,7 @@ def _explicit(s: Statement, names: Names, resharded: dict[tuple[str, TensorType]
     operands = {
         n: c for n, c in codecs_of(type(s)).items() if c in (Codec.READ, Codec.ALIAS) and getattr(s, n) is not None
     }
-    moved: dict[str, Any] = {}  # by field: one tensor may be two operands that must lie differently
+    moved: dict[str, Any] = {}  # by field: one tensor may be two operands with different shardings
     for name, needed in zip(operands, choice.operands, strict=True):
         value: Value = getattr(s, name)
         if _same(value.tensor, needed):
@@ -95,14 +95,14 @@ def _choice(s: Statement, declared: TensorType) -> OperandShardings:
 
 
 def _added_once(bias: Value, product: TensorType) -> bool:
-    """Whether a bias must not be added to a partial sum, as it is none itself."""
+    """Return True if a bias must not be added to a partial product, because the bias is not a partial sum."""
     return bool(product.partial) and bias.tensor.partial != product.partial
 
 
 def _bias_last(
     s: Linear | ScaledMatmul, names: Names, resharded: dict[tuple[str, TensorType], Value]
 ) -> Iterator[Statement]:
-    """Move the bias of a partial sum behind the reduction, so that it is added once and not on every rank."""
+    """Add the bias after the reduction of a partial sum, so that it is added once, not on every rank."""
     assert s.bias is not None
     bias = s.bias
     product = Value(names.fresh(f"{s.out.name}_sum"), s.out.type, s.span)
@@ -115,16 +115,16 @@ def _same(a: TensorType, b: TensorType) -> bool:
 
 
 def _keep_stream(type: TensorType, declared: TensorType) -> TensorType:
-    """Return the type with the declared Stream split on axes that are not sharded otherwise."""
+    """Return the type with the declared Stream split on axes that have the declared sharding."""
     return type.with_axes(
         d if d.without("stream").normal() == a.normal() else a for a, d in zip(type.axes, declared.axes, strict=True)
     )
 
 
 def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statement]:
-    """Return reshards from `x` to `out`, each of which changes one mesh axis, or the mesh."""
-    if made := [mark for mark in out.tensor.partial if mark not in x.tensor.partial]:
-        raise s.fail(f"{out} cannot be made a partial sum over {made[0]}", expected="a whole result")
+    """Yield reshards from `x` to `out`. Each changes one mesh axis, or the mesh."""
+    if partial := [mark for mark in out.tensor.partial if mark not in x.tensor.partial]:
+        raise s.fail(f"{out} cannot be made a partial sum over {partial[0]}", expected="a complete result")
     steps = list(_steps(x.tensor, out.tensor))
     if not steps:
         steps = [out.tensor.host()]
@@ -137,7 +137,7 @@ def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statemen
 
 
 def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
-    """Return the types along the way, the last being the goal."""
+    """Yield the types along the way; the last one is the goal."""
     assert old.mesh
     assert new.mesh
     current, goal = old.host(), new.host()
@@ -153,8 +153,8 @@ def _next_step(current: TensorType, goal: TensorType, mesh: Mesh) -> TensorType:
     """Change one mesh axis: reductions first, then local slices, then moves to another axis, then gathers."""
     for mark in current.partial:
         if mark not in goal.partial:
-            whole = replace(current, partial=tuple(m for m in current.partial if m != mark))
-            return _with_mark(whole, goal, mark) or whole
+            reduced = replace(current, partial=tuple(m for m in current.partial if m != mark))
+            return _with_mark(reduced, goal, mark) or reduced
     spread = [mark for mark in mesh.axes if current.axis_on(mark) is not None]
     for mark in mesh.axes:
         if mark not in spread and (put := _with_mark(current, goal, mark)):
@@ -177,12 +177,12 @@ def _without(type: TensorType, *marks: str) -> TensorType:
 
 
 def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
-    """Return the axis with these marks only."""
+    """Return the axis with only these marks."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 
 def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """Return the type with a mark added where the goal has it; None if the axis then differs from the goal's."""
+    """Return the type with a mark added on the goal's axis; None if the axis would then differ from the goal's axis."""
     k = goal.axis_on(mark)
     if k is None:
         return None
@@ -193,7 +193,7 @@ def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | No
 
 
 def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) -> Iterator[TensorType]:
-    """Return the types between two meshes: what they cannot exchange directly is reduced or gathered at the source."""
+    """Yield the types between two meshes. A sharding without a direct transfer is reduced or gathered at the source."""
     for mark in current.partial:
         current = replace(current, partial=tuple(m for m in current.partial if m != mark))
         yield current
@@ -215,7 +215,7 @@ def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) 
 
 
 def _in_line(type: TensorType, mesh: Mesh) -> bool:
-    """Whether a tensor is sharded in whole blocks over a mesh of one axis, as gather and scatter need it."""
+    """Return True if a tensor has only unsplit axes on a mesh of one axis, as gather and scatter need it."""
     return len(mesh.axes) == 1 and all(len(axis.factors) == 1 for axis in type.axes)
 
 
@@ -226,14 +226,14 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 class Communicate(Pass):
     """Turns each reshard into a communication, or into a view if a rank already has the elements.
 
-    A sum of partial sums that are reduced alike is reduced once.
+    If both terms of an addition are partial sums reduced the same way, their sum is reduced once.
     """
 
     name = "communicate"
 
     def run(self, program: Program) -> Program:
         names = Names.of(program)
-        same: dict[str, Value] = {}  # a reshard that changes nothing: its operand stands for it
+        same: dict[str, Value] = {}  # results of reshards that change nothing, replaced by their operands
         body: list[Statement] = []
         for s in program.body:
             s = s.rename(same)
@@ -253,8 +253,10 @@ def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
     assert new.mesh
     if old.mesh != new.mesh:
         sides = (bool(_axes(old)), bool(_axes(new)))
-        kind = {(False, False): Broadcast, (True, False): Gather, (False, True): Scatter, (True, True): SendRecv}[sides]
-        yield kind(s.x, s.out, span=s.span)
+        transfer = {(False, False): Broadcast, (True, False): Gather, (False, True): Scatter, (True, True): SendRecv}[
+            sides
+        ]
+        yield transfer(s.x, s.out, span=s.span)
         return
     mark = next(
         m for m in old.mesh.axes if (m in old.partial) != (m in new.partial) or old.axis_on(m) != new.axis_on(m)
@@ -272,7 +274,7 @@ def _axes(type: TensorType) -> list[str]:
 
 
 def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
-    """Keep each rank's block: a view if the block is in one piece, else a copy of the pieces."""
+    """Keep each rank's block: by a view if the block is contiguous in its axis, else by a copy of the pieces."""
     new = s.out.tensor.host()
     axis = next(a for a in new.axes if mark in a.marks)
     if leads(new, mark, [axis]):
@@ -298,9 +300,9 @@ Reduction = AllReduce | ReduceScatter
 
 
 def _reduced_once(program: Program) -> Program:
-    """Add up partial sums before they are reduced, not after: one reduction then does for both."""
+    """Add up partial sums before they are reduced, not after: then one reduction is enough for both."""
     names, users = Names.of(program), users_of(program)
-    reductions: dict[str, Reduction] = {}  # by a result that one statement reads, and nothing else
+    reductions: dict[str, Reduction] = {}  # by result, if only one statement reads it
     body: list[Statement] = []
     for s in program.body:
         if isinstance(s, Add) and (pair := _reduced_alike(s, reductions)):
@@ -315,7 +317,7 @@ def _reduced_once(program: Program) -> Program:
 
 
 def _reduced_alike(s: Add, reductions: Mapping[str, Reduction]) -> tuple[Reduction, Reduction] | None:
-    """Return the reductions of both operands, if they reduce partial sums of one type to that of the result."""
+    """Return the reductions of both operands if they reduce equal types of partial sums to the type of the result."""
     x, y = reductions.get(s.x.name), reductions.get(s.y.name)
     if x is None or y is None or (type(x), x.over, x.x.type) != (type(y), y.over, y.x.type):
         return None

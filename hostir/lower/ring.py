@@ -1,13 +1,13 @@
-"""Pass `ring`: each rank takes its peers in turn, and computes for one while the rows of another travel.
+"""Pass `ring`: each rank takes its peers in turn, and computes for one peer while the rows of another travel.
 
-An allgather becomes copies of the peers' shards, each followed by its matmuls; a reduce_scatter becomes a product for
-each rank, followed by the copy to it, and one sum. Own rows are multiplied first if rows are gathered, else last. If
-matmuls sum over the gathered axis, the turns are slices of the rows, each with the parts that all peers have of it.
+An allgather becomes copies of the peers' shards, each followed by its matmuls. A reduce_scatter becomes a product for
+each rank, each followed by the copy to this rank, and one sum. Local rows are multiplied first if rows are gathered,
+else last. If matmuls sum over the gathered axis, a turn takes one slice of the rows, with the parts of all peers.
 
-The schedule of the allgather is that of the pipelined all-gather of torch's asynchronous tensor parallelism
-(`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the own shard first, and
-each rank beginning with another peer. Its reduce-scatter has the peers get what a rank has multiplied, after barriers;
-here the rank puts it, and a flag says so.
+The schedule of the allgather follows the pipelined all-gather of torch's asynchronous tensor parallelism
+(`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the local shard first,
+and each rank begins with another peer. In torch's reduce-scatter, peers get a rank's products after barriers. Here the
+rank puts them, and a flag signals their arrival.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from hostir.lower.rows import (
     users,
 )
 from hostir.lower.scales import send_scales
-from hostir.lower.scatters import ScatteredBlocks, made
+from hostir.lower.scatters import ScatteredBlocks, add_view
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
 
-FIRST = Lit(0)  # the worker on which the shards are made ready, before it takes its turns
+FIRST = Lit(0)  # the worker that prepares the shards before it takes its turns
 
 
 @dataclass(frozen=True)
 class Ring(Pass):
-    """Replaces collectives of rows by copies from or to one peer after another, each with what computes its rows."""
+    """Replaces collectives of rows by copies from or to one peer after another, each with its computations."""
 
     name = "ring"
     streams: int = 4
@@ -78,11 +78,11 @@ class Ring(Pass):
             elif isinstance(step, AllReduce) and step in rows.reduces:
                 pools.append(in_one_step(host, step))
             else:
-                host.whole(step)
+                host.add_unsliced(step)
         return host.finished(max(pools, default=0))
 
     def _joined_after(self, steps: Iterable[Statement | SlicedGroup], group: SlicedGroup) -> bool:
-        """Whether a later group joins all workers of this one."""
+        """Return True if a later group joins all workers of this one."""
         later = (s.statements[0] for s in steps if isinstance(s, SlicedGroup))
         pools = [_pool(s, self.streams) for s in later if isinstance(s, RowCollective)]
         first = group.statements[0]
@@ -90,7 +90,7 @@ class Ring(Pass):
 
 
 def _pool(s: RowCollective, streams: int) -> int:
-    """Return the number of worker streams: as asked for, but not more than peers."""
+    """Return the number of worker streams: the requested number, but at most the number of peers."""
     return min(streams, s.mesh.size(s.over) - 1)
 
 
@@ -100,7 +100,8 @@ def _pool(s: RowCollective, streams: int) -> int:
 def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     """Return, for each collective, the computations that can run on the rows of one rank.
 
-    A reduce_scatter joins the group that computes its rows from those of an allgather, if both cut them alike.
+    If a group computes the rows of a reduce_scatter from the rows of an allgather, and both cut them in the same way,
+    the reduce_scatter joins that group.
     """
     after = _after(rows)
     groups: list[SlicedGroup] = []
@@ -108,13 +109,13 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     for n, gather in enumerate(rows.gathers):
         rows_of_slice = SlicePlace(0, ONE, Size(row_slices(gather)))
         group = SlicedGroup([gather], {gather.out.name: rows_of_slice if by_columns(gather) else shard_place(gather)})
-        made = {gather.out.name}
+        inside = {gather.out.name}
         late = {name for name, latest in after.items() if latest >= n}
         for s in rows.program.body:
             name = result_of(s).name
-            if isinstance(s, TensorOp) and name not in taken and _joins(s, group, made, late - made):
-                made.add(name)
-        taken |= made
+            if isinstance(s, TensorOp) and name not in taken and _joins(s, group, inside, late - inside):
+                inside.add(name)
+        taken |= inside
         groups.append(group)
     for scatter in rows.scatters:
         place = shard_place(scatter)
@@ -129,7 +130,7 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
 
 
 def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
-    """Whether a group runs in turns over the ranks to which a reduce_scatter sends."""
+    """Return True if a group takes turns over the ranks to which a reduce_scatter sends."""
     first = group.statements[0]
     if isinstance(first, AllGather) and by_columns(first):
         return False
@@ -154,14 +155,14 @@ def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str])
 
 
 def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> bool:
-    """Whether some matmul of the rows does not depend on a later allgather, or no matmul needs to read them."""
+    """Return True if some matmul of the rows depends on no later allgather, or if no matmul has to read the rows."""
     readers = [user for user in rows.program.body if reads_rows(user, s.out)]
     early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)
     return any(early) or not users(rows.program, s.out) or s.out.name in rows.regathered
 
 
 def _after(rows: RowCollectives) -> dict[str, int]:
-    """Return, for each value, the number of the last allgather that it depends on; -1 if there is none."""
+    """Return, for each value, the index of the last allgather that it depends on; -1 if it depends on no allgather."""
     after: dict[str, int] = {}
     number = {s.out.name: n for n, s in enumerate(rows.gathers)}
     for s in rows.program.body:
@@ -171,18 +172,18 @@ def _after(rows: RowCollectives) -> dict[str, int]:
     return after
 
 
-def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collection[str]) -> bool:
-    """Add a computation to the group if it can run shard by shard on what the group makes; return whether it was.
+def _joins(s: TensorOp, group: SlicedGroup, inside: Collection[str], late: Collection[str]) -> bool:
+    """Add a computation to the group if it can run shard by shard on the group's results; return True if it was added.
 
-    What else it reads must not depend on this or a later allgather: groups run in the order of their allgathers.
+    Its other operands must not depend on this or a later allgather: groups run in the order of their allgathers.
     """
-    source = next((v for v in s.operands if v.name in made), None)
+    source = next((v for v in s.operands if v.name in inside), None)
     place = result_place(s, source, group.places[source.name]) if source else None
     if place is None or any(v.name in late for v in s.operands):
         return False
     places = operand_places(s, place)
-    whole = any(v.name in made and v.name not in places for v in s.operands)
-    if whole or why_not(s, place, places) or group.conflicts(places):
+    unsliced = any(v.name in inside and v.name not in places for v in s.operands)
+    if unsliced or why_not(s, place, places) or group.conflicts(places):
         return False
     if not _in_one_piece(s, place, places):
         return False
@@ -191,7 +192,7 @@ def _joins(s: TensorOp, group: SlicedGroup, made: Collection[str], late: Collect
 
 
 def _in_one_piece(s: TensorOp, place: SlicePlace, places: dict[str, SlicePlace]) -> bool:
-    """Whether each slice that a computation reads or writes is one piece of its axis on every rank."""
+    """Return True if each slice that a computation reads or writes is contiguous in its axis on every rank."""
     sliced = [(s.out, place), *((v, places[v.name]) for v in s.operands if v.name in places)]
     return all(at.blocks_outside(v.tensor).is_one for v, at in sliced)
 
@@ -200,10 +201,10 @@ def _in_one_piece(s: TensorOp, place: SlicePlace, places: dict[str, SlicePlace])
 
 
 class Peers:
-    """Builds a group: in each turn the computations on the rows of one rank, behind or before the copy of these rows.
+    """Builds a group: in each turn the computations on the rows of one rank, after or before the copy of these rows.
 
-    A shard has the same place and layout on every rank, its owner included: so kernels run alike on every rank, and
-    what they compute from a shard has the same bits everywhere.
+    A shard has the same place and layout on every rank, including its owner. So the same kernels run on every rank, and
+    results computed from a shard have the same bits everywhere.
     """
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
@@ -225,7 +226,7 @@ class Peers:
     def build(self, streams: int, *, joined_later: bool = False) -> None:
         """Add all statements.
 
-        `joined_later`: a later group joins at least as many workers.
+        `joined_later`: True if a later group waits for at least as many workers.
         """
         host, body, worker = self.host, self.host.body, self.host.index("s")
         self.pool = min(streams, self.team.ranks - 1)
@@ -234,30 +235,30 @@ class Peers:
             begin: list[Statement] = [self.gathered.transfers.barrier(f"all ranks have their shards in {shared}")]
         else:
             begin = self.scattered[0][1].transfers.reuse_barrier()
-        if begin or not self.computations:  # else every turn waits for the product of its rows
+        if begin or not self.computations:  # else every turn already waits for the product of its rows
             body += [SetStream(FIRST), Synchronize(host.user), *begin]
             if self.pool > 1:
                 fork = (SetStream(Bin("+", worker, Lit(1))), Synchronize(FIRST))
                 body.append(For(worker.value, Size(self.pool - 1), fork))
             body.append(SetStream(host.user))
         if self.gathered:
-            body += [*self.gathered.kept_whole(), *self.computed(self.team.rank, "own", self.gathered.own)]
+            body += [*self.gathered.kept_shard(), *self.computed(self.team.rank, "own", self.gathered.local_rows)]
         turn = host.index("i")
-        statements = self.turn(turn, self.team.peer(Bin("+", turn, Lit(1))))  # each rank has another peer
+        statements = self.turn(turn, self.team.peer(Bin("+", turn, Lit(1))))  # each rank has a different peer
         body += [For(turn.value, Size(self.team.ranks - 1), statements), SetStream(host.user)]
         if not self.gathered:
             body += self.computed(self.team.rank, "own")
             self.add_up()
-        if self.gathered or self.computations or not joined_later:  # what is computed here is freed behind it
+        if self.gathered or self.computations or not joined_later:  # results computed here may be freed after the join
             body.append(For(worker.value, Size(self.pool), (Synchronize(worker),)))
         if self.gathered:
             self.add_up()
 
     def turn(self, turn: Ref, peer: Expr) -> tuple[Statement, ...]:
-        """Return what a rank does in the turn of a peer.
+        """Return the statements of one turn, for one peer.
 
-        Rows that it gets are multiplied on the worker stream that got them. Products for a peer alone run one after
-        another on the caller's stream, and a worker stream sends each.
+        Gathered rows are multiplied on the worker stream that got them. If rows are only scattered, products run one
+        after another on the caller's stream, and a worker stream sends each.
         """
         worker, user = SetStream(modulo(turn, self.pool)), self.host.user
         if self.gathered:
@@ -268,7 +269,7 @@ class Peers:
         return *before, *self.sent(peer)
 
     def computed(self, index: Expr, suffix: str, rows: Value | None = None) -> list[Statement]:
-        """Return the computations on the rows of the rank at a place, of which `rows` are those that were gathered."""
+        """Return the computations on the rows of the rank at place `index`; `rows` are its gathered rows."""
         slices = Slices(self.host, self.group, index, suffix)
         if self.gathered and rows is not None:
             slices.slices[self.gathered.gather.out.name] = rows
@@ -277,14 +278,14 @@ class Peers:
         return slices.body
 
     def sent(self, peer: Expr) -> Iterator[Statement]:
-        """Yield the copies of the rows that a peer is to have, with their signals."""
+        """Yield the copies of a peer's rows to it, with their signals."""
         for s, scattered in self.scattered:
             blocks = scattered.blocks(self.host.values[s.x.name], peer)
             note = "to the rank that sums up these rows"
             yield from (*blocks.views, *blocks.in_turn, *scattered.transfers.put_and_signal(blocks, peer, note))
 
     def add_up(self) -> None:
-        """Add the sums of what all ranks have sent."""
+        """Add the sums of the blocks that all ranks have sent."""
         for _, scattered in self.scattered:
             if self.computations:
                 scattered.add_up()
@@ -293,7 +294,7 @@ class Peers:
 
 
 class GatheredShards:
-    """Builds the copies of an allgather: the own shard to a symmetric buffer, from which peers get it."""
+    """Builds the copies of an allgather: the local shard goes to a symmetric buffer, and peers get it from there."""
 
     def __init__(self, host: Host, group: SlicedGroup, gather: AllGather) -> None:
         self.host, self.gather, self.team = host, gather, host.team(gather)
@@ -303,35 +304,36 @@ class GatheredShards:
         if self.kept:
             host.destination(gather.out)
 
-    def kept_whole(self) -> list[Statement]:
-        """Return the copy of the own shard to the gathered tensor, if that is wanted whole."""
+    def kept_shard(self) -> list[Statement]:
+        """Return the copy of the local shard to the gathered tensor, if all of that tensor is needed."""
         note = f"copy: {self.gather.out} is wanted whole"
-        copy = DenseCopy(out=self.own, x=self.transfers.buffer, span=self.gather.span, note=note)
+        copy = DenseCopy(out=self.local_rows, x=self.transfers.buffer, span=self.gather.span, note=note)
         return [copy] if self.kept else []
 
     def get(self, peer: Expr) -> tuple[Chunk | Select, Get]:
-        """Return the rows of a peer, and the copy of them from there."""
+        """Return the view of a peer's rows, and the copy from the peer."""
         shared = self.transfers.buffer
         rows = self.rows(shared, peer, "i")
         return rows, self.transfers.get(shared if self.kept else rows.out, rows.out, peer)
 
     def share(self) -> Value:
-        """Copy the own shard to a symmetric buffer; return the buffer. `own` are then this rank's rows for its matmuls.
+        """Copy the local shard to a symmetric buffer; return it. Set `local_rows` to the rows for local matmuls.
 
-        The buffer has room for the shards of all, unless these are wanted whole and go to a tensor of their own.
+        The buffer has room for the shards of all ranks, unless all of the gathered tensor is needed: then the shards
+        go to a separate tensor.
         """
         s, host, rank = self.gather, self.host, self.team.rank
-        x = host.values[s.x.name]  # the copy within the rank takes any strides
+        x = host.values[s.x.name]  # a copy within the rank takes any strides
         room = self.piece if self.kept else self.piece.with_axes([Axis.of(self.team.ranks), *self.piece.axes])
         self.transfers = Transfers(host, s, Value(host.names.fresh(f"{s.x.name}_shared"), room, s.span))
         host.body += self.transfers.reuse_barrier()
         rows = self.rows(self.transfers.buffer, rank, "own")
-        self.own = rows.out
+        self.local_rows = rows.out
         host.body += [rows, self.transfers.put(x, self.transfers.buffer if self.kept else rows.out, rank)]
         return self.transfers.buffer
 
     def rows(self, shared: Value, index: Expr, suffix: str) -> Chunk | Select:
-        """Return a view of the rows of the shard at a place, in the memory where this rank computes on them."""
+        """Return a view of the shard of the rank at place `index`, in the memory where this rank computes on it."""
         full = self.gather.out
         out = Value(self.host.names.fresh(f"{full.name}_{suffix}"), self.piece, full.span)
         if self.kept:
@@ -342,8 +344,8 @@ class GatheredShards:
 class GatheredColumns:
     """Builds an allgather of the axis that matmuls sum over: in each turn a slice of the rows, with the parts of peers.
 
-    The parts lie side by side in one symmetric buffer, from which peers get them. So each product sums over the whole
-    axis at once, in one order on every rank, and rounds once.
+    The parts lie side by side in one symmetric buffer, and peers get them from there. So each product sums over the
+    complete axis at once, in the same order on every rank, and rounds once.
     """
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
@@ -353,7 +355,7 @@ class GatheredColumns:
         self.computations = [s for s in group.statements if isinstance(s, TensorOp)]
         self.x = host.values[gather.x.name]
         inside = {result_of(s).name for s in group.statements[1:]}
-        self.whole = host.destination(gather.out) if host.used_outside(gather.out, inside) else None
+        self.unshared = host.destination(gather.out) if host.used_outside(gather.out, inside) else None
         for s in self.computations:
             host.destination(s.out)
         full = gather.out.tensor.host()
@@ -376,15 +378,15 @@ class GatheredColumns:
         join = For(worker.value, Size(pool), (Synchronize(worker),))
         rows = Chunk(transfers.buffer, self.named("rows"), turn, self.group.count, 0, span=self.gather.span)
         views: list[ViewStatement] = []
-        slice = made(rows, views)
+        slice = add_view(rows, views)
         statements = (*views, self.gets(slice, pool), SetStream(host.user), join, *self.computed(turn, slice))
         body.append(For(turn.value, self.group.count, statements))
-        if self.whole:
+        if self.unshared:
             note = f"copy: {self.gather.out} is wanted whole"
-            body.append(DenseCopy(out=self.whole, x=transfers.buffer, span=self.gather.span, note=note))
+            body.append(DenseCopy(out=self.unshared, x=transfers.buffer, span=self.gather.span, note=note))
 
     def gets(self, rows: Value, pool: int) -> For:
-        """Return the copies of the parts that peers have of some rows, on the worker streams in turn."""
+        """Return the copies of the peers' parts of some rows, on the worker streams in turn."""
         index, views = self.host.index("j"), list[ViewStatement]()
         peer = self.team.peer(Bin("+", index, Lit(1)))
         part = self.part(rows, peer, views)
@@ -402,7 +404,9 @@ class GatheredColumns:
     def part(self, rows: Value, rank: Expr, views: list[ViewStatement]) -> Value:
         """Return a view of the columns of a rank, added to `views`."""
         last = len(rows.tensor.axes) - 1
-        return made(Chunk(rows, self.named("part"), rank, Size(self.team.ranks), last, span=self.gather.span), views)
+        return add_view(
+            Chunk(rows, self.named("part"), rank, Size(self.team.ranks), last, span=self.gather.span), views
+        )
 
     def named(self, name: str) -> Value:
         return Value(self.host.names.fresh(name), self.gather.out.type, self.gather.span)

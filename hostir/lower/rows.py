@@ -1,4 +1,4 @@
-"""Collectives of rows, and how the shards lie in them; for `ring`, `fused` and `push`."""
+"""Collectives of rows, and the layout of shards in them; for `ring`, `fused` and `push`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
 
-SLICES = (4, 2)  # into how many slices the rows may be cut whose columns are gathered
+SLICES = (4, 2)  # candidates for the number of slices of rows, if columns are gathered
 
-# Which they are -------------------------------------------------------------------------------------------------------
+# The collectives of rows ----------------------------------------------------------------------------------------------
 
 RowCollective = AllGather | ReduceScatter
 
 
 @dataclass(frozen=True)
 class RowCollectives:
-    """The collectives of a program that move whole rows, and reasons why its other communications are not overlapped.
+    """The collectives of a program that move rows, and reasons why its other communications do not overlap.
 
-    Matmuls read the rows of an allgather; those of a reduce_scatter are sums of products. `scales` are the allgathers
-    of scales that go with the rows of others: each scaled matmul that reads these reads the scales of the same rows.
+    Matmuls read the rows of an allgather; the rows of a reduce_scatter are sums of products. `scales` are allgathers of
+    scales that accompany an allgather of rows: each scaled matmul that reads these scales reads the rows they belong
+    to.
 
     Fields:
+        moves: the allgathers and reduce_scatters of rows.
         reduces: allreduces in one step, or in chunks.
-        regathered: what is gathered as the second step of an allreduce, whatever reads it.
-        reasons: by the result of a communication.
+        regathered: results of allgathers that are the second step of an allreduce, whatever reads them.
+        reasons: why a communication does not overlap, by its result.
     """
 
     program: Program
@@ -46,12 +48,14 @@ class RowCollectives:
 
     @staticmethod
     def of(program: Program, strategy: str, two_steps: Callable[[AllReduce], bool]) -> RowCollectives:
-        """Return those of a program; `two_steps` is whether an allreduce becomes two collectives."""
+        """Collect the collectives of a program; `two_steps` tells whether an allreduce becomes two collectives."""
         program = _with_reshapes_last(program)
-        program, regathered = in_two_steps(program, lambda s: not _left_whole(s) and two_steps(s))
+        program, regathered = in_two_steps(program, lambda s: not _left_collective(s) and two_steps(s))
         moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
         reasons = {
-            s.out.name: why for s in moves if s.out.name not in regathered and (why := _why_whole(s, program, strategy))
+            s.out.name: why
+            for s in moves
+            if s.out.name not in regathered and (why := _why_not_overlapped(s, program, strategy))
         }
         rows = [s for s in moves if isinstance(s, RowCollective) and s.out.name not in reasons]
         reduces = [s for s in moves if isinstance(s, AllReduce) and s.out.name not in reasons]
@@ -66,13 +70,13 @@ class RowCollectives:
         return [s for s in self.program.body if isinstance(s, AllGather) and s not in self.moves and self._go_along(s)]
 
     def _go_along(self, s: AllGather) -> bool:
-        """Whether the gathered tensor is nothing but the scales of rows that this strategy moves as well."""
+        """Return True if the gathered tensor is only used as scales of rows that this strategy moves as well."""
         if s.out in self.program.outputs or not users(self.program, s.out) or _of_one_rank(s):
             return False
         return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
 
     def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
-        """Return the allgather of the left side of a scaled matmul, if `s` gathers the scales of its rows alike."""
+        """Return the allgather of a scaled matmul's left operand, if `s` gathers the scales of the same rows."""
         if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
             return None
         gather = next((g for g in self.gathers if g.out.name == user.a.name), None)
@@ -84,7 +88,7 @@ class RowCollectives:
         return gather if alike and same and gather.out.name not in before else None
 
     def with_scales_first(self) -> RowCollectives:
-        """Move the allgathers of scales in front of those of the rows: who has the rows then has their scales too."""
+        """Move the allgathers of scales before the allgathers of their rows, so that scales arrive before rows."""
         rows = self
         for scale in self.scales:
             body = rows.program.body
@@ -103,22 +107,26 @@ class RowCollectives:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
     def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
-        """Return the teams, by mesh and axis, whose flags order calls of this program with the same collectives.
+        """Return the teams (mesh, axis) whose flags order successive calls of this program without a barrier.
 
-        `gathering`: the allreduces that end with a gather.
+        `gathering`: the allreduces that end with an allgather.
         """
         teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
         return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
 
     def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
-        """Whether the flags of a team's collectives order its calls, so that buffers need no barrier to be used again.
+        """Return True if the flags of a team's collectives order its calls: buffers then need no barrier before reuse.
 
-        Every rank waits for blocks of every other in each of them. If the last one sums up what a product makes after
-        all gathered rows have been read, then whoever has its sum knows that the others have read these rows; and who
-        has the first gathered rows of the next call knows that the others have their sums. Gathered rows that are an
-        output, and that nothing reads, count as read at the end of the call: a rank sends its first rows of the next
-        call after that, and others overwrite those behind the first matmul, which has waited for these first rows.
-        Likewise if the first one is a sum and the last one gathers.
+        In each collective, every rank waits for blocks of every other rank. Suppose that the last collective sums up a
+        product that runs after all gathered rows have been read. Then a rank that has its sum knows that the other
+        ranks have read these rows. And a rank that has the first gathered rows of the next call knows that the other
+        ranks have their sums.
+
+        Gathered rows that are an output and have no other reader count as read at the end of the call. A rank sends its
+        first rows of the next call after that. Other ranks overwrite the output's buffer after their first matmul,
+        which has waited for these first rows.
+
+        The same argument holds if the first collective is a sum and the last one gathers.
         """
         every = {s.out.name for s in (*self.moves, *self.reduces) if (s.mesh.name, s.over) == (mesh, over)}
         body = program.body
@@ -126,15 +134,15 @@ class RowCollectives:
         first, last = team[0], team[-1]
         if not isinstance(first, AllGather) and (isinstance(last, AllGather) or last in gathering):
             return True
-        made = product_of_rows(program, last) if isinstance(last, ReduceScatter) else None
-        if made is None or not isinstance(first, AllGather) or first_matmul(program, first) is None:
+        maker = product_of_rows(program, last) if isinstance(last, ReduceScatter) else None
+        if maker is None or not isinstance(first, AllGather) or first_matmul(program, first) is None:
             return False
         readers = [user for move in team if isinstance(move, AllGather) for user in users(program, move.out)]
         sums = any(isinstance(s, AllReduce) for s in team)
-        return not sums and all(body.index(reader) < body.index(made) for reader in readers)
+        return not sums and all(body.index(reader) < body.index(maker) for reader in readers)
 
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
-        """Keep the collectives that fit; the others get `why_not` as their reason."""
+        """Keep the collectives that fit; give the others the reason `why_not`."""
         out = {s.out.name: why_not for s in self.moves if not fits(s)}
         moves = tuple(s for s in self.moves if s.out.name not in out)
         return replace(self, moves=moves, reasons={**self.reasons, **out})
@@ -153,9 +161,9 @@ class RowCollectives:
         )
 
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
-        """Rewrite the collectives that want block axes, and the matmuls of gathered rows, to tensors that have them."""
+        """Give block axes to the tensors of collectives that want them, and to matmuls of their gathered rows."""
         names = Names.of(self.program)
-        full: dict[str, Value] = {}  # by what was gathered, or another operand: the same with block axes
+        full: dict[str, Value] = {}  # by gathered tensor, or scales: the tensor with block axes
         body: list[Statement] = []
         moves: list[RowCollective] = []
         scales = self.scales
@@ -167,17 +175,17 @@ class RowCollectives:
                     continue
                 axes = block_axes(s)
                 shard = _like(shard_of(s), axes, names)
-                whole = _like(full_of(s), tuple(a.without(s.over) for a in axes), names)
+                full_value = _like(full_of(s), tuple(a.without(s.over) for a in axes), names)
                 if isinstance(s, ReduceScatter):
-                    moves.append(replace(s, x=whole, out=shard))
-                    body += [Reshape(s.x, whole, span=s.span), moves[-1], Reshape(shard, s.out, span=s.span)]
+                    moves.append(replace(s, x=full_value, out=shard))
+                    body += [Reshape(s.x, full_value, span=s.span), moves[-1], Reshape(shard, s.out, span=s.span)]
                     continue
-                full[s.out.name] = whole
-                cut = replace(s, x=shard, out=whole)
+                full[s.out.name] = full_value
+                cut = replace(s, x=shard, out=full_value)
                 moves += [cut] if s in self.moves else []
                 body += [Reshape(s.x, shard, span=s.span), cut]
                 otherwise = s in self.moves and wanted_otherwise(self.program, s.out)
-                body += [Reshape(whole, s.out, span=s.span)] if otherwise else []
+                body += [Reshape(full_value, s.out, span=s.span)] if otherwise else []
             elif isinstance(s, Contraction) and s.a.name in full and reads_rows(s, s.a):
                 a = full[s.a.name]
                 out = _like(s.out, (*a.tensor.axes[:-1], s.out.tensor.axes[-1]), names)
@@ -193,10 +201,10 @@ class RowCollectives:
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
 
     def with_products_in_blocks(self) -> RowCollectives:
-        """Compute products with the axes in which a reduce_scatter sees their rows, where it alone reads these."""
+        """Compute products directly with the block axes of a reduce_scatter, if it is their only reader."""
         program, names = self.program, Names.of(self.program)
-        made = {result_of(s).name: s for s in program.body}
-        views = {s.x.name: made.get(s.x.name) for s in self.scatters}
+        makers = {result_of(s).name: s for s in program.body}
+        views = {s.x.name: makers.get(s.x.name) for s in self.scatters}
         alone = [v for v in views.values() if isinstance(v, Reshape) and users(program, v.x) == [v]]
         wanted = {v.x.name: v.out for v in alone if v.x.tensor.shape[-1] == v.out.tensor.shape[-1]}
         body: list[Statement] = []
@@ -205,8 +213,8 @@ class RowCollectives:
             if rows is None or not isinstance(s, Contraction) or s.out in program.outputs:
                 body.append(s)
                 continue
-            a = seen_from(s.a, made)
-            if isinstance(made.get(a.name), AllGather):
+            a = seen_from(s.a, makers)
+            if isinstance(makers.get(a.name), AllGather):
                 body.append(s)
                 continue
             lead = rows.tensor.host().axes[:-1]
@@ -218,29 +226,29 @@ class RowCollectives:
 
             moved = replace(s, a=seen(a), out=rows)
             if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
-                moved = replace(moved, scale_a=seen(seen_from(moved.scale_a, made)))
+                moved = replace(moved, scale_a=seen(seen_from(moved.scale_a, makers)))
             body.append(moved)
-            made[rows.name] = moved
+            makers[rows.name] = moved
         return replace(self, program=program.with_body(_without_idle_views(program, body)))
 
 
 def _with_reshapes_last(program: Program) -> Program:
-    """Let matmuls read gathered rows as they are gathered, where the program reshapes them first: then the results are.
+    """Move reshapes of gathered rows after the matmuls that read them: matmuls read the rows as they are gathered.
 
-    A matmul takes rows of any axes. So the reshape of a flattened batch costs nothing, and moves no rows.
+    A matmul takes rows with any axes. So the reshape of a flattened batch costs nothing, and moves no rows.
     """
     names = Names.of(program)
-    made = {result_of(s).name: s for s in program.body}
+    makers = {result_of(s).name: s for s in program.body}
     body: list[Statement] = []
     for s in program.body:
-        a = seen_from(s.a, made) if isinstance(s, Contraction) else None
-        if a is None or not isinstance(s, Contraction) or not isinstance(made.get(a.name), AllGather) or a == s.a:
+        a = seen_from(s.a, makers) if isinstance(s, Contraction) else None
+        if a is None or not isinstance(s, Contraction) or not isinstance(makers.get(a.name), AllGather) or a == s.a:
             body.append(s)
             continue
         out = _like(s.out, (*a.tensor.host().axes[:-1], s.out.tensor.host().axes[-1]), names)
         moved = replace(s, a=a, out=out)
         if isinstance(moved, ScaledMatmul) and moved.scaling is not Scaling.TENSOR:
-            scale = seen_from(moved.scale_a, made)
+            scale = seen_from(moved.scale_a, makers)
             if scale.tensor.shape[:-1] != a.tensor.shape[:-1]:
                 axes = (*a.tensor.host().axes[:-1], moved.scale_a.tensor.host().axes[-1])
                 scale = _like(moved.scale_a, axes, names)
@@ -251,7 +259,7 @@ def _with_reshapes_last(program: Program) -> Program:
 
 
 def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Statement]:
-    """Yield the statements of a body, without reshapes that nothing reads and those of what is made otherwise."""
+    """Yield the statements of a body, without reshapes that nothing reads or whose result another statement makes."""
     read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
     computed = {result_of(s).name for s in body if not isinstance(s, Reshape)}
     for s in body:
@@ -259,12 +267,12 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
             yield s
 
 
-def seen_from(rows: Value, made: Mapping[str, Statement]) -> Value:
-    """Return the tensor that these rows are a reshape of, with other axes in front of the last one; or themselves."""
-    maker = made.get(rows.name)
+def seen_from(rows: Value, makers: Mapping[str, Statement]) -> Value:
+    """Return the tensor before reshapes of `rows` that keep the last axis; `rows` itself without such reshapes."""
+    maker = makers.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:
         rows = maker.x
-        maker = made.get(rows.name)
+        maker = makers.get(rows.name)
     return rows
 
 
@@ -273,18 +281,18 @@ def _like(value: Value, axes: tuple[Axis, ...], names: Names) -> Value:
 
 
 def _of_one_rank(s: Communication) -> bool:
-    """Whether a collective has one rank only: there is nothing to overlap, and it needs no reason."""
+    """Return True if a collective has only one rank: then there is nothing to overlap."""
     return isinstance(s, Collective) and s.mesh.size(s.over) == 1
 
 
-def _left_whole(s: AllReduce) -> bool:
-    """Whether an allreduce stays a collective: of one rank, or of a single number."""
+def _left_collective(s: AllReduce) -> bool:
+    """Return True if an allreduce stays a collective: of one rank, or of a single number."""
     return _of_one_rank(s) or not s.x.tensor.axes
 
 
-def _why_whole(s: Communication, program: Program, strategy: str) -> str:
+def _why_not_overlapped(s: Communication, program: Program, strategy: str) -> str:
     if isinstance(s, AllReduce):
-        return f"{s.x} has no axes" if _left_whole(s) else ""
+        return f"{s.x} has no axes" if _left_collective(s) else ""
     if not isinstance(s, RowCollective):
         return f"{strategy} handles only allgathers and reduce_scatters of rows, and allreduces"
     columns = by_columns(s)
@@ -308,23 +316,23 @@ def _why_whole(s: Communication, program: Program, strategy: str) -> str:
 
 
 def by_columns(s: RowCollective) -> bool:
-    """Whether each rank has a part of the last axis."""
+    """Return True if the last axis is sharded."""
     return shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
 
 
 def row_slices(s: AllGather) -> int:
-    """Return the number of slices of rows in which a gather of columns can run; 1 if none is known to divide them."""
+    """Return the number of slices of rows for a gather of columns; 1 if no candidate is known to divide the rows."""
     first = s.out.tensor.host().axes[0]
-    return 1 if first.marks else next((n for n in SLICES if (first.extent / n).whole), 1)
+    return 1 if first.marks else next((n for n in SLICES if (first.extent / n).is_integer), 1)
 
 
 def users(program: Program, value: Value) -> list[Statement]:
-    """Return the statements that read a value."""
+    """Return the statements that read or view a value."""
     return [s for s in program.body if any(v.name == value.name for v in operands_of(s))]
 
 
 def _needed_for(program: Program, s: Statement) -> set[str]:
-    """Return the names of all values on which a statement depends."""
+    """Return the names of all values that a statement depends on."""
     needed = {v.name for v in operands_of(s)}
     for other in reversed(program.body):
         needed |= {v.name for v in operands_of(other)} if result_of(other).name in needed else set()
@@ -332,13 +340,13 @@ def _needed_for(program: Program, s: Statement) -> set[str]:
 
 
 def reads_rows(s: Statement, rows: Value) -> bool:
-    """Whether a matmul reads a tensor as its left side, and nowhere else."""
+    """Return True if a matmul reads a tensor as its left operand, and as no other operand."""
     reads = [v.name for v in operands_of(s)]
     return isinstance(s, Contraction) and s.a.name == rows.name and reads.count(rows.name) == 1
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:
-    """Return the first matmul that reads the rows as its left side, and nothing else that depends on them."""
+    """Return the first matmul with the rows as its left operand and no other operand that depends on them."""
     after: set[str] = set()  # computed from the rows
     for user in program.body:
         reads = [v.name for v in operands_of(user)]
@@ -350,40 +358,40 @@ def first_matmul(program: Program, s: AllGather) -> Statement | None:
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Whether a tensor is an output, or read by anything but matmuls that have it as their left side."""
+    """Return True if a tensor is an output, or has readers other than matmuls with it as their left operand."""
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 
 def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contraction | None:
-    """Return the product whose rows a collective sums up, perhaps seen with other axes of rows; else None."""
+    """Return the product whose rows a collective sums up, directly or through reshapes of rows; else None."""
     maker = maker_of_rows(program, s)
     return maker if isinstance(maker, Contraction) else None
 
 
 def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement | None:
-    """Return the statement that makes the rows that a collective sums up; None if they are an input."""
-    made = {result_of(other).name: other for other in program.body}
-    maker = made.get(s.x.name)
+    """Return the statement that computes the rows that a collective sums up; None if they are an input."""
+    makers = {result_of(other).name: other for other in program.body}
+    maker = makers.get(s.x.name)
     while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:
-        maker = made.get(maker.x.name)
+        maker = makers.get(maker.x.name)
     return maker
 
 
-# How the shards lie ---------------------------------------------------------------------------------------------------
+# The layout of shards -------------------------------------------------------------------------------------------------
 
 
 def shard_of(s: RowCollective) -> Value:
-    """Return the tensor of which each rank has its shard."""
+    """Return the sharded tensor of a collective."""
     return s.x if isinstance(s, AllGather) else s.out
 
 
 def full_of(s: RowCollective) -> Value:
-    """Return the tensor that each rank has whole, or a partial sum of all of it."""
+    """Return the tensor of a collective that is not sharded: the gathered tensor, or the partial sum."""
     return s.out if isinstance(s, AllGather) else s.x
 
 
 def shard_place(s: RowCollective) -> SlicePlace:
-    """Return where one rank's shard lies in the full tensor."""
+    """Return the place of the shards in the full tensor."""
     type = shard_of(s).tensor
     k = type.axis_on(s.over)
     assert k is not None
@@ -393,24 +401,24 @@ def shard_place(s: RowCollective) -> SlicePlace:
 
 
 def piece_axis(s: RowCollective) -> int:
-    """Return the axis in which a rank's rows can be cut: the sharded one, or one inside if a rank has one element."""
+    """Return the first axis, from the sharded one on, where a rank has several elements: its rows can be cut there."""
     k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
     return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)
 
 
 def long_axes(s: RowCollective) -> list[int]:
-    """Return the axes outside the sharded one of which a rank has more than one element."""
+    """Return the axes outside the sharded one with more than one element on a rank."""
     k = shard_place(s).axis
     return [j for j, size in enumerate(shard_of(s).tensor.local_shape[:k]) if not size.is_one]
 
 
 def shard_in_pieces(s: RowCollective) -> bool:
-    """Whether a shard is several blocks of one axis."""
+    """Return True if a shard is several blocks of one axis."""
     return not shard_place(s).blocks_outside(full_of(s).tensor).is_one
 
 
 def block_axes(s: RowCollective) -> tuple[Axis, ...]:
-    """Return the axes of the shard as `[blocks, ranks, ..., K]`, with the ranks as an axis of their own."""
+    """Return the axes of the shard as `[blocks, ranks, ..., K]`, with the ranks as a separate axis."""
     axes = isolate(shard_of(s).tensor, s.over)
     at = next(n for n, axis in enumerate(axes) if s.over in axis.marks)
     blocks = Axis(tuple(f for axis in axes[:at] for f in axis.factors)).normal()

@@ -1,8 +1,8 @@
-"""A sum over ranks in one-sided form: where each rank puts its part of it, and the sum; for all who send.
+"""Sums over ranks in one-sided form: the places where each rank puts its addends, and the sum; for all strategies.
 
-Every rank has a buffer with room for one shard from each rank. A rank puts the rows that another rank is to have in its
-own place there, and that rank adds up its places in the order of ranks. So sums have the same bits in every run, and
-each is rounded once. A sum that waits for what is sent adds a rank's own rows where they are.
+Every rank has a buffer with one place for a shard from each rank. A rank puts the rows for another rank in its place of
+that rank's buffer, and the receiver adds up the places in the order of ranks. So sums have the same bits in every run,
+and each sum is rounded once. A sum that waits for arrivals reads the local rows in place, without a copy to the buffer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ScatteredBlocks:
 
     Args:
         like: a tensor on the mesh.
-        axis: an axis of blocks outside the scattered one: the rows for a rank are sent in one block for each of its
-            elements. None if they are sent together, or in `pieces`.
-        pieces: the number of blocks in which the rows are sent to each rank.
+        axis: an axis of blocks outside the scattered one: one block is sent for each of its elements. None if the rows
+            for a rank are sent together, or in `pieces`.
+        pieces: the number of blocks that are sent to each rank.
     """
 
     def __init__(self, host: Host, s: Reduction, like: Value, axis: int | None, pieces: int = 1) -> None:
@@ -38,25 +38,28 @@ class ScatteredBlocks:
         shard = s.out.tensor.host()
         self.count = ONE if axis is None else shard.local_shape[axis]
         assert self.count.value is not None
-        self.each = self.count.value * pieces  # blocks for each rank
+        self.each = self.count.value * pieces  # number of blocks for each rank
         room = shard.with_axes([Axis.of(self.team.ranks), *shard.axes])
         buffer = Value(host.names.fresh(f"{s.out.name}_sent"), room, s.span)
         self.transfers = Transfers(host, s, buffer, flags=Size(self.each * self.team.ranks))
 
     @property
     def parts(self) -> int:
-        """The number of blocks of all rows: as many flags say which of them are ready."""
+        """The number of blocks of all rows; each has one flag that tells when it is ready."""
         return self.each * self.team.ranks
 
     @property
     def first(self) -> Expr:
         """The block with which a product of all rows begins, so that flags rise in about the order of the turns.
 
-        Blocks are computed as they lie in memory, round robin. Where the blocks for a rank lie together, or there are
-        two ranks, the product begins with the first one for the next rank, which is sent first. Else every outer block
-        holds one for each rank: a product that begins so comes last of all to those of the first outer block for the
-        ranks before this one, which are sent early. So it begins in the last outer block, directly behind this rank's
-        block: with blocks that are sent late. In both cases it ends with a block of this rank, which is not sent.
+        Blocks are computed in memory order, and wrap around. If the blocks for a rank are contiguous, or there are two
+        ranks, the product begins with the first block for the next rank, which is sent first.
+
+        Otherwise every outer block holds one block for each rank. If the product began the same way, the blocks of the
+        first outer block for the ranks before this one would come last, but they are sent early. So it begins in the
+        last outer block, directly after this rank's block, with blocks that are sent late.
+
+        In both cases it ends with a block of this rank, which is not sent.
         """
         ranks, blocks = self.team.ranks, self.each * self.team.ranks
         if self.axis is None or ranks == 2:
@@ -66,11 +69,11 @@ class ScatteredBlocks:
     def in_turns(self, full: Value, done: Value | None = None, first: Expr | None = None) -> tuple[Turns, Blocks]:
         """Return the turns in which the blocks of `full` are sent.
 
-        They begin with those of the next rank, or with the first that is ready, if that is for another one.
+        They begin with the blocks for the next rank; or with the block that is ready first, if it is for another rank.
 
         Args:
-            done: flags of this rank, one for each block of `full`, that say that it is ready.
-            first: the block that is ready first; None if that is one of the next rank.
+            done: local flags, one for each block of `full`, which tell that the block is ready.
+            first: the block that is ready first; None if it is for the next rank.
         """
         index, pieces, ranks = self.host.index("i"), self.pieces, self.team.ranks
         mine, sent = _times(self.team.rank, pieces), (ranks - 1) * pieces
@@ -78,21 +81,21 @@ class ScatteredBlocks:
         if first is not None and self.axis is None and ranks > 2:
             begin = modulo(Bin("-", _plus(first, sent), mine), ranks * pieces)
             number = modulo(Bin("+", index, begin), sent)
-        block = self.team.peer(Bin("+", number, Lit(1)))  # counted through the rows of all ranks
+        block = self.team.peer(Bin("+", number, Lit(1)))  # the number of the block in the rows of all ranks
         if pieces > 1:
             block = modulo(Bin("+", mine, Bin("+", number, Lit(pieces))), ranks * pieces)
         to = block if pieces == 1 else Bin("/", block, Lit(pieces))
         return Turns(index, Size(sent), to), self.blocks(full, block, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return block number `block` of `full`: all rows for a rank, a piece of them, or those in each outer block."""
+        """Return block number `block` of `full`: a rank's rows, a piece of them, or its rows in each outer block."""
         host, s, team, pieces = self.host, self.scatter, self.team, self.pieces
         assert isinstance(s, ReduceScatter)
         views: list[ViewStatement] = []
         in_turn: list[ViewStatement] = []
         k, index, flag, awaited = shard_place(s).axis, None, _times(team.rank, self.each), block
         slot = Select(self.transfers.buffer, self.named("slot"), team.rank, span=s.span)
-        target, source = made(slot, views), full
+        target, source = add_view(slot, views), full
         if self.axis is not None:
             index = host.index("s")
             source, target = (one_of(host, v, self.axis, index, self.count, views) for v in (full, target))
@@ -100,7 +103,7 @@ class ScatteredBlocks:
             flag, awaited = Bin("+", flag, index), Bin("+", Bin("*", index, Lit(team.ranks)), block)
         inside = piece_axis(s) if pieces > 1 else k
         place, count = (block, team.ranks * pieces) if inside == k else (Bin("/", block, Lit(pieces)), team.ranks)
-        source = made(Chunk(source, self.named("block"), place, Size(count), k, span=s.span), in_turn)
+        source = add_view(Chunk(source, self.named("block"), place, Size(count), k, span=s.span), in_turn)
         if pieces > 1:
             piece = modulo(block, pieces)
             flag = Bin("+", flag, piece)
@@ -110,40 +113,40 @@ class ScatteredBlocks:
         return Blocks(source, target, tuple(views), flag, index, self.count, tuple(in_turn), wait)
 
     def add_up(self, note: str = "each block when all ranks have sent it", *, polls: bool = True) -> None:
-        """Add the sum over all ranks, and what it computes at once.
+        """Add the sum over all ranks, with the epilogue that it computes.
 
-        `polls`: its kernel waits for each block, and holds the SMs until then. Otherwise the stream waits for all that
-        is sent, while this rank's own rows are copied to their place among it.
+        `polls`: the sum's kernel waits for each block, and holds the SMs meanwhile. Otherwise the stream waits for all
+        blocks, while the local rows are copied to their place in the buffer.
         """
         host, s, rank = self.host, self.scatter, self.team.rank
-        own: list[ViewStatement] = []
-        mine = self.mine(host.values[s.x.name], own)
+        views: list[ViewStatement] = []
+        mine = self.mine(host.values[s.x.name], views)
         if not polls:
-            slot = made(Select(self.transfers.buffer, self.named("slot"), rank, span=s.span), own)
-            host.body += [*own, self.transfers.put(mine, slot, rank), self.wait_for_all()]
+            slot = add_view(Select(self.transfers.buffer, self.named("slot"), rank, span=s.span), views)
+            host.body += [*views, self.transfers.put(mine, slot, rank), self.wait_for_all()]
         result, addend, activation = epilogue(host, s.out)
         out = self.target(result)
         total = Sum(out, self.transfers.buffer, 0, addend=addend, activation=activation, span=s.span, note=note)
         if polls:
-            host.body += own
+            host.body += views
             total = replace(total, ready=self.transfers.flags, epoch=ARRIVED, first=rank, own=mine)
         host.body.append(total)
 
     def wait_for_all(self) -> For:
-        """Return the waits of the current stream for what all other ranks send."""
+        """Return the waits of the current stream for the blocks of all other ranks."""
         index, others = self.host.index("i"), self.team.ranks - 1
         flag = modulo(Bin("+", _times(self.team.peer(Lit(1)), self.each), index), self.each * self.team.ranks)
         return For(index.value, Size(others * self.each), (self.transfers.wait(flag),), span=self.scatter.span)
 
     def mine(self, full: Value, views: list[ViewStatement]) -> Value:
-        """Return what this rank itself adds to its sum: a view of its rows, added to `views`."""
+        """Return a view of the local addends of this rank's sum, added to `views`."""
         assert isinstance(self.scatter, ReduceScatter)
         place = shard_place(self.scatter)
         chunk = Chunk(full, self.named("mine"), self.team.rank, place.count, place.axis, span=self.scatter.span)
-        return made(chunk, views)
+        return add_view(chunk, views)
 
     def target(self, result: Value) -> Value:
-        """Return where the sum goes: to a buffer of its own, or as a view to the only copy of it in another order."""
+        """Return the destination of the sum: a new buffer; or a view of its permuted copy, if nothing else reads it."""
         host, turned = self.host, self.host.only_user(result)
         copy = host.only_user(turned.out) if isinstance(turned, Permute) else None
         last = len(result.tensor.axes) - 1
@@ -156,18 +159,18 @@ class ScatteredBlocks:
         return out
 
     def piece(self, rows: Value, name: str, index: Expr, axis: int, views: list[ViewStatement]) -> Value:
-        """Return a view of one of the pieces of rows, added to `views`."""
-        return made(Chunk(rows, self.named(name), index, Size(self.pieces), axis, span=self.scatter.span), views)
+        """Return a view of one piece of the rows, added to `views`."""
+        return add_view(Chunk(rows, self.named(name), index, Size(self.pieces), axis, span=self.scatter.span), views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for a view, whose type follows from the statement that makes it."""
+        """Return a new value for a view; its type is inferred from the view's statement."""
         return Value(self.host.names.fresh(name), self.scatter.out.type, self.scatter.span)
 
 
 class OneStep(ScatteredBlocks):
-    """The blocks of an allreduce in one step: every rank sends all of its rows to all others.
+    """The blocks of an allreduce in one step: every rank sends all of its rows to all other ranks.
 
-    With `pieces`, in as many blocks; each goes to all ranks before the next one does.
+    With `pieces`, the rows are sent in that many blocks; each block goes to all ranks before the next one.
     """
 
     def __init__(self, host: Host, s: AllReduce, like: Value, pieces: int = 1) -> None:
@@ -196,7 +199,7 @@ class OneStep(ScatteredBlocks):
         views: list[ViewStatement] = []
         in_turn: list[ViewStatement] = []
         rank, span = self.team.rank, self.scatter.span
-        source, target = full, made(Select(self.transfers.buffer, self.named("slot"), rank, span=span), views)
+        source, target = full, add_view(Select(self.transfers.buffer, self.named("slot"), rank, span=span), views)
         flag: Expr = rank
         if self.pieces > 1:
             axis = next(k for k, size in enumerate(full.tensor.local_shape) if not size.is_one)
@@ -211,10 +214,10 @@ class OneStep(ScatteredBlocks):
 
 
 def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:
-    """Take over the statements that a sum can compute as well; return their result and what they say.
+    """Fold statements into a sum: an addition, then an activation; return their result, addend and activation.
 
-    That is the addition of a tensor that is there already, such as a bias or a residual, and then an activation, each
-    of which alone uses the result of the one before.
+    The added tensor must exist already, such as a bias or a residual. Each statement must be the only user of the
+    previous result.
     """
     shape, addend, activation = result.tensor.shape, None, ""
     user = host.only_user(result)
@@ -234,18 +237,18 @@ def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: 
     """Return a view of one of `count` blocks of an axis, added to `views`."""
     name = Value(host.names.fresh(f"{value.name}_{index.value.name}"), value.type, value.span)
     if value.tensor.axes[axis].marks:
-        return made(Chunk(value, name, index, count, axis, span=value.span), views)
-    return made(Select(value, name, index, axis, span=value.span), views)
+        return add_view(Chunk(value, name, index, count, axis, span=value.span), views)
+    return add_view(Select(value, name, index, axis, span=value.span), views)
 
 
-def made(view: Select | Chunk, views: list[ViewStatement]) -> Value:
-    """Add a view, with the type that follows from its operand; return its result."""
+def add_view(view: Select | Chunk, views: list[ViewStatement]) -> Value:
+    """Append a view to `views`, with its inferred type; return its result."""
     views.append(replace(view, out=replace(view.out, type=view.infer())))
     return views[-1].out
 
 
 def first_done(first: Expr, waits: int, parts: int) -> Expr:
-    """Return the first of `parts` blocks that a product has computed, if it begins with block `first` of `waits`."""
+    """Return the first of `parts` result blocks to be complete, if a product begins with block `first` of `waits`."""
     if first == Lit(0) or parts % waits == 0:
         return first if first == Lit(0) else _times(first, parts // waits)
     return modulo(Bin("/", Bin("+", _times(first, parts), Lit(waits - 1)), Lit(waits)), parts)

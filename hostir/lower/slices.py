@@ -1,4 +1,4 @@
-"""Slices: what can run slice by slice along an axis, and the statements that do; for `pipeline` and `ring`."""
+"""Slices: which statements can run slice by slice along an axis, and their sliced form; for `pipeline` and `ring`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hostir.ir.types import Axis, TensorType, is_multiple, refine
 from hostir.lower.host import Host, Scope
 from hostir.lower.propagate import operands_of, result_of
 
-# Where slices lie -----------------------------------------------------------------------------------------------------
+# Places of slices -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SlicePlace:
     """The position of slices in a tensor: `count` slices of an axis, with `outer` blocks outside them.
 
-    A slice of one element loses the axis, unless it is to `keep` it.
+    A slice of one element has no such axis, unless `keep` is set.
     """
 
     axis: int
@@ -29,8 +29,8 @@ class SlicePlace:
     count: Size
     keep: bool = False
 
-    def whole(self, type: TensorType) -> bool:
-        """Whether each slice is one element of an axis that is not sharded, so that a slice has one axis less."""
+    def drops_axis(self, type: TensorType) -> bool:
+        """Return True if each slice is one element of an unsharded axis: then the slice does not have this axis."""
         axis = type.host().axes[self.axis]
         return axis.extent == self.count and not axis.marks and not self.keep
 
@@ -42,14 +42,14 @@ class SlicePlace:
     def slice(self, type: TensorType) -> TensorType:
         """Return the type of one slice."""
         host = type.host()
-        if self.whole(type):
+        if self.drops_axis(type):
             return host.with_axes(a for i, a in enumerate(host.axes) if i != self.axis)
         cut = self.cut(type)
         assert cut is not None
         return host.with_axes(cut if i == self.axis else a for i, a in enumerate(host.axes))
 
     def blocks_outside(self, type: TensorType) -> Size:
-        """Return how many blocks of one rank's part lie outside the slices, within their axis."""
+        """Return the number of blocks outside the slices in one rank's part of their axis."""
         cut = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         assert cut is not None
         return product([type.local_factor(f) for f in cut[0]])
@@ -57,11 +57,11 @@ class SlicePlace:
 
 @dataclass
 class SlicedGroup:
-    """Statements that one loop runs slice by slice, and where the slices lie in each sliced tensor."""
+    """Statements that one loop runs slice by slice, and the places of the slices in each sliced tensor."""
 
     statements: list[Statement] = field(default_factory=list)
     places: dict[str, SlicePlace] = field(default_factory=dict)
-    # By the result of each communication next to the loop: why it has to stay out.
+    # Why a communication has to stay out of the loop, by its result.
     left_out: dict[str, HostIRError] = field(default_factory=dict)
 
     @property
@@ -69,16 +69,16 @@ class SlicedGroup:
         return next(iter(self.places.values())).count
 
     def conflicts(self, places: dict[str, SlicePlace]) -> bool:
-        """Whether the group has slices of one of these tensors elsewhere."""
+        """Return True if the group slices one of these tensors at another place."""
         return any(self.places.get(name, at) != at for name, at in places.items())
 
     def add(self, s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> None:
-        """Add a statement, with the place of a slice in its result and its places in the operands."""
+        """Add a statement, with the place of a slice in its result and the places in its operands."""
         self.statements.append(s)
         self.places |= {**places, result_of(s).name: place}
 
     def keep_axes(self) -> None:
-        """Let slices of one element keep the sliced axis."""
+        """Make slices of one element keep the sliced axis."""
         self.places = {name: replace(at, keep=True) for name, at in self.places.items()}
 
     @property
@@ -87,7 +87,7 @@ class SlicedGroup:
 
 
 def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
-    """Map the place of a slice in the result to its places in the operands; operands used whole are left out."""
+    """Map the place of a slice in the result to its places in the operands; operands used unsliced are left out."""
     if isinstance(s, Communication):
         return {s.x.name: place}
     if isinstance(s, TensorOp):
@@ -104,7 +104,7 @@ def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
 
 
 def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace | None:
-    """Map the place of a slice in an operand to its place in the result; None if it has none."""
+    """Map the place of a slice in an operand to its place in the result; None if the result cannot be sliced there."""
     if isinstance(s, (Communication, Shard)):
         return place
     if isinstance(s, TensorOp):
@@ -124,18 +124,18 @@ def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> Sli
     before = ONE
     for k, extent in enumerate(new.shape):
         outer = position / before
-        if outer.whole and is_multiple(extent, outer * place.count) and not extent.is_one:
+        if outer.is_integer and is_multiple(extent, outer * place.count) and not extent.is_one:
             return SlicePlace(k, outer, place.count)
         before = before * extent
     return None
 
 
 def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> str | None:
-    """Return why a statement cannot run slice by slice, or None if it can."""
+    """Return the reason why a statement cannot run slice by slice, or None if it can."""
     named = {v.name: v for v in [*operands_of(s), result_of(s)]}
     for name, at in [(result_of(s).name, place), *places.items()]:
         type = named[name].tensor
-        if not at.whole(type) and at.cut(type) is None:
+        if not at.drops_axis(type) and at.cut(type) is None:
             return (
                 f"a slice of {named[name]} cuts across ranks: {type.host().axes[at.axis]} in {at.count} pieces with "
                 f"{at.outer} outside"
@@ -158,7 +158,7 @@ def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> s
 
 
 class Slices(Scope):
-    """Builds the statements of a group on the slices at one index; the host program around has the whole tensors."""
+    """Builds the statements of a group on the slices at one index; the host program holds the unsliced tensors."""
 
     def __init__(self, host: Host, group: SlicedGroup, index: Expr, suffix: str) -> None:
         super().__init__(host.names)
@@ -183,11 +183,11 @@ class Slices(Scope):
             self.body.append(self.spread[out.name])
 
     def sliced(self, s: Statement) -> Statement:
-        """Return the statement on slices instead of whole tensors; axes that a slice lacks are not counted."""
+        """Return the statement on slices instead of unsliced tensors, with axis numbers adjusted for a dropped axis."""
         place = self.group.places[result_of(s).name]
         sliced = (*operand_places(s, place), result_of(s).name)
         renamed = s.rename({**self.host.values, **{name: self.slices[name] for name in sliced}})
-        if not place.whole(result_of(s).tensor):
+        if not place.drops_axis(result_of(s).tensor):
             return renamed
         if isinstance(renamed, Permute) and isinstance(s, Permute):
             gone = s.axes[place.axis]
@@ -197,34 +197,35 @@ class Slices(Scope):
         return renamed
 
     def viewed(self, s: ViewStatement, out: Value) -> None:
-        """Add a view inside the loop, and a copy of it if the value is needed outside."""
-        made = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
+        """Add a view inside the loop, and a copy of it if the value is needed outside the loop."""
+        view = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
         self.add(self.sliced(s))
         if self.escapes(out):
             target, _ = self.slice_of(self.host.destination(out), out)
-            self.body.append(self.into(made, target, f"{out} is put together from views of slices"))
+            self.body.append(self.into(view, target, f"{out} is put together from views of slices"))
 
     def escapes(self, value: Value) -> bool:
-        """Whether the loop makes a value that is needed outside it."""
+        """Return True if a value of the loop is needed outside it."""
         return self.host.used_outside(value, self.inside)
 
     def fresh(self, value: Value, type: TensorType) -> Value:
         return Value(self.names.fresh(f"{value.name}_{self.suffix}"), type, value.span)
 
-    def slice_of(self, whole: Value, value: Value) -> tuple[Value, bool]:
-        """Return a view of this round's slice of a whole tensor, and whether it has the slice's own type.
+    def slice_of(self, full: Value, value: Value) -> tuple[Value, bool]:
+        """Return a view of this round's slice of an unsliced tensor; and True if it has the type of the slice.
 
-        Pieces with blocks outside them on one rank lie apart: the view then has the blocks as an axis of their own.
+        If several blocks lie outside the slices on one rank, a slice is not contiguous: the view then has the blocks as
+        a separate axis.
         """
-        place, type, index = self.group.places[value.name], whole.tensor, self.index
+        place, type, index = self.group.places[value.name], full.tensor, self.index
         k = place.axis
-        if place.whole(type) or place.blocks_outside(type).is_one:
+        if place.drops_axis(type) or place.blocks_outside(type).is_one:
             out = self.fresh(value, place.slice(type))
-            if place.whole(type):
-                self.body.append(Select(whole, out, index, k, span=value.span))
+            if place.drops_axis(type):
+                self.body.append(Select(full, out, index, k, span=value.span))
             else:
-                self.body.append(Chunk(whole, out, index, place.count, k, span=value.span))
-            if product(type.local_shape[:k]).is_one and whole.name in self.host.dense:
+                self.body.append(Chunk(full, out, index, place.count, k, span=value.span))
+            if product(type.local_shape[:k]).is_one and full.name in self.host.dense:
                 self.dense.add(out.name)
             return out, True
         cut = refine(type.axes[k], place.outer, place.count, type.mesh)
@@ -233,12 +234,12 @@ class Slices(Scope):
         split = [*type.axes[:k], *parts, *type.axes[k + 1 :]]
         view = self.fresh(value, type.with_axes(split))
         out = self.fresh(value, type.with_axes(a for i, a in enumerate(split) if i != k + 1))
-        self.body.append(Reshape(whole, view, span=value.span))
+        self.body.append(Reshape(full, view, span=value.span))
         self.body.append(Select(view, out, index, k + 1, span=value.span))
         return out, False
 
     def outside(self, value: Value) -> Value:
-        """Return the slice of a tensor that the loop does not make."""
+        """Return the slice of a tensor that is computed outside the loop."""
         view, exact = self.slice_of(self.host.values[value.name], value)
         if exact:
             return view
@@ -251,20 +252,20 @@ class Slices(Scope):
         name = f"{value.name}_slices"
         if value.name not in self.host.values:
             name = value.name
-            self.names.taken.discard(name)  # the fusion's name is free: nothing else stands for the value
+            self.names.taken.discard(name)  # the fusion's name is free: no other value uses it
         return self.scratch(name, self.group.places[value.name].slice(value.tensor), value)
 
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
         """Return the round's slice of a buffer [rounds, slice], so that overlapping rounds do not share memory."""
-        whole = type.with_axes([Axis.of(self.group.count), *type.axes])
-        buffer = self.host.scratch(name, whole, like)
+        rounds = type.with_axes([Axis.of(self.group.count), *type.axes])
+        buffer = self.host.scratch(name, rounds, like)
         out = Value(self.names.fresh(f"{name}_{self.suffix}"), type, like.span)
         self.body.append(Select(buffer, out, self.index, span=like.span))
         self.dense.add(out.name)
         return out
 
     def into(self, source: Value, target: Value, why: str) -> Statement:
-        """Copy between a slice and a view of the same slice in which the outer blocks are an axis."""
+        """Return a copy between a slice and a view of the same slice that has the outer blocks as an axis."""
         if len(source.tensor.axes) < len(target.tensor.axes):
             source = self.blocks(source, target.tensor)
         elif len(source.tensor.axes) > len(target.tensor.axes):
@@ -276,7 +277,7 @@ class Slices(Scope):
         return self.view(Reshape(value, out, span=value.span))
 
     def destination(self, out: Value) -> Value:
-        """Return where a slice of a result goes: into the whole tensor if used outside, else into the loop's buffer."""
+        """Return the destination of a result's slice: in the unsliced tensor if used outside, else in a buffer."""
         if out.name not in self.host.values and not self.escapes(out):
             reduce = self.host.only_reduced(out)
             return self.partial_of(out, reduce) if reduce and reduce.out.name not in self.slices else self.staged(out)
@@ -288,7 +289,7 @@ class Slices(Scope):
         return stage
 
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
-        """Return the allreduce's slice for a partial sum that only the allreduce reads: it is reduced in place."""
+        """Return the allreduce's slice as the memory of a partial sum that only it reads: it is reduced in place."""
         target = self.slices[reduce.out.name] = self.destination(reduce.out)
         if target.name not in self.dense:
             return self.staged(out)
@@ -302,9 +303,9 @@ class Slices(Scope):
 
 
 def schedule(body: tuple[Statement, ...], loops: list[SlicedGroup]) -> list[Statement | SlicedGroup]:
-    """Return program order, except that a loop runs as one item, after all that it needs."""
+    """Return statements and loops in program order, except that a loop runs as one item, after everything it needs."""
     loop_of = {result_of(s).name: g for g in loops for s in g.statements}
-    made = {result_of(s).name for s in body}
+    results = {result_of(s).name for s in body}
     steps: list[Statement | SlicedGroup] = []
     waiting = list(body)
     ready: set[str] = set()
@@ -313,7 +314,7 @@ def schedule(body: tuple[Statement, ...], loops: list[SlicedGroup]) -> list[Stat
             group = loop_of.get(result_of(s).name)
             members = group.statements if group else [s]
             inside = {result_of(m).name for m in members}
-            needs = {v.name for m in members for v in operands_of(m)} & made
+            needs = {v.name for m in members for v in operands_of(m)} & results
             if needs <= ready | inside:
                 break
         else:

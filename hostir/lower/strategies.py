@@ -1,6 +1,6 @@
-"""List the strategies, each with its passes, and lower a fusion by one of them.
+"""List the strategies with their passes, and lower a fusion by one of them.
 
-After each pass the program must verify; the host program at the end is proved.
+The program is verified after each pass; the final host program is proved.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hostir.lower.ring import Ring
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to lower a fusion: its passes for a number of worker streams, and the numbers that `auto` tries."""
+    """A way to lower a fusion: its passes for a number of worker streams, and the stream counts that `auto` tries."""
 
     passes: Callable[[int], Sequence[Pass]]
     stream_counts: tuple[int, ...] = (1,)
 
 
-# Before a strategy's own passes: every communication explicit. After them: what any host program needs.
+# EXPLICIT runs before a strategy's passes: it makes every communication explicit. FINISH runs after them.
 EXPLICIT: tuple[Pass, ...] = (Propagate(), MakeReshards(), Communicate())
 FINISH: tuple[Pass, ...] = (FreeBuffers(), Tidy(), MakeDense())
 
@@ -46,15 +46,15 @@ STRATEGIES: dict[str, Strategy] = {
     "fused": Strategy(lambda n: (*EXPLICIT, Fused(n), *FINISH), (1, 2)),
     "push": Strategy(lambda _: (*EXPLICIT, Push(), *FINISH)),
 }
-AUTO = "auto"  # the fastest of them; hostir.choice, which stands on this layer, says which that is
-# How calls are made, and so by which time `AUTO` ranks them. With `out=` an executor replays a CUDA graph of its own,
-# but for programs that communicate through NCCL, which only their caller can capture.
+AUTO = "auto"  # the fastest strategy; hostir.choice, which builds on this layer, chooses it
+# The ways to call a program; `AUTO` ranks strategies by the time of one of them. With `out=` an executor captures and
+# replays a CUDA graph itself, except for programs that communicate through NCCL, which only their caller can capture.
 CALLS = ("out", "eager", "graph")
-STREAMS = 4  # the most worker streams, unless said
+STREAMS = 4  # the default maximum number of worker streams
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise HostIRError unless the name is that of a strategy, or `auto`."""
+    """Raise HostIRError unless `strategy` is the name of a strategy, or `auto`."""
     check_known("strategy", strategy, [*STRATEGIES, AUTO])
 
 
@@ -64,7 +64,7 @@ def passes_of(strategy: str = "pipeline", streams: int = STREAMS) -> list[Pass]:
     if strategy == AUTO:
         hint = "hi.lower and hi.compile choose one for a fusion"
         expected = f"one of: {', '.join(STRATEGIES)}"
-        raise error(f"'{AUTO}' has no passes of its own", user_span(), expected=expected, hint=hint)
+        raise error(f"'{AUTO}' has no passes", user_span(), expected=expected, hint=hint)
     if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
         raise error(f"streams must be at least 1, not {described(streams)}", user_span())
     return [*STRATEGIES[strategy].passes(streams)]
@@ -84,14 +84,17 @@ def lower(
     return run_passes(fusion_of(fusion), passes_of(strategy, streams), watch)
 
 
-def fusion_of(given: object) -> Program:
-    """Return the program of a `hostir.Fusion`, or a program that is a fusion. Raise HostIRError for anything else."""
-    known = isinstance(given, Program | type)  # a class has `program`, but nothing to call it on
-    build = given if known else getattr(given, "program", None)
+def fusion_of(fusion: object) -> Program:
+    """Return the fusion program of a `hostir.Fusion`, or a fusion program itself.
+
+    Raise HostIRError for anything else.
+    """
+    known = isinstance(fusion, Program | type)  # a class has a method `program`, but no instance to call it on
+    build = fusion if known else getattr(fusion, "program", None)
     program = build() if callable(build) and not known else build
     if not isinstance(program, Program):
-        hint = "call it, and pass what it returns" if callable(given) else ""
-        raise error(f"not a fusion: {described(given)}", user_span(), expected="a hostir.Fusion", hint=hint)
+        hint = "call it, and pass its result" if callable(fusion) else ""
+        raise error(f"not a fusion: {described(fusion)}", user_span(), expected="a hostir.Fusion", hint=hint)
     if program.phase is not Phase.FUSION:
         hint = "run it as it is: hi.Executor(program), or 'hostir run'"
         raise error(f"@{program.name} is a host program already", user_span(), expected="a fusion", hint=hint)
@@ -101,15 +104,16 @@ def fusion_of(given: object) -> Program:
 # Running passes -------------------------------------------------------------------------------------------------------
 
 Watcher = Callable[[str, Program], None]
-_latest: tuple[Program, int, Program] | None = None  # a fusion, HOSTIR_SPEC, and what the passes of EXPLICIT made of it
+# A fusion, HOSTIR_SPEC, and the fusion after the passes of EXPLICIT.
+_latest: tuple[Program, int, Program] | None = None
 
 
 def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
     """Run the passes in order, and verify the result of each.
 
-    The host program at the end is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
-    before and after every pass as numbered files that can be fed back in. HOSTIR_SPEC=0 verifies only at the end, 1
-    after every pass, 2 also prints and parses after every pass and demands an equal program.
+    The final host program is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
+    before and after every pass to numbered files, which can be parsed again. HOSTIR_SPEC=0 verifies only at the end, 1
+    after every pass. 2 also prints and parses the program after every pass, and requires an equal program.
     """
     global _latest
     spec, folder = knobs.SPEC.get(), knobs.DUMP.get()
@@ -117,7 +121,8 @@ def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None =
     _dump(folder, 0, "fusion", program)
     fusion, latest, done = program, _latest, 0
     alike = folder is None and watch is None and tuple(passes[: len(EXPLICIT)]) == EXPLICIT
-    if alike and latest is not None and latest[0] is fusion and latest[1] == spec:  # one strategy after another
+    # Strategies run one after another on the same fusion.
+    if alike and latest is not None and latest[0] is fusion and latest[1] == spec:
         program, done = latest[2], len(EXPLICIT)
     for number, each in enumerate(passes[done:], done + 1):
         program = each.run(program)
@@ -136,10 +141,10 @@ def _proved(program: Program) -> Program:
     try:
         return prove(program)
     except HostIRError as findings:
-        if any(found.kind != UNCHECKED for found in findings.diagnostics):
+        if any(finding.kind != UNCHECKED for finding in findings.diagnostics):
             raise
-        for found in findings.diagnostics:
-            warn_once((program.name, found.message), found.message, found.hint, RuntimeWarning)
+        for finding in findings.diagnostics:
+            warn_once((program.name, finding.message), finding.message, finding.hint, RuntimeWarning)
         return program
 
 
@@ -160,5 +165,5 @@ def _dump(folder: Path | None, number: int, name: str, program: Program) -> None
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{program.name}-{number:02}-{name}.hir").write_text(str(program))
     except OSError as problem:
-        expected = "a folder that can be made and written to"
+        expected = "a folder that can be created and written to"
         raise error(f"HOSTIR_DUMP='{folder}': {problem.strerror}", expected=expected) from None

@@ -3,18 +3,19 @@
 In one-sided form a collective is a set of transfers, each of one block from one rank to another. A transfer has four
 parts:
 
-- *which block*: a view of the source, and a view of the symmetric buffer where the block goes;
-- *from which rank to which, in which turn*: in a turn every rank has another peer, so that no two send to the same one;
-- *when it may start*: when the source is ready and the place in the buffer is free. A flag of this rank says the former
-  if a kernel is still writing the source; a barrier after the previous call says the latter: every rank has read what
-  that call left there;
-- *what says that it has arrived*: a flag of the receiver, if the sender puts the block there; if the receiver gets it,
-  its own stream.
+- *the block*: a view of the source, and a view of the symmetric buffer where the block goes;
+- *the ranks and the turn*: source rank, target rank, and the turn. In each turn every rank has a different peer, so no
+  two ranks send to the same rank;
+- *its start*: a transfer starts when the source is ready and the place in the buffer is free. If a kernel is still
+  writing the source, a flag of this rank tells when it is ready. A barrier after the previous call tells that the
+  buffer is free: every rank has read the blocks of that call;
+- *its arrival*: if the sender puts the block, a flag of the receiver tells that it has arrived. If the receiver gets
+  the block, the receiver's stream orders it.
 
-`Transfers` makes the statements. Who produces a block and who consumes it is up to the strategy: `ring` computes on the
-rows of a block before it puts them or after it got them; `fused` and `push` have one matmul that waits for the blocks
-which ranks put, or raises a flag after each block that they are to put, and one sum that takes the blocks of all
-ranks. Which blocks there are, and how they lie, the communication says: `hostir/lower/rows.py`.
+`Transfers` makes the statements. The strategy decides who produces and who consumes a block. `ring` computes on the
+rows of a block before it puts them or after it got them. `fused` and `push` have one matmul, which waits for the blocks
+that ranks put, or sets a flag after each block to put; and one sum of the blocks of all ranks. The communication
+determines the blocks and their layout: `hostir/lower/rows.py`.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
 from hostir.lower.host import Host
 
-ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs start again in every call
+ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs restart in every call
 COPY_STREAM = Lit(0)  # the worker stream of the copies by copy engines
-SIGNAL_STREAM = Lit(1)  # the worker stream of the kernels that signal after these copies, if there are two
+SIGNAL_STREAM = Lit(1)  # the worker stream of kernels that signal after these copies, if two streams are used
 
 
 @dataclass(frozen=True)
 class Mover:
-    """The mover of the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The mover of bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
 
-    For more than one copy, copy engines use two worker streams if they may: a kernel on the second stream sends the
+    For more than one copy, copy engines use two worker streams if allowed: a kernel on the second stream sends the
     signal after each copy, since a signal by the copying stream itself would delay the next copy.
     """
 
-    sms: int = 0  # the number of SMs of the kernel; 0 for copy engines
-    streams: int = 0  # the maximal number of worker streams for copy engines
+    sms: int = 0  # the number of SMs of the kernel; 0: copy engines
+    streams: int = 0  # the maximum number of worker streams for copy engines
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The order in which a rank sends blocks: in turn `index` one to the rank at place `to`."""
+    """The order in which a rank sends blocks: in turn `index` it sends one to the rank at place `to`."""
 
     index: Ref
     count: Size
@@ -59,12 +60,12 @@ class Turns:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a rank sends: of each a view of the source, one of the target, and its flag.
+    """The blocks that a rank sends. Each has a view of the source, a view of the target, and a flag.
 
     Fields:
-        views: made anew for each block if there are several, which `index` numbers; else made once.
-        in_turn: made in each turn.
-        awaited: the wait for the flag of this rank that says that the source is ready, if a kernel raises one.
+        views: views to make for each block if there are several blocks, numbered by `index`; else once.
+        in_turn: views to make in each turn.
+        awaited: the wait for the local flag that tells that the source is ready, if a kernel sets one.
     """
 
     source: Value
@@ -78,7 +79,7 @@ class Blocks:
 
 
 class Transfers:
-    """Builds the transfers of one collective to a symmetric buffer, and a row of flags, one for each block there."""
+    """Builds the transfers of one collective to a symmetric buffer, with a row of flags: one for each of its blocks."""
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
         self.host, self.team, self.buffer, self.span = host, host.team(s), buffer, s.span
@@ -97,7 +98,7 @@ class Transfers:
     def reuse_barrier(self) -> list[Statement]:
         """Return a barrier that waits until all ranks have read the blocks of the previous call.
 
-        It is needed once for all transfers of a team: later ones get no barrier.
+        One barrier is enough for all transfers of a team: later ones get an empty list.
         """
         if self.team.past_last_call:
             return []
@@ -129,7 +130,7 @@ class Transfers:
         return Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
 
     def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
-        """Return the views that all turns use, if there is one block only."""
+        """Return the views that all turns use; () if there are several blocks."""
         return () if blocks.index else blocks.views
 
     def each(self, blocks: Blocks, statements: Iterable[Statement]) -> list[Statement]:
@@ -144,7 +145,7 @@ class Transfers:
         self.host.forked = True
 
     def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
-        """Add the transfers of the blocks in these turns: from the copy stream, which is current, unless SMs copy."""
+        """Add the transfers of the blocks in these turns. Unless SMs copy, the copy stream must be current."""
         if mover.sms:
             copies = self.put_and_signal(blocks, turns.to, note, mover.sms)
             loop = For(turns.index.value, turns.count, (*blocks.in_turn, *copies), span=self.span)

@@ -1,10 +1,11 @@
 """Read and print host programs in nvFuser's textual form of host IR.
 
-`read_nvfuser` reads what `NVFUSER_DUMP=host_ir` prints, in the spellings of its versions so far; `print_nvfuser` prints
-any host program in today's. Reading what we print gives an equal program, up to names and frees of what it leaked.
+`read_nvfuser` reads the output of `NVFUSER_DUMP=host_ir`, in the spellings of all versions so far. `print_nvfuser`
+prints host programs in the current spelling. Reading a printed program gives an equal program, except for names and for
+added frees of leaked buffers.
 
-docs/nvfuser.md lists the spellings, and says how a dump is understood where it leaves something open. Anything that
-host programs cannot express gives one diagnostic with its place. No text raises anything but HostIRError.
+docs/nvfuser.md lists the spellings, and the interpretation of a dump where it is ambiguous. Anything that host programs
+cannot express gives one diagnostic with its place. The only exception for a bad text is HostIRError.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ __all__ = ["print_nvfuser", "read_nvfuser"]
 def read_nvfuser(text: str, file: str = "<text>") -> tuple[Program, list[Diagnostic]]:
     """Read a dump of nvFuser's host IR. Return the host program, and warnings about what was left out of it.
 
-    The program is named after the file. Raises HostIRError, with file:line:col and a caret, for a text that is no dump
-    and for anything that a host program cannot express.
+    The program is named after the file. Raises HostIRError, with file:line:col and a caret, for a text that is not a
+    dump, and for anything that a host program cannot express.
     """
     return DumpReader(parse_dump(text, file), file).program()
 

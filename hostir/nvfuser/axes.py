@@ -1,4 +1,4 @@
-"""Find the axes and types of a dump: how printed IterDomains form logical axes, and how these are sharded."""
+"""Find the axes and types of a dump: the logical axes that printed IterDomains form, and their sharding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hostir.nvfuser.parse import (
 
 @dataclass(frozen=True)
 class LogicalAxis:
-    """A logical axis: one IterDomain, or those that it was split into, outermost first."""
+    """A logical axis: one IterDomain, or the IterDomains that it was split into, outermost first."""
 
     domains: tuple[IterDomain, ...]
 
@@ -51,23 +51,23 @@ class LogicalAxis:
 
     @property
     def reduced(self) -> bool:
-        """Whether the axis was summed away."""
+        """True if the axis was summed away."""
         return self.first.kind == "r"
 
     @property
     def device(self) -> str:
-        """x or y where the whole axis is a device axis, else empty."""
+        """x or y if the unsplit axis is a device axis, else empty."""
         return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
 def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[LogicalAxis, ...]]:
     """Return the ways to read the printed axes of a tensor as logical axes, the likeliest first.
 
-    nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N, and
-    its outer part is an axis of extent D to the left: beside it, or anywhere, where it is on devices or streams, which
-    nvFuser moves to the front. Where N is a number, nvFuser prints the quotient, and an axis on devices or streams may
-    be the outer part of any axis of known extent to the right, or an axis of its own. What an rfactor or a reshape
-    gives (marked `rf`) is not split.
+    nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N. Its
+    outer part is an axis of extent D to the left: directly beside it; or anywhere, if it is on devices or streams,
+    which nvFuser moves to the front. If N is a number, nvFuser prints the quotient. Then an axis on devices or streams
+    may be the outer part of any axis of known extent to the right, or a separate axis. Results of an rfactor or a
+    reshape (marked `rf`) are not split.
 
     Args:
         tensor: the tensor as printed.
@@ -86,7 +86,7 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
     return [_grouped(domains, parts) for parts in likely]
 
 
-_MAX_SPLITS = 512  # tried for one tensor; real tensors have a few
+_MAX_SPLITS = 512  # the most readings tried for one tensor; real tensors have a few
 _MAX_READINGS = 48
 Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
 
@@ -180,7 +180,7 @@ class EqualSizes:
         return result
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Make two sizes equal by defining the symbol that appeared last; return False where they cannot be."""
+        """Make two sizes equal by defining the symbol that appeared last; return False if they cannot be equal."""
         ratio = self.resolve(a) / self.resolve(b)
         free = [(self.order[name], name, power) for name, power in ratio.symbols if abs(power) == 1]
         if not ratio.symbols:
@@ -216,7 +216,7 @@ SizeUse = tuple[Size, object, int]  # a size, the tensor that has it, and in whi
 
 
 def equate(sizes: EqualSizes, pairs: Iterable[tuple[SizeUse, SizeUse]], span: Span | None) -> None:
-    """Make the sizes of each pair equal; raise where they cannot be."""
+    """Make the sizes of each pair equal; raise if they cannot be equal."""
     for (a, a_name, a_axis), (b, b_name, b_axis) in pairs:
         if not sizes.equal(a, b):
             a, b = sizes.resolve(a), sizes.resolve(b)
@@ -225,14 +225,17 @@ def equate(sizes: EqualSizes, pairs: Iterable[tuple[SizeUse, SizeUse]], span: Sp
 
 
 def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> Iterator[tuple[SizeUse, SizeUse]]:
-    """Yield the axes of two tensors of one shape in pairs; none if their ranks differ, which program checks report."""
+    """Yield the axes of two tensors of one shape in pairs.
+
+    No pairs if their numbers of axes differ, which other checks report.
+    """
     if len(a.axes) == len(b.axes):
         for k, (one, other) in enumerate(zip(a.shape, b.shape, strict=True)):
             yield (one, a_name, k), (other, b_name, k)
 
 
 def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
-    """Yield the pairs of axes whose sizes a computation forces to be equal: those that its maps match."""
+    """Yield the pairs of axes whose sizes a computation forces to be equal: the pairs matched by its maps."""
     shape = s.out.tensor.shape
     contracted: list[SizeUse] = []
     for operand, map in zip(s.operands, maps_of(s), strict=True):
@@ -248,7 +251,7 @@ def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
 
 
 def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
-    """Return the maps of a computation whose sizes may still have several names."""
+    """Return the maps of a computation while equal sizes may still have several names."""
     if not isinstance(s, Binary):
         return s.maps()
     axes = range(len(s.out.tensor.axes))  # its own maps ask for sizes that are known to align
@@ -287,17 +290,17 @@ def _canonical(value: Value, sizes: EqualSizes) -> Value:
 
 
 def _sized(s: Statement, sizes: EqualSizes) -> Statement:
-    """Return a statement with its own sizes in canonical symbols."""
+    """Return a statement with the sizes in its fields in canonical symbols."""
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s
 
 
 # The reading that fits all statements ---------------------------------------------------------------------------------
 # Choosing the logical axes of each printed tensor so that its statements fit.
 #
-# Where extents are numbers, a printed tensor may be read in several ways (`readings`). A statement fits
-# some of them: a weight has two axes, an allreduce keeps the shape, a piece has the axes of the whole. Readings that
-# some statement leaves no room for are dropped until nothing changes. If several are left then, the first tensor that
-# is printed takes its likeliest, and so on.
+# If extents are numbers, a printed tensor may have several readings (see `readings`). A statement fits only some of
+# them: a weight has two axes, an allreduce keeps the shape, a piece has the axes of its tensor. Readings that do not
+# fit a statement are dropped until nothing changes. If several are left, the first printed tensor takes its likeliest
+# reading, then the next tensor, and so on.
 
 UNARY: dict[str, type[ops.Unary]] = {"relu": ops.Relu, "gelu": ops.Gelu, "silu": ops.Silu, "copy": ops.DenseCopy}
 BINARY: dict[str, type[ops.Binary]] = {"add": ops.Add, "mul": ops.Mul}
@@ -306,7 +309,7 @@ BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
 
 
 def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.TensorOp:
-    """Return the statement of a computation other than a sum, whose axis has to be found first."""
+    """Return the statement of a computation. It must not be a sum, whose axis is not known yet."""
     first, *rest = operands
     if node.op == "matmul":
         return ops.Matmul(out, first, rest[0])
@@ -318,10 +321,10 @@ def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.T
 
 
 def _splits_devices(dump: Dump) -> bool:
-    """Whether device axes come from splits.
+    """Return True if device axes come from splits.
 
-    nvFuser either splits axes for streams and devices, and takes slices with ShardByStream or says nothing of them, or
-    it has an axis of its own for each, and takes slices with a select.
+    nvFuser either splits axes for streams and devices, and takes slices with ShardByStream or implicitly; or it has a
+    separate axis for each, and takes slices with a select.
     """
     views = [node for node in dump.walk() if isinstance(node, ViewNode)]
     cut = {(n.out if n.op == "chunk" else n.x).name for n in views if n.op in ("select", "chunk")}
@@ -330,10 +333,10 @@ def _splits_devices(dump: Dump) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a tensor: its logical axes, and those that were not summed away."""
+    """One reading of a tensor: its logical axes, and the axes that were not reduced."""
 
     groups: tuple[LogicalAxis, ...]
-    axes: tuple[LogicalAxis, ...]  # without those on devices that hold the parts of a partial sum
+    axes: tuple[LogicalAxis, ...]  # without device axes that hold the parts of a partial sum
     kept: tuple[LogicalAxis, ...]
 
     @cached_property
@@ -361,7 +364,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Computation:
-    """A constraint from a computation: matched axes lie on the same devices and are sliced by loops alike."""
+    """A constraint from a computation: matched axes have the same devices and the same slicing by loops."""
 
     node: ComputeNode
     looped: bool
@@ -373,7 +376,7 @@ class Computation:
     def fitting(self, left: Readings) -> list[Chosen]:
         """Return the choices of a reading for each tensor that fit each other."""
         tensors = tuple(dict.fromkeys(self.node.tensors))
-        found: list[Chosen] = []
+        choices: list[Chosen] = []
         for ranks in product_of(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
             rank = dict(zip(tensors, ranks, strict=True))
             meeting = self.meeting(rank)
@@ -383,13 +386,13 @@ class Computation:
                 pairs = [pair for pair in meeting or () if pair[0][0] == tensor or pair[1][0] == tensor]
                 longer = ({**choice, tensor: reading} for choice in chosen for reading in room)
                 chosen = [choice for choice in longer if all(self.meet(choice, *pair) for pair in pairs)]
-            found += chosen
-        return found
+            choices += chosen
+        return choices
 
     def meeting(
         self, rank: Mapping[TensorNode, int]
     ) -> list[tuple[tuple[TensorNode, int], tuple[TensorNode, int]]] | None:
-        """Return the matched pairs of axes, given each tensor's number of axes; None where these numbers do not fit."""
+        """Return the matched pairs of axes for each tensor's number of axes; None if these numbers do not fit."""
         values = {
             Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(f"i{n}_{k}") for k in range(rank[tensor])))): tensor
             for n, tensor in enumerate(self.node.tensors)
@@ -446,18 +449,21 @@ class Axes:
 
     # Choosing ----------------------------------------------------------------------------------------------------
     def _choose(self, rules: Iterable[Rule | Computation]) -> None:
-        """Choose readings that all rules allow. A rule that none satisfies is an error, reported where it is read."""
+        """Choose readings that all rules allow.
+
+        A rule without fitting readings is an error, reported when it is read.
+        """
         rules = [rule for rule in rules if rule.fitting(self.left)]
         self.left = _pruned(self.left, rules, self.left) or self.left
         for tensor in self.left:
-            found = self.left[tensor]
-            trials = (_pruned({**self.left, tensor: [reading]}, rules, [tensor]) for reading in found)
-            if len(found) > 1:
-                self.left = next((left for left in trials if left), {**self.left, tensor: found[:1]})
+            chosen = self.left[tensor]
+            trials = (_pruned({**self.left, tensor: [reading]}, rules, [tensor]) for reading in chosen)
+            if len(chosen) > 1:
+                self.left = next((left for left in trials if left), {**self.left, tensor: chosen[:1]})
 
     # Rules -------------------------------------------------------------------------------------------------------
     def _prints(self) -> Iterator[Rule]:
-        """Yield rules for tensors that are printed several times, with and without an axis that was summed away."""
+        """Yield rules for tensors that are printed several times, with and without a reduced axis."""
         first: dict[str, TensorNode] = {}
         for tensor in self.left:
             if first.setdefault(tensor.name, tensor) is not tensor:
@@ -486,7 +492,7 @@ class Axes:
                     yield self._communication(node)
 
     def _communication(self, node: CommunicationNode) -> Rule:
-        """Return the rule of a communication: it keeps the shape; along a team only what lies on its devices moves."""
+        """Return the rule of a communication: it keeps the shape, and moves only axes over its team's devices."""
         if node.type.text not in BETWEEN_RANKS:
             return Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
         over = self.over(node)
@@ -511,7 +517,7 @@ def _selection(node: ViewNode) -> Rule:
 
 
 def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
-    """Whether axes may have equal extents and, given `moving`, lie on the same devices apart from those."""
+    """Return True if axes may have equal extents and, given `moving`, lie on the same devices apart from those."""
     return len(a) == len(b) and all(
         (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)
         and (moving is None or _marks(one, moving) == _marks(other, moving))
@@ -524,7 +530,10 @@ def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
 
 
 def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
-    """Return the readings left by all rules after those of some tensors changed; None where a tensor has none left."""
+    """Return the readings that all rules leave after some tensors' readings changed.
+
+    None if a tensor has no reading.
+    """
     left, of = dict(left), defaultdict(list)
     for n, rule in enumerate(rules):
         for tensor in dict.fromkeys(rule.tensors):
@@ -545,11 +554,11 @@ def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collec
 
 
 # Types ----------------------------------------------------------------------------------------------------------------
-# The types behind the printed tensors of an nvFuser dump: meshes, what lies on devices, what is a partial sum.
+# The types behind the printed tensors of an nvFuser dump: meshes, axes on devices, partial sums.
 
 
 class Types:
-    """Gives printed tensors their types, and records in `sizes` which sizes these force to be equal."""
+    """Computes the types of printed tensors; records in `sizes` the sizes that the types force to be equal."""
 
     def __init__(self, dump: Dump) -> None:
         self.sizes = EqualSizes(dump.symbols)
@@ -579,8 +588,9 @@ class Types:
     ) -> tuple[list[LogicalAxis], tuple[str, ...]]:
         """Return the logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
 
-        nvFuser prints a partial sum with one more axis, on the devices that hold its parts: `partial` says over which
-        mesh axes. Where it is None, the axis that a matmul leaves (marked `rf`) counts, and one that is reduced later.
+        nvFuser prints a partial sum with an additional axis, on the devices that hold its parts: `partial` names the
+        mesh axes. If it is None, they are the axis that a matmul leaves (marked `rf`), and an axis that is reduced
+        later.
         """
         mesh, kept, over = self.mesh(tensor), [], []
         for group in self.axes.groups(tensor):
@@ -629,31 +639,31 @@ class Types:
         along = [axis for axis in reversed(mesh.axes) if node.team in mesh.teams(axis)]
         if not along:
             teams = ", ".join(f"({' '.join(map(str, team))})" for axis in mesh.axes for team in mesh.teams(axis)[:1])
-            given = " ".join(map(str, node.team))
-            raise error(f"the team ({given}) is no row or column of the mesh", node.span, expected=f"such as {teams}")
+            devices = " ".join(map(str, node.team))
+            raise error(f"the team ({devices}) is no row or column of the mesh", node.span, expected=f"such as {teams}")
         used = {self.mark(d.on, mesh, d.span) for t in node.tensors for d in t.domains if d.on in ("x", "y")}
         return next((axis for axis in along if axis in used), along[0])
 
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
         """Return the tensors that hold partial sums, with the mesh axes, traced back from reducing communications.
 
-        Inputs, and their views and copies, do not: a device axis of theirs holds summands side by side.
+        Inputs, and their views and copies, are never partial sums: their device axis stores the addends explicitly.
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
-        found: dict[str, set[str]] = {}
+        partials: dict[str, set[str]] = {}
         given = {t.name for t in dump.inputs}
         for node in nodes:
             if _same_elements(node) and node.tensors[0].name in given:
                 given.add(node.out.name)
         for node in reversed(nodes):
             if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
-                found.setdefault(node.x.name, set()).add(self.over(node))
-            elif _same_elements(node) and node.out.name in found:
-                marks = found[node.out.name]
+                partials.setdefault(node.x.name, set()).add(self.over(node))
+            elif _same_elements(node) and node.out.name in partials:
+                marks = partials[node.out.name]
                 if isinstance(node, ViewNode) and node.over:
                     marks = marks - {self.mark(node.over, self.mesh(node.x), node.span)}
-                found.setdefault(node.tensors[0].name, set()).update(marks)
-        return {name: marks for name, marks in found.items() if name not in given}
+                partials.setdefault(node.tensors[0].name, set()).update(marks)
+        return {name: marks for name, marks in partials.items() if name not in given}
 
 
 def _same_elements(node: ViewNode | ComputeNode | CommunicationNode) -> bool:
@@ -675,7 +685,7 @@ def _letters(mesh: Mesh) -> dict[str, str]:
 
 
 def _unprinted_devices(dump: Dump) -> Devices:
-    """Return the devices where no mesh is printed: the first team that communicates, else a device axis's extent."""
+    """Return the devices of a dump without meshes: the first team that communicates, else by a device axis's extent."""
     teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
     device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]
     lengths = [n for d in device_axes if (n := d.extent.size.value) is not None]

@@ -15,9 +15,9 @@ from hostir.ir.types import DTYPES, DType
 # Tokens and nodes -----------------------------------------------------------------------------------------------------
 # The syntax of nvFuser's dumps of host IR: tokens, and a node for each line.
 #
-# A node keeps what was printed: tensors with their IterDomains, extents with their ceilDivs, streams and indices by
-# name. The spellings of several versions lead to the same nodes. The body of a loop is what is indented deeper than its
-# header; elsewhere line ends mean nothing, because nvFuser breaks long statements.
+# A node keeps the printed form: tensors with their IterDomains, extents with their ceilDivs, streams and indices by
+# name. The spellings of several versions lead to the same nodes. The body of a loop are the lines indented deeper than
+# its header. Elsewhere line ends mean nothing, because nvFuser breaks long statements.
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AxisExtent:
 class IterDomain:
     """An axis as printed, such as `ideviceIdx.x1{i2}`. `on` is x or y for a device axis, stream, or empty."""
 
-    kind: str  # i: an axis, b: an axis of extent one, r: an axis that was summed away
+    kind: str  # i: an axis, b: an axis of extent one, r: a reduced axis
     on: str
     number: int
     extent: AxisExtent
@@ -113,7 +113,7 @@ class LoopNode(Node):
 
 @dataclass(frozen=True)
 class AllocateNode(Node):
-    """ALLOCATE. With `buffer=` it does nothing where the tensor already has memory; without, the memory is new."""
+    """ALLOCATE. With `buffer=` it does nothing if the tensor already has memory; without it, the memory is new."""
 
     out: TensorNode
     always: bool
@@ -196,7 +196,7 @@ class DelayNode(Node):
 
 @dataclass(frozen=True)
 class Dump:
-    """A container: its tensors in and out, its statements, and the number of streams where the dump defines it."""
+    """A container: its input and output tensors, its statements, and the number of streams if the dump defines it."""
 
     inputs: tuple[TensorNode, ...]
     outputs: tuple[TensorNode, ...]
@@ -231,30 +231,30 @@ _TOKEN = re.compile(
     r"|\S",
     re.ASCII,
 )
-_RANK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.ASCII)  # what mpirun puts before each line
+_RANK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.ASCII)  # the prefix that mpirun adds to each line
 
 
 def tokens(text: str, file: str) -> list[Token]:
     """Split a text into tokens; any text can be split."""
-    found: list[Token] = []
+    result: list[Token] = []
     for number, line in enumerate(text.split("\n"), 1):
         prefix = _RANK.match(line)
         leads = True
         for match in _TOKEN.finditer(line, prefix.end() if prefix else 0):
             if match["comment"] is not None:
                 continue
-            found.append(Token(match[0], Span(file, number, match.start() + 1, len(match[0]), line), leads))
+            result.append(Token(match[0], Span(file, number, match.start() + 1, len(match[0]), line), leads))
             leads = False
-    return found
+    return result
 
 
 # The parts of statements ----------------------------------------------------------------------------------------------
-# Reads the parts of which the statements of an nvFuser dump are made: tensors, meshes, extents, index expressions.
+# Reads the parts of statements of an nvFuser dump: tensors, meshes, extents, index expressions.
 
 TENSOR = re.compile(r"(T\d{1,18})(?:_(?:g|l|s|t|sym))?(?:_(\w+))?", re.ASCII)
 _DOMAIN = re.compile(r"([a-z])([A-Z]\w*?|[a-z]+Idx(?:\.([xyz]))?|)(\d{1,18})", re.ASCII)
 _STREAM_AXES = ("streamIdx", "StreamIdx", "Stream")
-_MAX_DEPTH = 60  # loops, parentheses and operators inside one another
+_MAX_DEPTH = 60  # the deepest nesting of loops, parentheses and operators
 FLOATS = {"double": DTYPES["f64"], "float": DTYPES["f32"], "__half": DTYPES["f16"], "__bfloat": DTYPES["bf16"]}
 
 T = TypeVar("T")
@@ -285,7 +285,7 @@ class Scanner:
         return token
 
     def skip(self, text: str) -> bool:
-        """Take a token if it is this one; return whether it was."""
+        """Take the next token if it is `text`; return True if it was."""
         if self.next.text != text:
             return False
         self.at += 1
@@ -369,10 +369,10 @@ class Scanner:
         return Devices(tuple(rows), grid)
 
     def integers(self, end: str) -> tuple[int, ...]:
-        found: list[int] = []
+        numbers: list[int] = []
         while not self.skip(end):
-            found.append(self.integer())
-        return tuple(found)
+            numbers.append(self.integer())
+        return tuple(numbers)
 
     def team(self) -> tuple[int, ...]:
         span = self.expect("(").span
@@ -423,11 +423,11 @@ class Scanner:
         if self.next.text == "ceilDiv":
             self.take()
             self.expect("(")
-            whole = self.extent()
+            extent = self.extent()
             self.expect(",")
             part = self.extent()
             self.expect(")")
-            return AxisExtent(whole.size / part.size, (*whole.splits, part.size))
+            return AxisExtent(extent.size / part.size, (*extent.splits, part.size))
         if self.skip("("):
             inner = self.extent()
             self.expect(")")
@@ -473,8 +473,8 @@ class Scanner:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# Every mistake, and every node that host programs have no meaning for, raises one HostIRError at its place. Options
-# that carry no meaning here (`mem_type`, `size`, `cache_op`, `backend`, `initial value`, ...) are stepped over.
+# Every mistake, and every node that host programs cannot express, raises one HostIRError at its place. Options without
+# meaning here (`mem_type`, `size`, `cache_op`, `backend`, `initial value`, ...) are skipped.
 
 _CAST = re.compile(r"__(double|float|half|bfloat)2(double|float|half|bfloat)")
 CASTS = {"double": "f64", "float": "f32", "half": "f16", "bfloat": "bf16"}
@@ -540,8 +540,8 @@ class CallNode:
         return found
 
     def word(self, key: str) -> str:
-        found = self.options.get(key)
-        return found.text if isinstance(found, Token) else ""
+        word = self.options.get(key)
+        return word.text if isinstance(word, Token) else ""
 
     def operands(self, *counts: int) -> tuple[TensorNode, ...]:
         if len(self.tensors) not in counts:
@@ -551,7 +551,7 @@ class CallNode:
 
 
 def parse_dump(text: str, file: str) -> Dump:
-    """Parse the `%HostIrContainer` of a text; text before it, and nearly all text behind it, is ignored."""
+    """Parse the `%HostIrContainer` of a text; text before it, and nearly all text after it, is ignored."""
     return _DumpParser(text, file).dump()
 
 
@@ -596,7 +596,7 @@ class _DumpParser(Scanner):
         return Dump(inputs, outputs, body, self.definitions(), tuple(self.symbols))
 
     def definitions(self) -> int | None:
-        """Read the index definitions behind the container; return the number of streams if they define it."""
+        """Read the index definitions after the container; return the number of streams if they define it."""
         while self.next is not self.end:
             if self.take().text == "numberOfStreams" and self.skip("="):
                 span = self.next.span
@@ -615,7 +615,7 @@ class _DumpParser(Scanner):
         return tuple(found)
 
     def block(self, column: int) -> tuple[Node, ...]:
-        """Return the statements that start right of a column."""
+        """Return the statements of a block: they start right of a column."""
         body: list[Node] = []
         while self.next is not self.end and self.next.text != "}" and self.next.span.column > column:
             if not self.next.leads:
@@ -767,7 +767,7 @@ class _DumpParser(Scanner):
         return found
 
     def call(self, name: Token) -> CallNode:
-        """Read the parenthesised arguments behind a name."""
+        """Read the parenthesised arguments after a name."""
         call = CallNode(name)
         self.expect("(")
         while not self.skip(")"):

@@ -62,7 +62,7 @@ class DumpPrinter:
 
     # Tensors -----------------------------------------------------------------------------------------------------
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
-        """Number a tensor and its axes: in the order of its axes, or in the `order` of a permute."""
+        """Number a tensor and its axes, in the order of its axes or in the `order` of a permute."""
         type = value.tensor
         if type.dtype == FLAG:
             raise error("nvFuser's form has no spelling for flags", value.span)
@@ -93,7 +93,7 @@ class DumpPrinter:
     ) -> tuple[str, ...]:
         """Return the IterDomains of an axis: a split that has one for each factor, and the rest.
 
-        With `cut`, the axis is one piece of so many: a streamIdx axis stands behind that many of its IterDomains.
+        With `cut` = (outer, count), the axis is cut into `count` pieces: a streamIdx axis follows `outer` IterDomains.
         """
         parts: list[tuple[str, Size]] = []
         for factor in axis.factors:
@@ -103,15 +103,15 @@ class DumpPrinter:
             else:
                 parts.append(("S", factor.extent))
         parts = [p for k, p in enumerate(parts) if p[0] != "S" or not p[1].is_one or k == 0]
-        whole = axis.extent
+        uncut = axis.extent
         if cut:
             parts.insert(cut[0], ("streamIdx", cut[1]))
-            whole = whole * cut[1]
+            uncut = uncut * cut[1]
         if len(parts) == 1:
             return (self.domain(kind + parts[0][0], _size(parts[0][1])),)
         if parts[-1][0] != "S":
             parts.append(("S", ONE))
-        shown, rest = [], _size(whole)
+        shown, rest = [], _size(uncut)
         for on, extent in parts[:-1]:
             shown.append(self.domain(kind + on, _size(extent)))
             rest = f"( ceilDiv({rest}, {_size(extent)}) )"
@@ -186,7 +186,7 @@ class DumpPrinter:
         return [f"{out} = view( {x} )"]
 
     def chunk(self, s: host.Chunk) -> Printed:
-        """Print a chunk as nvFuser does: the whole axis, with a streamIdx axis where it is cut."""
+        """Print a chunk as nvFuser does: the uncut axis, with a streamIdx axis at the cut."""
         out = self.define(s.out, "l")
         cut = 0
         for factor in s.x.tensor.axes[s.axis].factors:
@@ -227,7 +227,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """Print a result together with the axis that was summed away, as nvFuser does."""
+        """Print a result together with its reduced axis, as nvFuser does."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, kind="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 

@@ -48,7 +48,7 @@ STREAMS = 4  # nvFuser's default number of streams
 class Builder:
     """Builds a program statement by statement.
 
-    A tensor's name may be bound anew; every binding becomes a value with a name of its own.
+    A tensor's name may be bound again; every binding becomes a value with a different name.
     """
 
     def __init__(self, dump: Dump) -> None:
@@ -56,7 +56,7 @@ class Builder:
         self.names = Names()
         self.scope: dict[str, Value] = {}  # T4, Communication 7, Stream 0 and index i0, as printed
         self.body: list[Statement] = []
-        self.loops: dict[Value, Size] = {}  # those around this statement: each index, and how many rounds there are
+        self.loops: dict[Value, Size] = {}  # loops around this statement: each index, and its number of rounds
         self.whole: set[str] = set()  # the values that hold all slices of their Stream axis
         self.owned: list[dict[str, Value]] = [{}]  # for each block around this statement, the buffers not freed yet
         self.memory: dict[str, str] = {}  # the buffer behind a view
@@ -84,22 +84,22 @@ class Builder:
         return self.scope[tensor.name]
 
     def operand(self, tensor: TensorNode) -> Value:
-        """Return the value of a tensor operand: in a loop, the round's slice of a tensor from before the loop."""
+        """Return the value of a tensor operand: in a loop, the round's slice if the tensor was made before the loop."""
         value = self.tensor(tensor)
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
 
-    def slice(self, whole: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
-        """Return this round's slice of an axis where the value has all `count` slices, else the value."""
-        if whole.name not in self.whole:
-            return whole
+    def slice(self, unsliced: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
+        """Return this round's slice of an axis if the value has all `count` slices, else the value."""
+        if unsliced.name not in self.whole:
+            return unsliced
         index = self.loop_over(count)
         if index is None:
             message = f"{tensor.name} is meant in {count} slices, and no loop around this has {count} rounds"
             raise error(message, tensor.span, hint="ShardByStream says which slice is meant")
-        key = f"slice {index.name} of axis {axis} of {whole.name}"
+        key = f"slice {index.name} of axis {axis} of {unsliced.name}"
         if key not in self.scope:
-            chunk = host.Chunk(whole, self.temporary(tensor, whole.tensor), Ref(index), count, axis)
+            chunk = host.Chunk(unsliced, self.temporary(tensor, unsliced.tensor), Ref(index), count, axis)
             chunk = replace(chunk, span=tensor.span)
             chunk = replace(chunk, out=replace(chunk.out, type=chunk.infer()))
             self.emit(chunk, tensor.span)
@@ -107,7 +107,7 @@ class Builder:
         return self.scope[key]
 
     def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
-        """Return the axis of `x` that has a Stream axis in it, as a tensor is printed, and the number of slices."""
+        """Return the axis of `x` with a Stream axis in its printed tensor, and the number of slices."""
         kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
         for axis, group in enumerate(kept):
             for k, domain in enumerate(group.domains):
@@ -119,7 +119,7 @@ class Builder:
         return None
 
     def destination(self, tensor: TensorNode) -> Value:
-        """Return the value that a statement writes: memory that the tensor already stands for, or else new memory."""
+        """Return the value that a statement writes: the tensor's memory if it has some, else new memory."""
         return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
 
     def allocate(self, tensor: TensorNode) -> Value:
@@ -134,7 +134,7 @@ class Builder:
         return self.types.type_of(tensor, sliced=self.sliced(tensor))
 
     def sliced(self, tensor: TensorNode) -> bool:
-        """Whether a result here is one round's slice: in a loop with as many rounds as the tensor has slices."""
+        """Return True if a result here is one round's slice: in a loop with as many rounds as the tensor has slices."""
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None
 
@@ -179,8 +179,8 @@ class Builder:
     def stream(self, formula: Formula) -> Expr:
         """Return a stream: one that was defined, or a member of the pool by index.
 
-        In nvFuser every index has a stream of its own; the pool has so many, and an index beyond it begins again at 0.
-        One that was made elsewhere, `Stream 0x1f`, becomes one more member of the pool.
+        In nvFuser every index has a separate stream. The pool has a fixed number; an index beyond it wraps around. A
+        stream created elsewhere, `Stream 0x1f`, becomes an additional member of the pool.
         """
         if isinstance(formula, Token):
             if (got := self.scope.get(f"Stream {formula.text}")) is not None:
@@ -195,7 +195,7 @@ class Builder:
         return index if self.in_pool(index) else Bin("%", index, Lit(self.pool))
 
     def in_pool(self, index: Expr) -> bool:
-        """Whether an index is known to stay inside the pool."""
+        """Return True if an index is known to stay inside the pool."""
         if isinstance(index, Ref):
             rounds = self.loops[index.value].value
             return rounds is not None and rounds <= self.pool
@@ -229,7 +229,7 @@ def _stream(tensor: TensorNode) -> IterDomain | None:
 
 
 # Statements -----------------------------------------------------------------------------------------------------------
-# Turns the nodes of an nvFuser dump into a host program: scopes, views, streams, and the sizes that must be equal.
+# Turn the nodes of an nvFuser dump into a host program: scopes, views, streams, and the sizes that must be equal.
 
 COLLECTIVES: dict[str, type[comm.Collective]] = {
     "Allgather": comm.AllGather,
@@ -255,7 +255,7 @@ class DumpReader(Builder):
         self.file = file
         self.selected: dict[str, host.Select] = {}  # by the name of the view
         self.transfers: dict[tuple[str, str, str], set[str]] = {}  # the roots of each transfer so far
-        self.merged: set[str] = set()  # communications that another one stands for
+        self.merged: set[str] = set()  # communications that are part of another one
         self.uses = Counter(t.name for t in (*dump.tensors(), *dump.outputs))
 
     def program(self) -> tuple[Program, list[Diagnostic]]:
@@ -274,7 +274,7 @@ class DumpReader(Builder):
         return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
-        """Return the value of an output. Warn about one that exists in a loop only, and return None."""
+        """Return the value of an output; if it exists only in a loop, warn and return None."""
         if tensor.name in self.scope:
             return self.scope[tensor.name]
         if not any(tensor.name == t.name for n in self.dump.walk() for t in n.tensors):
@@ -329,9 +329,9 @@ class DumpReader(Builder):
         """Allocate tensors without ALLOCATE that a loop writes slice by slice and that are used outside it."""
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)
-        made = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
+        allocated = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
         for node in inside:
-            if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*made, *self.scope}:
+            if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*allocated, *self.scope}:
                 sliced = any(d.on == "stream" and d.kind != "r" for d in node.out.domains)
                 if sliced and self.uses[node.out.name] > uses[node.out.name]:
                     self.allocate(node.out)
@@ -355,13 +355,13 @@ class DumpReader(Builder):
         elif over:
             view = host.AsPartial(x, target, over)
         self.emit(self.inferred(view, node), node.span)
-        if out is not None:  # the view is written to memory that exists
+        if out is not None:  # the view is written to existing memory
             self.same_shape(out, target, node.span)
             self.emit(ops.DenseCopy(out, target), node.span)
         return None
 
     def inferred(self, view: V, node: ViewNode) -> V:
-        """Return the view with the type inferred from its operand; raise unless that has the printed shape."""
+        """Return the view with the type inferred from its operand; raise unless the type has the printed shape."""
         printed, name = view.out.tensor, node.out.name
         view = replace(view, span=node.span)
         type = view.infer()
@@ -427,17 +427,17 @@ class DumpReader(Builder):
             return ops.Sum(out, operands[0], self.summed(node, operands[0], out))
         return operation(node, out, operands)
 
-    def slices(self, node: ComputeNode, whole: ops.TensorOp, axis: int, count: Size) -> list[Value]:
-        """Return the operands of one slice of a result: of an operand that has the sliced axis, its slice."""
+    def slices(self, node: ComputeNode, unsliced: ops.TensorOp, axis: int, count: Size) -> list[Value]:
+        """Return the operands for one slice of a result: operands with the sliced axis are replaced by their slices."""
         found = []
-        for tensor, value, map in zip(node.operands, whole.operands, maps_of(whole), strict=True):
+        for tensor, value, map in zip(node.operands, unsliced.operands, maps_of(unsliced), strict=True):
             sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
             spread = sliced and value.tensor.shape[sliced[0]].is_one
             found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
         return found
 
     def shards(self, node: ComputeNode) -> bool:
-        """Whether a Set takes each rank's own block: its result lies on devices where the operand does not."""
+        """Return True if a Set takes each rank's own block: its result lies on devices where the operand does not."""
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)
@@ -452,7 +452,7 @@ class DumpReader(Builder):
         return True
 
     def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
-        """Return the axis that a reduction sums: the reduced one among the printed axes of its result."""
+        """Return the axis that a reduction sums: the reduced axis among the printed axes of its result."""
         kept, _ = self.types.logical(node.out, out.tensor.partial)
         reduced = [k for k, group in enumerate(kept) if group.reduced]
         if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
@@ -504,9 +504,10 @@ class DumpReader(Builder):
         return sum
 
     def merges(self, node: CommunicationNode, x: Value, out: Value) -> bool:
-        """Whether a transfer is part of one that was issued already; checks its root.
+        """Return True if a transfer is part of one that was issued already; checks its root.
 
-        nvFuser issues one Gather for each receiver, one SendRecv for each pair of devices; one of ours stands for all.
+        nvFuser issues one Gather for each receiver, and one SendRecv for each pair of devices. In a host program one
+        statement represents all of them.
         """
         kind, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)
         common = [d for d in source.devices if d in target.devices]

@@ -1,4 +1,4 @@
-"""Ranks that are alike: rank 0 stands for all, and the verdict is that of a look at all."""
+"""Checks of rank 0 in place of all ranks: the verdict equals the verdict of a check of all ranks."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def order_of(body: str) -> object:
 
 
 @pytest.mark.parametrize("body", LIKE)
-def test_ranks_are_alike_that_do_the_same_one_place_further_on(body: str) -> None:
+def test_ranks_are_alike_if_they_do_the_same_shifted_by_one_place(body: str) -> None:
     assert order_of(body) is not None
 
 
 @pytest.mark.parametrize("body", UNLIKE)
-def test_ranks_are_not_alike_that_differ_in_more_than_their_place(body: str) -> None:
+def test_ranks_are_not_alike_if_they_differ_in_more_than_their_place(body: str) -> None:
     assert order_of(body) is None
 
 
@@ -225,7 +225,7 @@ def test_one_rank_of_a_grid_stands_for_all(grid: tuple[int, int]) -> None:
 
 
 def touches(events: list) -> Counter:  # type: ignore[type-arg]
-    """The accesses to rank 0's memory, each with the event that makes it."""
+    """Return the accesses to rank 0's memory, each with its event."""
     return Counter(
         (e.rank, e.call, e.verb, id(e.statement), e.rounds, a.buffer.name, a.region.offset, a.region.dims, a.does)
         for e in events
@@ -236,7 +236,7 @@ def touches(events: list) -> Counter:  # type: ignore[type-arg]
 
 @pytest.mark.xdist_group("mutation")
 @pytest.mark.parametrize("seed", range(12))
-def test_the_verdict_is_that_of_a_look_at_all_ranks(seed: int) -> None:
+def test_the_verdict_on_rank_0_equals_the_verdict_on_all_ranks(seed: int) -> None:
     random = Random(seed)
     program = random.choice([p for p in originals() if " put " in str(p) or " get " in str(p)])
     same_verdicts(program, random, 8)
@@ -249,7 +249,7 @@ def test_the_verdict_of_a_rank_of_a_grid_is_that_of_a_look_at_all(grid: tuple[in
 
 
 def same_verdicts(program: Program, random: Random, most: int) -> int:
-    """Hold one rank's verdict against that of all, on so many mutants; return how many have ranks that are alike."""
+    """Compare the verdict on rank 0 with the verdict on all ranks for mutants; return how many have equal ranks."""
     found, times = mutants(program), 0
     for mutant in random.sample(found, min(most, len(found))):
         try:

@@ -1,4 +1,4 @@
-"""Computations by blocks of rows: flags behind each block, sums that wait for the blocks of all sources."""
+"""Computations by blocks of rows: flags after each block, sums that wait for the blocks of all sources."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_rank_stands_for_many(form: str) -> None:
 
 
 def shorter(form: str, ranks: int) -> dict[str, Program]:
-    """The program without each of its statements that order others, by the statement."""
+    """Map each statement that orders others to the program without it."""
     lines = reduce_scatter(form, ranks).splitlines()
     return {
         f"{n}: {line.strip()}": hi.parse("\n".join([*lines[:n], *lines[n + 1 :]]))
@@ -272,7 +272,7 @@ program @uncut(%x: f32[5, 3, 2, 4]) -> (%z) {
 
 def test_rows_that_cannot_be_cut_are_refused_with_what_to_do() -> None:
     (found,) = hi.check(hi.parse(UNCUT))
-    assert found.message == "rank 0: 2 blocks of the rows of shape [3, 2, 4] with strides [16, 4, 1] are no views"
+    assert found.message == "rank 0: 2 blocks of the rows of shape [3, 2, 4] with strides [16, 4, 1] are not views"
     assert found.hint == "copy it first"
     assert hi.check(hi.parse(UNCUT.replace("flag[2]", "flag[3]"))) == []
 

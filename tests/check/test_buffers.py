@@ -1,4 +1,4 @@
-"""Buffers in `hostir.check`: what a statement may overwrite, who frees them and when, and who writes outputs."""
+"""Buffers in `hostir.check`: overwritten operands, frees, and writes of outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUTS = "%a: f32[4, 4], %b: f32[4, 4], %p: f32[4, 4] partial(didx), %s: f32[4@d
 
 
 def findings(body: str, outputs: str = "") -> list[Diagnostic]:
-    """The errors of a program with a buffer %c that is written first, in line 3. %me is the rank's place."""
+    """Return the errors of a program with a buffer %c, which is written first, in line 3. %me is the rank's place."""
     head = f"{HEAD}program @p({INPUTS}) -> ({outputs}) streams 2 {{ %c: f32[4, 4] = allocate relu %a -> %c "
     program = hi.parse(f"{head}%me = rank of %s over didx\n{body}\n}}\n", "p.hir")
     return [found for found in hi.check(program) if found.level == "error"]
@@ -132,10 +132,10 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
         (
             "%v = select %c[0]\nfree %c\n%w = select %a[1]\nrelu %v -> %w",
             (7, 5),
-            "%v is used after %c, of which it is a view, was freed",
+            "%v is used after its buffer %c was freed",
         ),
         ("%v = select %c[0]\nfree %v\nrelu %c -> %c", (6, 5), "%c is used after it was freed"),
-        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after %c, of which it is a view, was freed"),
+        ("free %c\n%v = select %c[0]\nrelu %v -> %v", (6, 4), "%v is used after its buffer %c was freed"),
         ("free %c\nmatmul %c, %b -> %a", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = allgather %s -> %c over didx\nwait %h", (5, 4), "%c is used after it was freed"),
         ("free %c\n%h = send %c to 1 - %me over didx\nwait %h", (5, 4), "%c is used after it was freed"),
@@ -147,9 +147,9 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
         ("for %i in 0..2 {\nfree %c\n}", (5, 5), "%c is freed twice"),
         ("for %i in 0..2 {\n%v = select %c[%i]\nfree %v\n}", (6, 6), "%c is freed twice"),
         ("if %me == 0 {\nfree %c\n}\nif %me / 2 == 0 {\nfree %c\n}", (8, 5), "%c is freed twice"),
-        ("free %a", (4,), "%a is an input: an input is the caller's to free"),
-        ("%v = select %a[0]\nfree %v", (5,), "%v is a view of an input: an input is the caller's to free"),
-        ("if %me == 3 {\nfree %a\n}", (5,), "%a is an input: an input is the caller's to free"),
+        ("free %a", (4,), "%a is an input: only the caller may free an input"),
+        ("%v = select %a[0]\nfree %v", (5,), "%v is a view of an input: only the caller may free an input"),
+        ("if %me == 3 {\nfree %a\n}", (5,), "%a is an input: only the caller may free an input"),
     ],
 )
 def test_memory_ends_once_and_with_all_its_views(body: str, lines: tuple[int, ...], message: str) -> None:

@@ -1,4 +1,4 @@
-"""How many calls are looked at: two, but where kernels that wait may meet what needs SMs in calls before the last."""
+"""The number of checked calls: two; more if waiting kernels may overlap work that needs SMs of earlier calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hostir.lower import lower
 from tests.mutants import mutants
 from tests.mutation import errors, originals
 
-# The signal of a call waits for a relu two calls before: z, in the call before, for y, which is behind that relu.
-# Either rank's kernel of call 3 may keep the relu of call 1 from its SMs, and the other's signal with it.
+# The signal of a call waits for a relu of two calls before, by way of z in the previous call, and y after the relu.
+# Either rank's kernel of call 3 may hold the SMs that the relu of call 1 needs, and so the other rank's signal.
 BEHIND = """hostir 1
 mesh @mesh [didx] = 0 1
 program @behind(%x: f32[2@didx, 8], %b: f32[8, 4]) -> (%c) streams 2 {
@@ -46,7 +46,7 @@ program @behind(%x: f32[2@didx, 8], %b: f32[8, 4]) -> (%c) streams 2 {
 }
 """
 
-# Nothing ever joins stream 0: its relu may wait for SMs through any number of calls, and nobody waits for it.
+# Nothing ever joins stream 0: its relu may wait for SMs through any number of calls.
 APART = """hostir 1
 mesh @mesh [didx] = 0 1
 program @apart(%x: f32[2@didx, 8], %b: f32[8, 4]) -> (%c) streams 1 {
@@ -82,7 +82,7 @@ def test_a_ring_over_calls_is_found_that_two_ranks_meet_first_in_the_third() -> 
     assert [found.kind for found in hi.check(program)] == ["SMs held"]
 
 
-def test_what_no_number_of_calls_would_show_is_unchecked() -> None:
+def test_a_program_that_no_number_of_calls_proves_is_unchecked() -> None:
     (found,) = hi.check(hi.parse(APART))
     assert (found.kind, found.hint) == (UNCHECKED, JOIN)
 
@@ -136,7 +136,10 @@ program @acknowledged(%x: f32[3@didx, M]) -> (%y) {
 
 
 def test_calls_of_other_sizes_share_buffers_if_each_call_has_them_to_itself() -> None:
-    """A rank may write one half of a peer's buffer while that still reads the other: at other sizes the halves meet."""
+    """A rank may write one half of a peer's buffer while the peer reads the other.
+
+    At other sizes the halves overlap.
+    """
     halves = parse(ACKNOWLEDGED)
     assert check(halves) == []
     assert not proof_of(halves, {"M": 4}).resizable

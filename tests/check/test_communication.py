@@ -1,4 +1,4 @@
-"""Communication in `hostir.check`: when it uses memory, when it ends, which ranks share a queue, and its handles."""
+"""Communication in `hostir.check`: the times of its accesses, its end, the queues of ranks, and its handles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def errors(found: Program) -> list[str]:
 
 
 def outcome(program: Program, seed: int) -> str | list[torch.Tensor | None]:
-    """What two calls of simulated ranks give, rank by rank, or why they end."""
+    """Return the results of two calls of simulated ranks, rank by rank, or the error that ends them."""
     inputs = [random_inputs(program, {}, seed=call) for call in range(2)]
     try:
         return [part for call in run_calls(program, inputs, seed=seed) for ranks in call for part in ranks]
@@ -36,7 +36,7 @@ def outcome(program: Program, seed: int) -> str | list[torch.Tensor | None]:
 
 
 def goes_wrong(program: Program) -> bool:
-    """Whether some order that simulated ranks try ends in an error, in NaN, or in other bits than another."""
+    """Return True if the orders that simulated ranks try give an error, a NaN, or different bits."""
     outcomes = [outcome(program, seed) for seed in range(20)]
     if any(isinstance(o, str) or any(x is not None and x.isnan().any() for x in o) for o in outcomes):
         return True
@@ -156,7 +156,7 @@ AFTER_ONE = """  %s: f32[2@didx, 8] = allocate_symmetric
 
 
 def test_after_a_collective_other_ranks_may_still_read_what_they_send() -> None:
-    """All have begun when one has ended, so what they did before is there; not that they have sent it to all others."""
+    """When one rank's collective has ended, all ranks have begun theirs; they may not have sent to all others yet."""
     reads = program(AFTER_ONE.format(then="get %s from (%r + 1) % 2 over didx -> %z"), outputs="%y, %z")
     assert errors(reads) == []
     assert not goes_wrong(reads)

@@ -1,4 +1,4 @@
-"""The checker's rules, one by one: what orders two statements and what does not, over streams, ranks and calls."""
+"""The checker's rules, one by one: which statements are ordered, over streams, ranks and calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ORDER  gelu %x -> %t
 
 
 def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_that_stream() -> None:
-    """Whoever had it before may still use it there."""
+    """The memory's previous owner may still use it on that stream."""
     (found,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
     assert (
         found.message
@@ -190,7 +190,7 @@ def test_a_finding_names_both_statements_their_ranks_streams_and_rounds_and_what
     assert "p.hir:8:3: note: rank 0, stream 0, call 1: 'relu %x -> %y'" in lines
 
 
-def test_a_race_is_told_once_however_many_ranks_rounds_and_calls_show_it() -> None:
+def test_a_race_is_reported_once_for_all_ranks_rounds_and_calls() -> None:
     body = f"  set_stream 0\n  for %i in 0..8 {{\n    relu %x -> %y\n  }}\n{JOIN}"
     found = hi.check(program(body))
     assert [d.message.split(":")[0] for d in found] == ["race on %x"]
@@ -219,7 +219,7 @@ def test_proving_raises_all_errors() -> None:
     ],
     ids=["too long", "no small sizes"],
 )
-def test_what_was_not_looked_at_is_an_error_and_no_proof(unseen: Program, why: str) -> None:
+def test_an_unchecked_program_is_an_error_and_gets_no_proof(unseen: Program, why: str) -> None:
     (found,) = hi.check(unseen)
     assert (found.level, found.kind) == ("error", "unchecked")
     assert f"@p was not checked for races: {why}" in found.message
@@ -278,7 +278,7 @@ def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_p
 
 # Hardware queues --------------------------------------------------------------------------------------------------
 def signalled_last() -> Program:
-    """All streams but the last wait for a flag, which the last raises: each was issued its wait before that."""
+    """All streams but the last wait for a flag that the last one sets. The waits are issued before the signal."""
     return program(
         "  %f: flag[1] = allocate_symmetric\n"
         "  for %s in 0..2 {\n    set_stream %s\n    wait_signal %f[0] >= 1\n  }\n"

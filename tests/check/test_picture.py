@@ -1,4 +1,4 @@
-"""What `hostir check FILE --graph OUT.svg` draws, read back from the SVG."""
+"""Pictures by `hostir check FILE --graph OUT.svg`, read back from the SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawable(folder: str) -> list[Path]:
-    """The programs of a folder that the checker looks at for orders."""
+    """Yield the programs of a folder whose order of events the checker analyses."""
 
     def sound(path: Path) -> bool:
         try:
@@ -50,7 +50,7 @@ class Box:
 
 
 class Picture:
-    """An SVG, and in it what the tests ask for."""
+    """An SVG, with the queries that tests need."""
 
     def __init__(self, program: hi.Program, analysis: Analysis) -> None:
         self.program, self.analysis = program, analysis
@@ -132,7 +132,7 @@ def test_what_a_finding_is_about_is_red_and_nothing_else_is(path: Path) -> None:
 
 
 @each
-def test_every_finding_is_told(path: Path) -> None:
+def test_every_finding_is_listed(path: Path) -> None:
     drawn = case(path)
     told = " ".join(drawn.words)
     assert f"@{drawn.program.name}: {len(drawn.analysis.findings) or 'no'} finding" in told

@@ -1,4 +1,4 @@
-"""A matmul that waits starts beside the copies by SMs right before it: what then has to be said."""
+"""Waiting matmuls that overlap the copies by SMs directly before them: the synchronisation that is then needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def program(*lines: str) -> hi.Program:
 
 
 def kinds(*lines: str) -> set[str]:
-    """What the checker reports; simulated ranks, when they watch, must see some of it, or nothing."""
+    """Return the checker's findings; simulated ranks that watch must agree whether there are any."""
     drawn = program(*lines)
     found = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
     seen = ""

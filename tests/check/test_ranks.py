@@ -1,4 +1,4 @@
-"""Ranks that act alone: what their statements refuse, in the text and when it runs; and matmuls that wait for flags."""
+"""Statements that single ranks run: their errors, in the text and at run time; and matmuls that wait for flags."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("wait_signal %a[0] >= 1", 8, "%a is not a row of flags"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m ready %b >= 1 from 0", 9, "%b is not a row of flags"),
         ("%m: f32[4, 8] = allocate\nlinear %b, %n -> %m ready %b >= 1 from 0", 9, "%b is not a row of flags"),
-        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m own %b", 9, "own rows are those of one block"),
+        ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m own %b", 9, "'own' rows replace one block"),
         ("%m: f32[4, 8] = allocate\nmatmul %b, %n -> %m from 99", 9, "and this matmul has no blocks"),
         ("%m: f32[8] = allocate\nsum %b axis 0 -> %m from 1", 9, "and this sum has no blocks"),
         ("%m: f32[8] = allocate\nsum %b axis 0 -> %m ready %f >= 1 from 1", 9, "this sum has no own rows"),
@@ -246,7 +246,10 @@ OWN = """  put %a -> %mine at %r over didx
 
 
 def with_own(own: str = "%a", worker: str = "", user: str = "") -> hi.Program:
-    """The same, but the rank's own rows are not copied; and what the worker and the caller's stream do before."""
+    """The same without a copy of local rows.
+
+    `worker` and `before` are statements of the worker and the caller's stream.
+    """
     text = GATHER.format(rows=12, flags=4, epoch=1, first="%r")
     assert OWN in text
     text = text.replace(OWN, f"  {user}\n{OWN.splitlines()[-1]} own {own}").replace("  %mine", f"  {worker}\n  %mine")

@@ -1,4 +1,4 @@
-"""Repairs: what is taken out of a program that is right, or is missing in one that is wrong, comes back at no cost."""
+"""Repairs: deleted or missing synchronisation is restored without longer chains of work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def program(name: str) -> Program:
 
 
 def again(changed: Program) -> Program:
-    """The program as its text says: whatever an edit did must survive being written and read."""
+    """Return the program parsed from its text: edits must survive printing and parsing."""
     return hi.parse(str(changed), changed.name)
 
 
@@ -79,7 +79,7 @@ def chain(of: Program) -> int:
 
 
 def synchronising(of: Program) -> list[Statement]:
-    """The statements that order something, the frees, and the loops of nothing but such."""
+    """Return the statements that order something, the frees, and the loops that contain nothing else."""
     loops = [s for s in of.walk() if isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)]
     return [s for s in of.walk() if isinstance(s, (*ORDERING, FreeBuffer)) or s in loops]
 
@@ -181,7 +181,7 @@ def test_workers_that_barriers_let_go_are_forked_from_the_worker_that_has_waited
 
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
 def test_of_every_kind_of_synchronisation_that_is_deleted_repairs_chain_no_more_work() -> None:
-    """A sample; `python -m benchmarks.repair` looks at all."""
+    """A sample; `python -m benchmarks.repair` repairs all."""
     pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
     for mutant in sample([mutant for _, mutant in pairs.values()], 16):
         found = repaired(*pairs[mutant.text])
@@ -288,7 +288,7 @@ def test_the_difference_names_the_file_and_shows_what_was_put_in() -> None:
 
 # What is too much -----------------------------------------------------------------------------------------------------
 def rest(of: Program) -> tuple[list[Finding], Program]:
-    """What is told to be redundant, and the program without all of it."""
+    """Return the redundant statements that are reported, and the program without them."""
     told = [d for d in redundant(of) if isinstance(d, Finding)]
     spans = {d.span for d in told}
     return told, of.with_body(without(of.body, [s for s in of.walk() if s.span in spans]))

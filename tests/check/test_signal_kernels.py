@@ -1,6 +1,6 @@
-"""Signals by kernels: the SM that a matmul which waits leaves them, and what it leaves to nothing else.
+"""Signals by kernels: the SM that a waiting matmul leaves to them, and to nothing else.
 
-The checker and the simulated ranks know of it independently, so each program is held against both.
+The checker and the simulated ranks implement this rule independently, so each program is tried on both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 3 {{
 
 
 def kinds(drawn: hi.Program) -> set[str]:
-    """What the checker reports; the simulated ranks must hang where it says so, and be right where it says nothing."""
+    """Return the checker's findings.
+
+    Simulated ranks must hang if it reports that, and be right if it reports nothing.
+    """
     found = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
     guilt = convicted(drawn, SEEDS)
     assert bool(found) == bool(guilt), f"checker: {found}; simulated ranks: {guilt}"
@@ -92,7 +95,7 @@ def test_a_copy_by_sms_in_front_of_a_signal_keeps_it_waiting_unless_it_is_before
 
 
 def test_the_matmul_leaves_nothing_to_the_signals_of_the_call_before() -> None:
-    """Those stand in front of this call's on their stream, and the matmul does not know of them."""
+    """Signals of the previous call precede this call's on their stream; the matmul reserves no SM for them."""
     later = AGAIN.replace("%there[%r]", "%more[%r]")
     assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, "  set_stream %user\n  synchronize 1\n", later)) == {"SMs held"}
 

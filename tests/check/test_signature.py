@@ -1,4 +1,4 @@
-"""Proofs that hold for other sizes: sizes of one signature lead to accesses that meet and cover in the same places."""
+"""Proofs that hold for other sizes: with equal signatures, the same accesses meet and cover each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MESH = Mesh("mesh", ("didx",), (1,), (0,))
 
 # What the checker sees of memory ----------------------------------------------------------------------------------
 def relations(program: Program, sizes: dict[str, int], calls: int = 1) -> Any:
-    """Which accesses meet, and which are covered by what was written before; or that a rank cannot be traced."""
+    """Return which accesses meet, and which earlier writes cover; or a mark that a rank cannot be traced."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -64,7 +64,7 @@ def verdict(program: Program, sizes: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def by_signature(program: Program, many: Iterable[int]) -> dict[Any, list[int]]:
-    """The values of M that one proof is good for."""
+    """Return the values of M that one proof covers."""
     signature, groups = Signature(program), dict[Any, list[int]]()
     for m in many:
         groups.setdefault(signature.of({"M": m}), []).append(m)
@@ -113,7 +113,7 @@ def of(*shape: Size) -> TensorType:
 
 
 def view_of(x: Value, out: str, random: Random) -> ViewStatement | None:
-    """A random view, or None where it does not fit."""
+    """Return a random view, or None if it does not fit."""
     shape = x.tensor.shape
     axis = random.randrange(len(shape)) if shape else 0
     kind = random.choice(["select", "chunk", "chunk", "permute", "reshape", "reshape", "reshape"])
@@ -304,7 +304,7 @@ def test_messages_whose_sizes_agree_by_chance_are_proved_for_that_size_alone() -
     program = text(UNEQUAL, "%x: f32[M], %z: f32[12]")
     assert prove(program, {"M": 12}) is program
     for m in (11, 24):
-        with pytest.raises(HostIRError, match="received with another size or dtype than it was sent with"):
+        with pytest.raises(HostIRError, match="sent and received with different sizes or dtypes"):
             prove(program, {"M": m})
     assert len(by_signature(program, range(2, 100))) == 2
 
@@ -409,7 +409,7 @@ def test_programs_that_differ_in_numbers_alone_share_their_proofs(monkeypatch: p
     analysed: list[Any] = []
     analyse = orders.analyse
     monkeypatch.setattr(orders, "analyse", lambda *given: analysed.append(given) or analyse(*given))
-    rounds = ROUNDS.replace("gelu", "silu")  # of which nothing is known yet
+    rounds = ROUNDS.replace("gelu", "silu")  # without a cached proof
     symbolic = text(rounds.replace("64", "M"), "%x: f32[N, M]", ranks=1)
     assert prove(symbolic, {"M": 31, "N": 4})
     for m in (31, 32, 33):

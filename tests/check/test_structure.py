@@ -1,4 +1,4 @@
-"""Findings of `hostir.check` in texts that read: each at its statement, all of them at once."""
+"""Findings of `hostir.check` in texts that parse: each at its statement, all of them at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def findings(body: str, outputs: str = "", phase: str = "program", inputs: str =
 @pytest.mark.parametrize(
     ("body", "line", "message"),
     [
-        ("wait %b", 5, "%b is no communication in flight"),
+        ("wait %b", 5, "%b is not a communication in flight"),
         ("relu %a -> %b", 5, "%b is declared f32[4, 8], but relu gives f32[4@didx, 8]"),
-        ("add %a, %b -> %b", 5, "%b lies over the mesh otherwise than the other operands"),
+        ("add %a, %b -> %b", 5, "%b is sharded unlike the other operands"),
         ("relu %p -> %b", 5, "%p is a partial sum over didx"),
         ("relu %b -> %p", 5, "%p is declared f32[4, 8] partial didx, but relu gives f32[4, 8]"),
         ("%x = select %a[0]", 5, "axis 0 of %a lies over didx"),
@@ -36,8 +36,8 @@ def findings(body: str, outputs: str = "", phase: str = "program", inputs: str =
         ("%x: f32[4, 4] = reshape %b", 5, "%b has 32 elements, %x has 16"),
         ("%x: f16[32] = reshape %b", 5, "reshape cannot change f32 to f16"),
         ("%x: f32[8, 4@didx] = reshape %a", 5, "reshape would move elements between ranks"),
-        ("%x: f32[4, 8@didx] = shard %a", 5, "shard only spreads axes that every rank holds whole"),
-        ("%x: f32[(2 2@didx), 8] = shard %b", 5, "the blocks of a rank lie apart"),
+        ("%x: f32[4, 8@didx] = shard %a", 5, "shard only spreads replicated axes"),
+        ("%x: f32[(2 2@didx), 8] = shard %b", 5, "the blocks of a rank are not contiguous"),
         ("%x = as_partial %b over tp", 5, "cannot hold partial sums over 'tp'"),
         ("%c: f32[4, 8] = allocate\n%h = allgather %a -> %c over tp\nwait %h", 6, "no mesh axis 'tp'"),
         (
@@ -78,7 +78,7 @@ def test_a_finding_in_a_host_program(body: str, line: int, message: str) -> None
         ("%c: f16[4, 8] = relu %b", "%c is f16[4, 8], but relu gives f32[4, 8]"),
         ("%c: f32[8] auto = linear %b, %w, %b", "the bias %b is f32[4, 8]"),
         ("%c: f32[4, 8] auto = add %b, %w", "shapes do not align: %b is f32[4, 8], %w is f32[6, 8]"),
-        ("%c: f32[4, 8] = reshard %w", "reshard changes where %w lies, not what it is"),
+        ("%c: f32[4, 8] = reshard %w", "reshard changes where %w lies, not its type"),
         ("%c: f16[6] auto = matmul %h, %w", "mixed dtypes: %h is f16[8], %w is f32"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sizes that something divides: one rule and one message, on every machine, before anything runs."""
+"""Divisions of sizes: one rule and one message, on every machine, before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions that meet are found by offset and extent: as many as a look at all of them finds."""
+"""The index of regions by offset and extent finds the same regions as a comparison with all of them."""
 
 from __future__ import annotations
 

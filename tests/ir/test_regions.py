@@ -1,4 +1,4 @@
-"""Sets of elements of strided views: whether they meet and what they cover, held against sets that are written out."""
+"""Regions of strided views: intersection and coverage, compared with explicit sets of elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every statement's own example: it reads, prints back, checks, and runs on simulated ranks as it should."""
+"""The example of every statement: it parses, prints back, passes the checker, and runs correctly on simulated ranks."""
 
 from __future__ import annotations
 

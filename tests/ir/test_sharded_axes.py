@@ -1,4 +1,4 @@
-"""How sharding passes through reshapes and slices, against the positions of single elements."""
+"""Sharding through reshapes and slices, compared with the positions of single elements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor(*axes: Axis) -> TensorType:
 
 
 def parts(type: TensorType) -> list[list[float]]:
-    """Which elements of the flattened tensor each rank holds, in its order."""
+    """Return the elements of the flattened tensor that each rank holds, in order."""
     shape = [s.bind({}) for s in type.shape]
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     return [p.flatten().tolist() for rank in MESH.devices if (p := shard(whole, type, rank, {})) is not None]

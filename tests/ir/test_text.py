@@ -54,7 +54,7 @@ def test_a_field_that_does_not_say_how_it_is_written_is_named() -> None:
         syntax = "bare {x}"
         x: int
 
-    with pytest.raises(TypeError, match=r"Bare\.x does not say how it is written"):
+    with pytest.raises(TypeError, match=r"Bare\.x has no codec"):
         Bare(x=1).uses(Phase.HOST)
 
 

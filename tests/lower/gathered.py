@@ -1,4 +1,4 @@
-"""Random fusions in which matmuls read gathered rows: how the rows lie, what they meet, and who else reads them."""
+"""Random fusions with matmuls of gathered rows: layouts of the rows, other operands, and other readers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Shape = list[int | str]
 
 @dataclass
 class Text:
-    """A fusion while it is drawn; results whose shape alone is given lie where their computation leaves them."""
+    """A random fusion under construction; a result with only a shape gets its sharding from its computation."""
 
     random: Random
     inputs: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What holds of every program of `ring`, `fused` and `push`: it reads back, checks, and gives the unsharded result."""
+"""Checks of every program of `ring`, `fused` and `push`: it parses back, is proved, and gives the unsharded result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 
 
 def hold(fusion: Program, program: Program, seeds: range, *calls: Mapping[str, int]) -> None:
-    """The program reads back, checks, and gives the unsharded result of these sizes under these schedules."""
+    """Assert that the program parses back, is proved, and gives the unsharded result for these sizes and schedules."""
     assert hi.parse(str(program)) == program
     assert hi.check(program) == []
     for sizes in calls or [{}]:
@@ -39,7 +39,7 @@ def one_sided(program: Program) -> list[Statement]:
 
 
 def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
-    """Every body with one statement left out that orders or moves something."""
+    """Yield every body with one ordering or moving statement left out."""
     for n, s in enumerate(body):
         if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
             yield s, (*body[:n], *body[n + 1 :])

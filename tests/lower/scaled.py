@@ -1,4 +1,4 @@
-"""Random fusions of fp8 products: which scales, how the rows lie, what is gathered or scattered, and what is around."""
+"""Random fusions of fp8 products: kinds of scales, layouts of rows, collectives, and surrounding statements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NARROW = ("f8e4m3", "f8e4m3", "f8e5m2")
 
 
 def scaled(ranks: int, seed: int, *, named: bool = False) -> Program:
-    """Rows that are gathered, with their scales, or sums over parts of K that are scattered, on `ranks` ranks."""
+    """Draw a fusion on `ranks` ranks: gathered rows with their scales, or scattered sums over parts of K."""
     random = Random(seed)
     M = "M" if named else str(3 * ranks)
     scales = random.choice(("tensor", "rows", "blocks"))

@@ -1,4 +1,4 @@
-"""Random fusions in which rows of partial sums go to the ranks that are to have them: how they lie, who made them."""
+"""Random fusions with reduce_scatters of rows: layouts and producers of the rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _even(rows: str) -> str | None:
 
 
 def _left_side(text: Text, lies: str, rows: str, k: int) -> str:
-    """The left side of a product, over whose columns it sums: an input, or what a product of gathered rows gives."""
+    """Return the left operand of a product with a sharded contraction: an input, or a product of gathered rows."""
     if text.chance(0.6):
         return text.input(f"{rows}, {k}@tp]")
     full = text.add(f"{rows}, 4]", f"allgather {text.input(lies)} over tp")

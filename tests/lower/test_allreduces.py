@@ -42,7 +42,7 @@ every_form = pytest.mark.parametrize("form", FORMS.values(), ids=[*FORMS])
 
 
 def lowered(fusion: Program, form: Pass) -> Program:
-    """What becomes of a fusion with this pass in the middle."""
+    """Return the fusion lowered with this pass in the middle."""
     return run_passes(fusion, [*EXPLICIT, form, *FINISH])
 
 
@@ -85,7 +85,7 @@ def test_rows_of_every_layout_and_number_are_summed_up_on_all(layout: str, form:
 def test_partial_sums_of_two_bytes_are_added_up_in_f32_with_the_same_bits_on_all_ranks(
     form: Pass, dtype: Dtype
 ) -> None:
-    """In every run, on every schedule: sums in another order of the ranks would show."""
+    """The same bits in every run, on every schedule: a sum in another order of the ranks would differ."""
     ranks = 4
     fusion = matmul([2 * ranks], ranks, dtype).program()
     program = lowered(fusion, form)
@@ -168,7 +168,7 @@ def test_random_fusions_give_the_unsharded_result(form: Pass) -> None:
 @every_strategy
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_program_serves_every_number_of_rows(strategy: str, ranks: int) -> None:
-    """That the ranks divide, and the chunks; `push` takes any."""
+    """The numbers of ranks and of chunks must divide the rows; `push` takes any number of rows."""
     fusion = matmul(["M"], ranks).program()
     program = hi.lower(fusion, strategy)
     for rows in (0, 12 * ranks, *((1, 7) if strategy == "push" else ())):
@@ -207,7 +207,7 @@ NEXT = {
 @pytest.mark.parametrize("form", ["ring", "push in two steps", "fused in chunks"])
 @pytest.mark.parametrize("between", NEXT)
 def test_the_next_matmul_takes_the_rows_as_they_are_gathered(form: str, between: str) -> None:
-    """Also behind what is computed row by row, which each rank does of its own rows."""
+    """Also after row-wise statements, which each rank computes on its local rows."""
     text = f"""hostir 1
 mesh @mesh [tp] = 0 1 2
 fusion @stack(%a: f32[12, 6@tp], %b0: f32[6@tp, 4], %x: f32[12, 4], %s: f32[4], %w: f32[4, 5]) -> (%y) {{

@@ -32,7 +32,7 @@ GATHERED += [patterns.column_parallel, patterns.gate_up, patterns.mlp, patterns.
 
 
 def waiting(program: Program) -> int:
-    """How many products wait for their rows."""
+    """Return the number of products that wait for their rows."""
     return sum(isinstance(s, Contraction) and s.ready is not None for s in program.walk())
 
 
@@ -257,7 +257,7 @@ def test_ranks_that_are_alone_have_a_plain_matmul(strategy: str) -> None:
 
 
 @every_strategy
-def test_what_stays_whole_says_why(strategy: str) -> None:
+def test_a_communication_that_is_not_overlapped_says_why(strategy: str) -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @turned(%x: f32[4@didx, 4], %w: f32[4, 6@didx]) -> (%y) {

@@ -1,4 +1,4 @@
-"""What each pattern becomes, as files that people read; each file is a program that reads, checks and runs."""
+"""Lowered patterns as golden files for readers; each file is a program that parses, is proved and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering, and the proof of what comes out, take no more for each rank where there are many."""
+"""Lowering and proving take no more work for each rank if there are many ranks."""
 
 from __future__ import annotations
 

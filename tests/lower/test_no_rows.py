@@ -42,7 +42,7 @@ def test_every_strategy_takes_no_rows_before_and_after_some(pattern: Callable[..
 
 
 def summed(ranks: int) -> hi.Fusion:
-    """A product whose blocks, rows, columns and summands may all be none; and the sum of its rows."""
+    """Return a product with sizes that may all be 0 (blocks, rows, columns, summands), and the sum of its rows."""
     with hi.Fusion("summed") as fusion:
         a, b = hi.tensor("a", ["B", ranks, "R", "K"], "f32"), hi.tensor("b", ["N", "K"], "f32")
         bias = hi.tensor("bias", ["N"], "f32")

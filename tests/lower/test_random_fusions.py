@@ -63,7 +63,7 @@ def hold(drawn: Drawn, lowered: list[Program], seed: int) -> None:
 
 
 def lowered_or_refused(fusion: hi.Fusion, strategy: str) -> Program | None:
-    """The program, or None where a diagnostic says that the annotations are not legal."""
+    """Return the program, or None if a diagnostic refuses the annotations."""
     try:
         return hi.lower(fusion, strategy)
     except HostIRError as refused:

@@ -34,12 +34,12 @@ Build = Callable[..., hi.Fusion]
 
 
 def raising(program: Program) -> list[Contraction]:
-    """The products that raise a flag behind each block of rows."""
+    """Return the products that set a flag after each block of rows."""
     return [s for s in program.walk() if isinstance(s, Contraction) and s.done is not None]
 
 
 def waiting(program: Program) -> list[Sum]:
-    """The sums that take each block as it comes."""
+    """Return the sums that take each block when it arrives."""
     return [s for s in program.walk() if isinstance(s, Sum) and s.ready is not None]
 
 
@@ -348,7 +348,7 @@ class Order(Tracer):
 
 
 def in_pieces(fusion: Program, streams: int = 1) -> Program:
-    """What `fused` makes of it if blocks may be as small as they like."""
+    """Return the fusion lowered by `fused` with blocks of any size."""
     return run_passes(fusion, [*EXPLICIT, Fused(streams, Pieces(most=8, min_bytes=1)), *FINISH])
 
 
@@ -357,7 +357,7 @@ def tall(ranks: int, pieces: int) -> Program:
 
 
 def late(order: Order) -> int:
-    """By how many blocks, at most, a copy waits longer than for the one that is computed when its turn comes."""
+    """Return the largest delay of a copy, in blocks: copies should wait for blocks in the order they are computed."""
     awaited = [order.raised.index(flag) for flag in order.awaited if flag in order.raised]
     assert len(awaited) == len(set(awaited)) > 0
     return max(at - sorted(awaited)[turn] for turn, at in enumerate(awaited))
@@ -432,7 +432,7 @@ def test_real_sizes_are_cut_in_two() -> None:
 @every_strategy
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_bits_are_the_same_in_every_run_on_every_schedule(strategy: str, ranks: int) -> None:
-    """In bf16, where another order of the sources would show."""
+    """A sum in bf16, where another order of the sources gives other bits."""
     for fusion in (patterns.mlp(ranks, S=2, M=8 * ranks, K=32, H=8 * ranks, dtype="bf16"), row_parallel(ranks, "bf16")):
         program = hi.lower(fusion, strategy)
         inputs = random_inputs(fusion.program(), {}, seed=1)
@@ -589,5 +589,5 @@ def test_of_several_products_that_make_rows_the_last_adds_to_the_others_and_is_o
     assert "not overlapped" not in str(program)
     assert not any(isinstance(s, Add) for s in program.walk())
     assert convicted(program, 2) == ""
-    with pytest.raises(HostIRError, match="it adds to %b0, and its result is"):
+    with pytest.raises(HostIRError, match="it adds to %b0, but its result is"):
         verify(parse(str(program).replace(f"plus {first.out}", "plus %b0", 1)))

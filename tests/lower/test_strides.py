@@ -29,7 +29,7 @@ Parts = list[torch.Tensor | None]
 
 
 def parts_of(p: Program, inputs: list[torch.Tensor], layout: Callable[[torch.Tensor], torch.Tensor]) -> list[Parts]:
-    """Each input as the parts of ranks, laid out so."""
+    """Return each input as the parts of ranks, with this layout."""
     ranks = range(p.ranks)
     parts = [[shard(x, v.tensor, rank, SIZES) for rank in ranks] for v, x in zip(p.inputs, inputs, strict=True)]
     return [[None if x is None else layout(x) for x in mine] for mine in parts]
@@ -87,7 +87,7 @@ def test_a_view_of_an_input_can_be_made_dense(machine: str) -> None:
         assert torch.equal(c[0] if machine == "local" else c, a.t().reshape(-1).relu())
 
 
-def test_a_copy_is_told_once_whatever_the_sizes() -> None:
+def test_a_copy_is_reported_once_for_all_sizes() -> None:
     p = replace(alone(ONE.replace("4, 8", "M, 8"), "%a: f32[M, 8]"), name="told")
     executor = Executor(p, machine="gloo")
     with warnings.catch_warnings(record=True) as told:

@@ -1,7 +1,7 @@
 """Random dumps in the spelling of nvFuser: a product of two matrices whose axes lie on devices and streams.
 
-What is printed is made from what is meant (which axis is split how), as nvFuser does it: the quotient of a number is
-printed as a number. Reading has to find out what was meant.
+A dump is printed from drawn axes and their splits, as nvFuser prints it: the quotient of a number is printed as a
+number. The reader has to recover the splits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Axis:
 
 @dataclass
 class Dump:
-    """A dump, with what it means."""
+    """A dump with its meaning: the kind of product, and the shapes and sizes of its inputs."""
 
     linear: bool
     text: str = ""
-    shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the two inputs, whole
+    shapes: list[tuple[int, ...]] = field(default_factory=list)  # unsharded shapes of the two inputs
     sizes: dict[str, int] = field(default_factory=dict)
 
     def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -331,7 +331,7 @@ def test_what_has_no_meaning_is_one_diagnostic_at_its_place(line: str, message: 
         (container(X, X) + "\nnumberOfStreams = 0", "a pool of 0 streams"),
     ],
 )
-def test_what_is_no_dump_is_refused(text: str, message: str) -> None:
+def test_a_text_that_is_not_a_dump_is_refused(text: str, message: str) -> None:
     assert message in refused(text)
 
 

@@ -24,7 +24,7 @@ CASES = Path(__file__).parent.parent / "cases" / "nvfuser"
 
 @dataclass(frozen=True)
 class Case:
-    """What a dump computes, and the whole shapes of its inputs for the sizes it leaves open."""
+    """The computation of a dump, and the unsharded shapes of its inputs for its symbolic sizes."""
 
     meaning: Callable[..., Tensor]
     shapes: Sequence[tuple[int, ...]]

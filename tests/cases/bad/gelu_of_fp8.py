@@ -1,7 +1,7 @@
 # error: gelu cannot compute with %quantized, which is f8e4m3
 # at: 11:16
 # expected: operands in f64, f32, f16 or bf16
-# hint: cast makes numbers of it
+# hint: cast converts it to a wider dtype
 import hostir as hi
 
 

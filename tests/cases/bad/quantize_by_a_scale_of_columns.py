@@ -1,4 +1,4 @@
-# error: %s: f32[64, 3] is no scale of %x: bf16[64, 200]
+# error: %s: f32[64, 3] is not a scale of %x: bf16[64, 200]
 # at: 10:16
 # expected: f32[1, 1], f32[64, 1]
 import hostir as hi

@@ -1,4 +1,4 @@
-# error: 'bf16' is no fp8 dtype
+# error: 'bf16' is not an fp8 dtype
 # at: 10:16
 # expected: one of: f8e4m3, f8e5m2
 import hostir as hi

@@ -1,7 +1,7 @@
-# error: %s: f32[64, 3] is no scale of %a: f8e4m3[64, 200]
+# error: %s: f32[64, 3] is not a scale of %a: f8e4m3[64, 200]
 # at: 12:13
 # expected: f32[1, 1]
-# hint: block-wise scales stand for 128 elements each, and K is 200
+# hint: block-wise scales need a multiple of 128 elements along K, and K is 200
 import hostir as hi
 
 

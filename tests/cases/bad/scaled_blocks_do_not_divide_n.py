@@ -1,4 +1,4 @@
-# error: %b has 112 columns, and block-wise scales stand for 128 of them each
+# error: %b has 112 columns, and a block-wise scale covers 128 columns
 # at: 11:13
 # expected: a multiple of 128 columns
 import hostir as hi

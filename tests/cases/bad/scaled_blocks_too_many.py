@@ -1,4 +1,4 @@
-# error: %s: f32[64, 3] is no scale of %a
+# error: %s: f32[64, 3] is not a scale of %a
 # at: 11:13
 # expected: f32[64, 2]
 import hostir as hi

@@ -1,4 +1,4 @@
-# error: %t: f32[1, 128] is no scale of %a
+# error: %t: f32[1, 128] is not a scale of %a
 # at: 12:13
 # expected: f32[64, 1]
 # hint: %t fits %b, and %s fits %a: exchange them

@@ -1,7 +1,7 @@
 # error: %a is bf16
 # at: 12:13
 # expected: operands in f8e4m3 or f8e5m2
-# hint: hi.quantize makes them
+# hint: hi.quantize makes fp8 tensors
 import hostir as hi
 
 

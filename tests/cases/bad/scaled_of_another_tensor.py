@@ -1,4 +1,4 @@
-# error: %s: f32[32, 1] is no scale of %a: f8e4m3[64, 256]
+# error: %s: f32[32, 1] is not a scale of %a: f8e4m3[64, 256]
 # at: 11:13
 # expected: f32[64, 1]
 import hostir as hi

@@ -1,4 +1,4 @@
-# error: %s: f32[1, 256] is no scale of %a
+# error: %s: f32[1, 256] is not a scale of %a
 # at: 11:13
 # expected: f32[1, 1]
 import hostir as hi

@@ -1,4 +1,4 @@
-# error: a product of fp8 matrices is no 'f64'
+# error: a product of fp8 matrices is not 'f64'
 # at: 11:13
 # expected: one of: bf16, f16, f32
 import hostir as hi

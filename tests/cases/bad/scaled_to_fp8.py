@@ -1,4 +1,4 @@
-# error: a product of fp8 matrices is no 'f8e4m3'
+# error: a product of fp8 matrices is not 'f8e4m3'
 # at: 12:13
 # expected: one of: bf16, f16, f32
 # hint: quantize it

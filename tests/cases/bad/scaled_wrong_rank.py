@@ -1,4 +1,4 @@
-# error: %s: f32[64] is no scale of %a: f8e4m3[64, 256]
+# error: %s: f32[64] is not a scale of %a: f8e4m3[64, 256]
 # at: 11:13
 # expected: f32[1, 1] (tensor-wise) or f32[64, 1] (row-wise) or f32[64, 2] (block-wise)
 import hostir as hi

@@ -1,4 +1,4 @@
-# error: the Stream axis of %a is the one it sums over
+# error: it sums over the Stream axis of %a
 # at: 11:13
 # hint: put Stream on an axis that the result keeps
 import hostir as hi
