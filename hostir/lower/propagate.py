@@ -306,7 +306,7 @@ def _wanted(program: Program) -> dict[str, TensorType]:
             axes = place_marks(s.x.tensor.shape, flat_marks(wanted[result.name]))
             type = None if axes is None else replace(wanted[result.name], axes=axes)
             # Ranks may divide M*N, and not M: rows that lie there need what the user has not promised.
-            if type and all(p.is_integer or any((p / other).whole for other in promised) for p in _parts(type)):
+            if type and all(p.is_integer or any((p / other).is_integer for other in promised) for p in _parts(type)):
                 wanted[s.x.name] = type
         if not isinstance(s, (Unary, Binary, RmsNorm)) or isinstance(s, Sum) or result.name not in wanted:
             continue
