@@ -2,11 +2,12 @@
 
     torchrun --standalone --nproc-per-node N tests/gpu/stress_memory.py [--steps 2000] [--seed N]
 
-Now and then all executors are replaced by those of another program, which evict the memory of the former. Every rank makes the same calls, of the same
-sizes, in the same order. All else is drawn by each rank for itself: whether a call gets `out=`, new tensors or the
-same ones as before, whether tensors are dropped, and whether torch's allocator returns its free memory to CUDA. Now and
-then all ranks capture a call into a graph of their own and replay it later. Inputs are fresh in each call and outputs
-hold NaN before it. Prints a line at the end, and exits with 1 if a result was wrong or a rank failed.
+Now and then all executors are replaced by those of another program, which evict the memory of the former. Every rank
+makes the same calls, of the same sizes, in the same order. All else is drawn by each rank for itself: whether a call
+gets `out=`, new tensors or the same ones as before, whether tensors are dropped, and whether torch's allocator returns
+its free memory to CUDA. Now and then all ranks capture a call into a graph of their own and replay it later. Inputs are
+fresh in each call and outputs hold NaN before it. Prints a line at the end, and exits with 1 if a result was wrong or a
+rank failed.
 """
 
 from __future__ import annotations
