@@ -48,7 +48,6 @@ OTHERS = {
     "profile": "draws [pictures](../../docs/images) of kernels",
 }
 NOT_MEASURED = {
-    *("decode", "llama_block", "matmul_all_reduce", "matmul_reduce_scatter", "mlp", "reshard"),
     *("matmul_reduce_scatter_as_rank_of", "scaled_matmul", "scaled_matmul_as_rank_of", "scaled_matmul_scatter"),
     "torch_operators",
 }
