@@ -197,8 +197,12 @@ def _run_command(arguments: Sequence[str] | None) -> int:
 def _formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format a warning: without its place where that is this command, and no line of the user's."""
-    return f"{message}\n" if filename in (__file__, sys.argv[0]) else FORMAT(message, category, filename, lineno, line)
+    """Format a warning; leave out its place if that is this command and no line of the user's (`warn_user`)."""
+    return (
+        f"{message}\n"
+        if filename in ("sys", __file__, sys.argv[0])
+        else FORMAT(message, category, filename, lineno, line)
+    )
 
 
 def _refused(wrong: HostIRError) -> int:

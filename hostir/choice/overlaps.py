@@ -17,10 +17,10 @@ def overlaps(unrolled: UnrolledProgram) -> Iterator[tuple[Op, list[ComputeOp]]]:
     """Yield each operation that moves data between ranks, with the computations that may run beside it."""
     for position, op in enumerate(unrolled.ops):
         if op.by_group or len({unrolled.owner(register) for register in unrolled.tensors(op)}) > 1:
-            yield op, _beside(unrolled, position)
+            yield op, _parallel_computations(unrolled, position)
 
 
-def _beside(unrolled: UnrolledProgram, position: int) -> list[ComputeOp]:
+def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[ComputeOp]:
     """Return the computations that neither end before a communication begins nor begin after it has ended."""
     ops, order = unrolled.ops, unrolled.order
     handle = ops[position].starts
@@ -48,17 +48,17 @@ def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
     """Return a clause for each kind of communication: how many overlap, and with which computations."""
     every: Counter[str] = Counter()
     overlapping: Counter[str] = Counter()
-    beside: dict[str, dict[str, None]] = {}
+    parallel: dict[str, dict[str, None]] = {}
     for op, computations in overlaps(unrolled):
         kind = op.place.statement.keyword()
         every[kind] += 1
         overlapping[kind] += bool(computations)
-        beside.setdefault(kind, {}).update(dict.fromkeys(each.place.statement.keyword() for each in computations))
-    return tuple(_clause(kind, n, overlapping[kind], [*beside[kind]]) for kind, n in every.items()) or (NOTHING,)
+        parallel.setdefault(kind, {}).update(dict.fromkeys(each.place.statement.keyword() for each in computations))
+    return tuple(_clause(kind, n, overlapping[kind], [*parallel[kind]]) for kind, n in every.items()) or (NOTHING,)
 
 
-def _clause(kind: str, count: int, overlapping: int, beside: list[str]) -> str:
-    *others, last = beside or ["no computation"]
+def _clause(kind: str, count: int, overlapping: int, parallel: list[str]) -> str:
+    *others, last = parallel or ["no computation"]
     what = f"{', '.join(others)} and {last}" if others else last
     if count == 1:
         return f"its {kind} overlaps with {what}"

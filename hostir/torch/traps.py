@@ -83,13 +83,13 @@ def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool)
     if not is_first_rank():
         return
     for trap, warning in _traps(place, mesh, columns, local):
-        told = _told.setdefault(place.root, set())
-        if warning is not None and trap not in told:
-            told.add(trap)
+        warned = _warned.setdefault(place.root, set())
+        if warning is not None and trap not in warned:
+            warned.add(trap)
             warn_user(warning, ShardingWarning)
 
 
-_told: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the traps that were warned of, by model
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the traps that were warned of, by model
 
 
 def _traps(place: Place, mesh: DeviceMesh, columns: bool, local: bool) -> Iterator[tuple[str, Diagnostic | None]]:
