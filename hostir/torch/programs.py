@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -214,6 +215,7 @@ class OperatorGroup:
         self.name, self.process_group = name, process_group
         self.size: int = process_group.size()
         self.compiled: dict[tuple[Any, ...], Executor | str] = {}
+        self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # by key: held while its executor is made
 
     def program(
         self, build: Callable[..., Program], *key: Any, strategy: str, device: torch.device, calls: str = "eager"
@@ -222,7 +224,11 @@ class OperatorGroup:
         name = (build, strategy, device.type, calls, *key)
         made = self.compiled.get(name)
         if made is None:
-            made = self.compiled[name] = self._made(partial(build, self.size, *key), strategy, device, calls)
+            # Other threads wait for this key only: two ranks may make two keys in opposite order.
+            with self._locks.setdefault(name, threading.RLock()):
+                made = self.compiled.get(name)
+                if made is None:
+                    made = self.compiled[name] = self._made(partial(build, self.size, *key), strategy, device, calls)
         if isinstance(made, str):
             raise Unfit(made)
         return made
@@ -261,17 +267,22 @@ def warn_fallback(group: str, choice: Choice | Ranges) -> None:
 
 
 _groups: dict[str, OperatorGroup] = {}
+_adding = threading.Lock()  # held while a group is added
 
 
 def group_named(name: str) -> OperatorGroup:
     """Return the group of this name. Raises HostIRError for one that torch does not know."""
     known = _groups.get(name)
-    if known is None or known.process_group is not registered(name):  # torch numbers groups anew once all are destroyed
-        for other, group in list(_groups.items()):
-            if group.process_group is not registered(other):  # it was destroyed, and lives on while it is kept here
-                del _groups[other]
-        known = _groups[name] = OperatorGroup(name, resolved(name))
-    return known
+    if known is not None and known.process_group is registered(name):  # torch reuses names after all were destroyed
+        return known
+    with _adding:
+        known = _groups.get(name)
+        if known is None or known.process_group is not registered(name):
+            for other, group in list(_groups.items()):
+                if group.process_group is not registered(other):  # it was destroyed, and lives on while it is kept here
+                    del _groups[other]
+            known = _groups[name] = OperatorGroup(name, resolved(name))
+        return known
 
 
 def check_taken(strategy: str) -> str:

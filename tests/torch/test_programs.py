@@ -1,0 +1,84 @@
+"""Operators' programs: two threads that ask for one at once get the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.torch import programs
+from hostir.torch.programs import OperatorGroup
+
+CPU = torch.device("cpu")
+
+
+def build(ranks: int, key: str) -> Any:
+    raise AssertionError("the tests make no program")
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, made: list[object]) -> None:
+    def make(*_: object) -> object:
+        time.sleep(0.05)
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(OperatorGroup, "_made", make)
+
+
+def on_threads(*calls: Any) -> list[Any]:
+    results: list[Any] = [None] * len(calls)
+
+    def run(i: int) -> None:
+        results[i] = calls[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+def test_threads_whose_first_calls_coincide_get_one_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    slowly(monkeypatch, made)
+    group = OperatorGroup("0", SimpleNamespace(size=lambda: 2))
+    ask = partial(group.program, build, "one", strategy="auto", device=CPU)
+    first, *others = on_threads(*[ask] * 8)
+    assert len(made) == 1
+    assert all(other is first for other in others)
+
+
+def test_a_thread_that_makes_one_executor_keeps_nobody_from_making_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)  # each thread goes on once the other makes its executor, too
+
+    def make(*_: object) -> object:
+        both.wait(10)
+        return object()
+
+    monkeypatch.setattr(OperatorGroup, "_made", make)
+    group = OperatorGroup("0", SimpleNamespace(size=lambda: 2))
+    keys = ("one", "other")
+    one, other = on_threads(*[lambda key=key: group.program(build, key, strategy="auto", device=CPU) for key in keys])
+    assert one is not None
+    assert one is not other
+
+
+def test_threads_that_meet_a_group_at_once_get_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(size=lambda: 2)
+
+    def resolved(name: str) -> object:
+        time.sleep(0.05)
+        return group
+
+    monkeypatch.setattr(programs, "_groups", {})
+    monkeypatch.setattr(programs, "registered", lambda name: group)
+    monkeypatch.setattr(programs, "resolved", resolved)
+    first, *others = on_threads(*[lambda: programs.group_named("0")] * 8)
+    assert all(other is first for other in others)
