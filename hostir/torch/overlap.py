@@ -15,6 +15,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from hostir import __version__
 from hostir.torch.programs import DTYPES
 from hostir.torch.scaled import FP8, RESULTS
 
@@ -70,11 +72,22 @@ class Visited:
         return f"graph {self.graph}, {self.node} ({self.collective} on group '{self.group}'): {fate}"
 
 
+NOTHING_SEEN = (
+    "the pass has seen no collective: the graph has none, or Inductor took it from its cache; "
+    "hostir.torch.report() lists the operators that ran"
+)
+
+
 class Overlaps(tuple[Visited, ...]):
     """The collectives that the pass has seen; `print` shows a line for each."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "the pass has seen no collective"
+        return "\n".join(map(str, self)) or NOTHING_SEEN
+
+
+def sources() -> tuple[str, ...]:
+    """Return the files of hostir: what the pass makes of a graph depends on the operators that they define."""
+    return tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------------
@@ -567,7 +580,7 @@ class OverlapPass(CustomGraphPass):
         self.graphs, self.report = 0, Overlaps()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files(sources(), __version__)
 
     def __call__(self, graph: Graph) -> None:
         self.graphs += 1

@@ -287,7 +287,7 @@ def collectives_that_are_left_alone_say_why() -> None:
         assert not any(fused(overlap)), overlap.report
         for mine, true in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, function(a, b))), strict=True):
             torch.testing.assert_close(mine, true)
-    assert str(OverlapPass().report) == "the pass has seen no collective"
+    assert "Inductor took it from its cache" in str(OverlapPass().report)
 
 
 @case
