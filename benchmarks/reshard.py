@@ -38,6 +38,24 @@ fusion @reduced(%x: {dtype}[{M}, {N}] partial(didx)) -> (%y) {{
 """
 
 
+def summed(ranks: int, M: int, N: int, dtype: str, *, scattered: bool) -> hi.Program:
+    """Return the fusion that sums up partial sums; `scattered`: each rank gets its rows of the sum, and not all."""
+    devices, rows = " ".join(map(str, range(ranks))), "@didx" if scattered else ""
+    return hi.parse(PARTIAL.format(ranks=devices, dtype=dtype, M=M, N=N, rows=rows))
+
+
+def all_gather(ranks: int, M: int, N: int, dtype: str) -> hi.Fusion:
+    """Return the fusion that gathers the rows of all ranks."""
+    with hi.Fusion("all_gather") as fusion:
+        x = hi.tensor("x", [M, N], dtype)
+        y = hi.reshard(x)
+        fusion.output(y)
+    mesh = hi.DeviceMesh(range(ranks))
+    x.shard(0, mesh)
+    y.set_device_mesh(mesh)
+    return fusion
+
+
 class Scattered(Subject):
     """Partial sums `x`, `[M, N]`, in symmetric memory on GPUs; and `y`, this rank's rows of their sum."""
 
@@ -72,9 +90,8 @@ class Scattered(Subject):
         return low_contention(self.x)
 
     def fusion(self, slices: int) -> hi.Fusion | hi.Program:
-        ranks = " ".join(map(str, range(self.ranks)))
-        row, rows = self.row, "@didx" if len(self.y) < self.row.M else ""
-        return hi.parse(PARTIAL.format(ranks=ranks, dtype=self.dtype_name, M=row.M, N=row.N, rows=rows))
+        row = self.row
+        return summed(self.ranks, row.M, row.N, self.dtype_name, scattered=len(self.y) < row.M)
 
     def inputs(self, slices: int) -> Sequence[torch.Tensor]:
         return (self.x,)
@@ -106,14 +123,7 @@ class Gathered(Scattered):
         return torch.ops._c10d_functional.wait_tensor(y)
 
     def fusion(self, slices: int) -> hi.Fusion:
-        with hi.Fusion("all_gather") as fusion:
-            x = hi.tensor("x", [self.row.M, self.row.N], self.dtype_name)
-            y = hi.reshard(x)
-            fusion.output(y)
-        mesh = hi.DeviceMesh(range(self.ranks))
-        x.shard(0, mesh)
-        y.set_device_mesh(mesh)
-        return fusion
+        return all_gather(self.ranks, self.row.M, self.row.N, self.dtype_name)
 
 
 class Summed(Scattered):

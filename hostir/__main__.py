@@ -36,7 +36,7 @@ COMMANDS = {
     "ops": "hostir.cli.ops:main",
 }
 FORMAT = warnings.formatwarning  # Python's own
-KERNELS = "auto, triton or aten (default: HOSTIR_KERNELS, or auto)"
+KERNELS = "auto, triton, cublas or aten (default: HOSTIR_KERNELS, or auto)"
 
 
 CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)

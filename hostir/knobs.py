@@ -171,9 +171,10 @@ KEEPALIVE: Knob[float] = Knob(
 KERNELS: Knob[str] = Knob(
     "HOSTIR_KERNELS",
     "auto",
-    "auto, triton or aten",
-    _one_of("auto", "triton", "aten"),
-    "Which kernels compute: Triton, ATen, or (auto) the ones for the device: ATen on a CPU. f64 is always ATen's.",
+    "auto, triton, cublas or aten",
+    _one_of("auto", "triton", "cublas", "aten"),
+    "Which kernels compute: Triton; cuBLAS with sums in Triton (cublas); ATen; or (auto) the ones for the device: ATen "
+    "on a CPU. f64 is always ATen's.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf, log2, prod
 from typing import Any
 
@@ -65,9 +65,17 @@ class Pause:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A computation that is bound by memory, with the `bytes` that it reads and writes."""
+    """A computation that is bound by memory.
+
+    Fields:
+        bytes: what it reads and writes.
+        passes: the kernels of ATen that compute it.
+        in_aten: what these read and write; 0 for the same bytes.
+    """
 
     bytes: int
+    passes: int = 1
+    in_aten: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ class RankTasks:
         own = 0 if mine == NONE else prod(self.unrolled.layouts[mine].shape[:-1])
         if contracts and 0 < own < MIN_OWN_ROWS:  # the kernel copies so few
             self.issue(op.stream, Traffic(2 * self.bytes[mine]), launch="compute")
-        what = self.gemm(op, own) if contracts else Traffic(self.total((op.out, *op.operands)))
+        what = self.gemm(op, own) if contracts else self.traffic(op)
         task = self.issue(op.stream, what, launch="matmul" if contracts else "compute")
         if ready is not None:
             self.by_blocks(task, op, ready)
@@ -239,6 +247,23 @@ class RankTasks:
             return plain
         block = max(rows // ready.results, 1)
         return replace(plain, block=block, separate=own >= MIN_OWN_ROWS, overlapped=ready.overlapped_sms > 0)
+
+    def traffic(self, op: ComputeOp) -> Traffic:
+        """Return the traffic of a computation that is no matmul.
+
+        ATen adds up in f32, one kernel a source, if own rows take the place of a source's, or something is added.
+        """
+        moved = self.total((op.out, *op.operands))
+        own = op.ready is not None and op.ready.own is not None
+        addends = [register for register in op.operands[1:] if register != NONE]
+        activation = bool(op.options.get("activation"))
+        if op.kind != "sum" or not (own or addends or activation):
+            return Traffic(moved)
+        out, x = self.unrolled.layouts[op.out], self.unrolled.layouts[op.operands[0]]
+        more = max(x.shape[op.options["axis"]] - 1, 0) + len(addends)
+        size = self.unrolled.dtypes[out.buffer].bytes
+        each = (size + F32) + more * (size + 2 * F32) + activation * 2 * F32 + (F32 + size)
+        return Traffic(moved, 2 + more + activation, prod(out.shape) * each)
 
     def gemm_dtype(self, op: ComputeOp) -> str:
         """Return the dtype of a matmul's operands, as `Gemm` names it."""
@@ -388,6 +413,7 @@ def flops(tasks: Sequence[CostTask]) -> float:
 # the order of the blocks, and begins it when the SM is free and the block has arrived; a flag is raised when all tiles
 # of its block have ended.
 
+F32 = 4  # bytes
 EPSILON = 1e-9
 COOL = 0.2e12  # the most floating point operations of a call that run at the peak: with more, power limits the clock
 SLOWEST = 0.81  # the least share of the peak, however long a call computes
@@ -413,6 +439,7 @@ class Costs:
     def __init__(self, hardware: Hardware, kernels: str, work: float) -> None:
         self.hardware = hardware
         self.in_triton = kernels == "triton"
+        self.sums_in_triton = kernels != "aten"
         self.family = hardware.kernels["triton" if self.in_triton else "aten"]
         doublings = max(0.0, log2(work / COOL)) if work else 0.0
         rates = self.family.rates.scaled(max(1 - hardware.throttle * doublings, SLOWEST))
@@ -428,7 +455,9 @@ class Costs:
         for task in tasks:
             pushed = "push" if self.in_product(task.what) else ""
             each = sum(n * self.launch(kind) for kind, n in task.launches.items() if kind != pushed)
-            if self.in_triton:
+            if isinstance(task.what, Traffic):
+                each += (self.passes(task.what) - 1) * self.launch("compute")
+            if self.polls(task.what):
                 each += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
             elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
                 # A kernel for each block, between stream operations that wait and signal.
@@ -438,7 +467,7 @@ class Costs:
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
 
-    @lru_cache(maxsize=None)  # noqa: B019  # the object lives as long as one simulation, which asks at each event
+    @cache  # noqa: B019  # the object lives as long as one simulation, which asks at each event
     def alone(self, task: CostTask) -> float:
         """Return the microseconds of a task if nothing else runs."""
         what, h = task.what, self.hardware
@@ -447,7 +476,7 @@ class Costs:
         if isinstance(what, Gemm):
             return self.gemm(what)
         if isinstance(what, Traffic):
-            return SMALL + what.bytes / h.memory / 1e3
+            return SMALL * self.passes(what) + self.moving(what)
         if isinstance(what, CostTransfer):
             return self.transfer(what) if what.ranks > 1 else 0.0
         if isinstance(what, CostCopy):
@@ -457,6 +486,19 @@ class Costs:
         if isinstance(what, Pause):
             return {"signal": h.signal, "kernel": h.kernel_signal}.get(what.kind, what.microseconds)
         return 0.0
+
+    def polls(self, what: What) -> bool:
+        """Return True if one kernel computes all blocks, and polls and raises their flags by itself."""
+        return self.sums_in_triton if isinstance(what, Traffic) else self.in_triton
+
+    def passes(self, what: Traffic) -> int:
+        """Return how many kernels a computation takes that is bound by memory."""
+        return 1 if self.sums_in_triton else what.passes
+
+    def moving(self, what: Traffic) -> float:
+        """Return the microseconds that memory takes for such a computation."""
+        moved = what.bytes if self.sums_in_triton else what.in_aten or what.bytes
+        return moved / self.hardware.memory / 1e3
 
     def copying(self, what: CostCopy, rank: int) -> float:
         """Return the microseconds of a copy; the start of a kernel that copies counts with its first copy."""
@@ -499,7 +541,7 @@ class Costs:
         moved = (what.m * what.k + what.k * what.n + what.m * what.n) * what.itemsize
         return moved / self.hardware.memory / 1e3
 
-    @lru_cache(maxsize=None)  # noqa: B019  # as above
+    @cache  # noqa: B019  # as above
     def speed_during(self, task: CostTask, kind: str) -> float:
         """Return the speed of a computation beside a collective of this kind, relative to its speed alone."""
         what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
@@ -510,7 +552,7 @@ class Costs:
         fewer = self.family.start + max(self.tiles(what, tile, left), self.streaming(what))
         return self.alone(task) / fewer
 
-    @lru_cache(maxsize=None)  # noqa: B019  # as above
+    @cache  # noqa: B019  # as above
     def width(self, task: CostTask) -> float:
         """Return the share of the SMs, or if that is more of the memory's rate, that a computation can use."""
         what = task.what
@@ -535,7 +577,7 @@ class Costs:
     def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """Return when a computation ends whose blocks arrive at the times `arrivals`, and when it raises its flags.
 
-        Both are in the order of its computation; without `arrivals` it waits for nothing. With Triton it is one kernel
+        Both are in the order of its computation; without `arrivals` it waits for nothing. In Triton it is one kernel
         that waits block by block, a matmul tile by tile, on the SMs that overlapped copies and signals leave. Otherwise
         it is one kernel for each block, one after another; or directly after copies by SMs a single kernel, which
         starts when all blocks have arrived.
@@ -543,16 +585,17 @@ class Costs:
         what, count = task.what, len(task.raises)
         if isinstance(what, Gemm) and self.in_triton:
             return self.by_tiles(task, what, start, arrivals)
-        if task.overlapped_sms and not self.in_triton:
+        if task.overlapped_sms and not self.polls(what):
             arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.turn]
         parts = len(arrivals) or count or 1
         if isinstance(what, Gemm):
             between, each = self.hardware.turn, self.gemm(replace(what, m=-(-what.m // parts)))
         else:
             assert isinstance(what, Traffic)
-            between, each = 0.0 if self.in_triton else SMALL, what.bytes / parts / self.hardware.memory / 1e3
-            start += SMALL
-            if self.in_triton:  # one kernel, which has started and polls
+            between = 0.0 if self.sums_in_triton else SMALL * what.passes
+            each = self.moving(what) / parts
+            start += SMALL * self.passes(what)
+            if self.sums_in_triton:  # one kernel, which has started and polls
                 arrivals = [arrival + STARTED * self.hardware.poll for arrival in arrivals]
         ends = [start]
         for number in range(parts):

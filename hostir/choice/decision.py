@@ -75,7 +75,7 @@ def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, al
     Args:
         fusion: a program in the fusion phase.
         platform: where it will run.
-        kernels: `aten` or `triton` for these alone, `auto` for what makes sense there.
+        kernels: `aten`, `cublas` or `triton` for these alone, `auto` for what makes sense there.
         all_that_run: also what runs on the platform but is there for testing, as a measurement may ask for.
     """
     programs: dict[Candidate, Program] = {}
@@ -127,8 +127,11 @@ def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tupl
 def _kernels(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
     if kernels != "auto":
         return (kernels,)
-    contracts = any(s.contracts for s in fusion.body)
-    return ("aten", "triton") if platform.computes == "cuda" and contracts else ("aten",)
+    if platform.computes != "cuda":
+        return ("aten",)
+    if any(s.contracts for s in fusion.body):
+        return ("cublas", "triton")  # with cuBLAS sums are Triton's, too: ATen's read and write several times as much
+    return ("triton",) if any(value.tensor.partial for value in fusion.inputs) else ("aten",)
 
 
 def _refused(
@@ -149,7 +152,7 @@ def _refused(
         other = same[0].strategy
         why = _why_sequential(program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
         return Impossible(candidate, why)
-    if candidate.kernels == "aten" and _signals_by_sms(program):
+    if candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
         return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
     if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
         return Impossible(candidate, platform.refuses, warn=True)
@@ -241,7 +244,7 @@ def choose(
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         sizes: of its symbols: what it is chosen for.
-        kernels: `aten` or `triton` for these alone; see the knob HOSTIR_KERNELS.
+        kernels: `aten`, `cublas` or `triton` for these alone; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
         group: the ranks that run it, as for `Executor`.
         calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
@@ -372,7 +375,7 @@ class Decider:
         measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries)
         if measured is not None:
             return self._taken(MEASURED, *measured, notes)
-        timings, impossible = _estimated(found, self.platform, sizes, self.calls, self.limit)
+        timings, impossible = estimated(found, self.platform, sizes, self.calls, self.limit)
         if self.platform.note:
             notes.append(self.platform.note)
         only = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
@@ -438,7 +441,7 @@ def _too_large(needed: int, limit: int | None) -> str:
     return f"it takes {amount(needed)} of symmetric memory on a rank, and the limit is {amount(limit)}"
 
 
-def _estimated(
+def estimated(
     found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str, limit: int | None = None
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
     """Choose by estimated times; candidates that the sizes do not fit are impossible. Raises if they fit none."""
@@ -466,7 +469,7 @@ def _estimate(
     candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str, needed: int
 ) -> Timing:
     # Simulated ranks compute in one way, and the machine that they stand for in the best.
-    kernels = ("aten", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
+    kernels = ("cublas", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
     ways = [estimates(tasks, platform.hardware, k) for k in kernels]
     eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
     replays = platform.computes != "cpu" or platform.machine == SIMULATED

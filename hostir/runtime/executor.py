@@ -167,7 +167,7 @@ class Executor:
     Args:
         program: a host program, which says how many ranks it runs on. Further ranks of the job hold None.
         sizes: values for symbols that do not follow from the shapes of the inputs.
-        kernels: the kernels that compute: `auto`, `triton` or `aten`; see the knob HOSTIR_KERNELS.
+        kernels: the kernels that compute: `auto`, `triton`, `cublas` or `aten`; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`. By default, under torchrun the one for the session's device, else `local`.
             Outside torchrun `gloo` and `cuda` run programs of one rank.
         group: the ranks that run it, numbered as in the group: a process group of torch's, its name, or a DeviceMesh of

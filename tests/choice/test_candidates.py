@@ -34,7 +34,7 @@ def test_an_allgather_of_rows_can_run_in_every_way() -> None:
     found = candidates(patterns.allgather_matmul(S=4).program(), H200X4)
     assert {c.strategy for c in found.programs} == STRATEGIES.keys()
     assert {c.streams for c in found.programs if c.strategy == "pipeline"} == {2, 4}
-    assert {c.kernels for c in found.programs} == {"aten", "triton"}
+    assert {c.kernels for c in found.programs} == {"cublas", "triton"}
     assert found.impossible == found.whole == ()
     for candidate, program in found.programs.items():
         assert program == hi.lower(patterns.allgather_matmul(S=4), candidate.strategy, candidate.streams)
@@ -107,6 +107,12 @@ def test_kernels_that_are_asked_for_are_the_only_ones() -> None:
     assert {c.kernels for c in found.programs} == {"triton"}
 
 
+def test_sums_without_a_matmul_are_triton_s_and_a_gather_alone_names_no_kernels_of_ours() -> None:
+    summed = candidates(patterns.reduce_scatter(ranks=4).program(), H200X4)
+    assert {c.kernels for c in summed.programs} == {"triton"}
+    assert {c.kernels for c in candidates(patterns.all_gather(ranks=4).program(), H200X4).programs} == {"aten"}
+
+
 def test_candidates_with_the_same_program_count_once() -> None:
     found = candidates(patterns.allgather_matmul(S=2).program(), H200X4, "aten")
     assert [c for c in found.programs if c.strategy == "pipeline"] == [Candidate("pipeline", 2, "aten")]
@@ -118,8 +124,8 @@ def test_fused_on_two_streams_is_one_more_way_where_a_kernel_waits_and_a_copy_fo
         found = candidates(fusion.program(), reference(H200, ranks))
         return [str(c) for c in found.programs if c.strategy == "fused"]
 
-    assert fused(2) == ["fused, aten", "fused, triton"]
-    assert fused(4) == fused(2, slices=4) == ["fused, aten", "fused, triton", "fused, 2 streams, triton"]
+    assert fused(2) == ["fused, cublas", "fused, triton"]
+    assert fused(4) == fused(2, slices=4) == ["fused, cublas", "fused, triton", "fused, 2 streams, triton"]
 
 
 # Platforms --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from examples import patterns
 from hostir import knobs
 from hostir.choice import cache
 from hostir.choice.cache import Candidate, Choice, Entry, Impossible, Timing, ranked_by
-from hostir.choice.decision import UNMEASURED, Candidates, _estimated, candidates, choose, decide
+from hostir.choice.decision import UNMEASURED, Candidates, candidates, choose, decide, estimated
 from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
 from hostir.ir import source as notices
 from hostir.ir.program import Program
@@ -76,16 +76,16 @@ def test_without_measurements_it_is_estimated_and_the_fastest_comes_first() -> N
 
 
 def test_measurements_decide_where_there_are_some() -> None:
-    tuned(rows(8192), GPUS, {"sequential, aten": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
+    tuned(rows(8192), GPUS, {"sequential, cublas": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
     choice = decide(rows(8192).program(), GPUS, {})
     assert (choice.source, choice.strategy) == ("measured", "fused")
     assert len(choice.timings) == 2
-    assert Impossible(Candidate("ring", 2, "aten"), UNMEASURED) in choice.impossible
+    assert Impossible(Candidate("ring", 2, "cublas"), UNMEASURED) in choice.impossible
 
 
 @pytest.mark.parametrize(("calls", "taken"), [("out", "fused"), ("eager", "sequential"), ("graph", "sequential")])
 def test_how_calls_are_made_says_which_times_count(calls: str, taken: str) -> None:
-    tuned(rows(8192), GPUS, {"sequential, aten": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
+    tuned(rows(8192), GPUS, {"sequential, cublas": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
     assert decide(rows(8192).program(), GPUS, {}, calls=calls).strategy == taken
 
 
@@ -94,7 +94,7 @@ def test_a_program_without_a_replay_is_ranked_by_its_eager_time() -> None:
 
 
 def test_measurements_of_another_machine_or_of_other_sizes_do_not_count() -> None:
-    tuned(rows(8192), GPUS, {"sequential, aten": (1.0, 1.0)})
+    tuned(rows(8192), GPUS, {"sequential, cublas": (1.0, 1.0)})
     other = Platform("cuda", "NVIDIA H200", 8, "peer access", (("torch", "2.11"),), H200)
     assert decide(rows(8192).program(), other, {}).source == "estimated"
     assert decide(rows(4096).program(), GPUS, {}).source == "estimated"
@@ -102,7 +102,7 @@ def test_measurements_of_another_machine_or_of_other_sizes_do_not_count() -> Non
 
 def test_a_measurement_of_another_program_does_not_count() -> None:
     program = rows(8192).program()
-    entries = {Candidate("sequential", 1, "aten"): Entry("of an older lowering", 1.0, 1.0)}
+    entries = {Candidate("sequential", 1, "cublas"): Entry("of an older lowering", 1.0, 1.0)}
     cache.write(cache.key_of(program, {}, GPUS), program.name, entries)
     assert decide(program, GPUS, {}).source == "estimated"
 
@@ -162,7 +162,7 @@ def test_a_size_that_is_none_is_refused(size: object) -> None:
 def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
     found = candidates(symbolic().program(), reference(H200, 2))
     broken = Candidates({c: p if c.strategy == "sequential" else unfit(p) for c, p in found.programs.items()}, ())
-    timings, impossible = _estimated(broken, reference(H200, 2), {"M": 2, "K": 8}, "out")
+    timings, impossible = estimated(broken, reference(H200, 2), {"M": 2, "K": 8}, "out")
     assert {timing.candidate.strategy for timing in timings} == {"sequential"}
     assert impossible
     assert all("M must be a multiple of 4" in it.reason and it.warn for it in impossible)
@@ -310,7 +310,7 @@ def test_lower_without_auto_stays_as_it_was() -> None:
 
 def test_a_timing_knows_its_candidate_in_words() -> None:
     assert str(Timing(Candidate("pipeline", 2, "triton"), 5.0).candidate) == "pipeline, 2 streams, triton"
-    assert str(Candidate("fused", 1, "aten")) == "fused, aten"
+    assert str(Candidate("fused", 1, "cublas")) == "fused, cublas"
 
 
 def test_an_option_that_compile_does_not_have_is_refused_at_the_users_line() -> None:

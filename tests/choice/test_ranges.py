@@ -188,7 +188,7 @@ def test_sizes_that_do_not_fit_the_fastest_take_the_next_best_that_they_fit(monk
     found = every.decider.found
     picky = {c: unfit(p) if c.strategy in ("push", "fused") else p for c, p in found.programs.items()}  # M/4 is whole
     every.decider.__dict__["found"] = type(found)(picky, found.impossible)
-    order = [Candidate("fused", 1, "aten"), Candidate("ring", 1, "aten"), Candidate("sequential", 1, "aten")]
+    order = [Candidate("fused", 1, "cublas"), Candidate("ring", 1, "cublas"), Candidate("sequential", 1, "cublas")]
     made = Choice("layer", order[0], "estimated", "here", tuple(Timing(c, 1.0 + i) for i, c in enumerate(order)))
     monkeypatch.setattr(Decider, "choice", lambda *_: made)
     assert every.candidate({"M": 64}) == order[0]

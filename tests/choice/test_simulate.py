@@ -377,7 +377,7 @@ def test_a_sum_adds_each_block_when_it_has_come_from_all_sources(kernels: str) -
 SCATTERED = scattered_rows(4, 4096, 8192, 3584, pieces=2)
 
 
-@pytest.mark.parametrize("kernels", ["aten", "triton"])
+@pytest.mark.parametrize("kernels", ["cublas", "triton"])
 def test_blocks_travel_while_the_others_are_computed(kernels: str) -> None:
     tasks = tasks_of(SCATTERED, {})
     model, all_copies = Costs(H200, kernels, flops(tasks)), 4096 * 8192 * 2 * 3 // 4 / H200.link / 1e3
@@ -457,3 +457,15 @@ def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_
 
 def estimated(tasks: list[CostTask], kernels: str) -> float:
     return Simulation(tasks, Costs(H200, kernels, flops(tasks))).run()
+
+
+def test_aten_is_charged_every_pass_of_a_sum_whose_own_rows_are_apart() -> None:
+    """In f32: one copy, one addition for each other source, and one rounding, where Triton reads and writes once."""
+    tasks = tasks_of(
+        hi.lower(patterns.row_parallel_scattered(ranks=2, S=1, M=4096, K=7168, N=8192, dtype="bf16"), "fused"), {}
+    )
+    (total,) = {t.what for t in tasks if isinstance(t.what, Traffic) and t.what.in_aten}
+    elements = 4096 * 8192 // 2
+    assert (total.bytes, total.passes, total.in_aten) == (6 * elements, 3, 22 * elements)
+    times = {kernels: Costs(H200, kernels, 0.0).moving(total) for kernels in ("aten", "cublas", "triton")}
+    assert times["cublas"] == times["triton"] == pytest.approx(times["aten"] * 6 / 22)

@@ -51,24 +51,30 @@ def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
 # The table ------------------------------------------------------------------------------------------------------------
 # The kernel of each kind of computation, by policy and device.
 
-POLICIES = ("auto", "triton", "aten")
+POLICIES = ("auto", "triton", "cublas", "aten")
 
 
 def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     """Return a kernel for each kind of computation: `table[kind](out, *operands, **options)`, options as in statements.
 
-    `policy` is `aten`, `triton` (contractions and sums in Triton, the rest in ATen) or `auto`: what suits the device,
-    `cpu` or `cuda`. Products of fp8 that ATen lacks on `cuda` are Triton's with `aten` as well, if it is installed.
+    `policy` is one of
+
+    - `aten`;
+    - `cublas`: contractions by cuBLAS; sums in Triton, where that is installed; the rest in ATen;
+    - `triton`: contractions and sums in Triton, the rest in ATen;
+    - `auto`: what suits the device, `cpu` or `cuda`.
+
+    Products of fp8 that ATen lacks on `cuda` are Triton's with all of them, if it is installed.
     Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
     Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
     `repeating`.
 
-    With `triton`, and with `auto` on `cuda` if Triton is installed, sums of few tensors are in Triton, and there are
-    also kernels that wait for flags of blocks of rows, or raise them, by themselves: `matmul_by_blocks`,
-    `linear_by_blocks`, `scaled_matmul_by_blocks` and `sum_by_blocks`, which take the options `ready`, `done` and `own`.
-    Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`, contractions
-    also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
+    With `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed, sums of few tensors are in Triton, and
+    `sum_by_blocks` waits for flags of blocks of rows, or raises them, by itself. With `triton` and `auto` so do
+    `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`. All take the options `ready`, `done` and
+    `own`. Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`,
+    contractions also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
     `scaled_matmul_pushed`, with the option `pushed`.
     """
     if policy not in POLICIES:
@@ -79,7 +85,10 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
     if device_type != "cuda" or importlib.util.find_spec("triton") is None:
         return aten.KERNELS
     scaled = {**aten.KERNELS, "scaled_matmul": _scaled_matmul_of_either}  # ATen lacks scales of blocks
-    return {**scaled, "sum": _sum_of_few, **_BY_ROWS, **BY_BLOCKS} if policy == "auto" else scaled
+    if policy == "aten":
+        return scaled
+    by_blocks = BY_BLOCKS if policy == "auto" else {"sum_by_blocks": sum_by_blocks}
+    return {**scaled, "sum": _sum_of_few, **_BY_ROWS, **by_blocks}
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:

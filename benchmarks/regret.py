@@ -1,0 +1,201 @@
+"""Regret of the choice by estimates: the time of the candidate it picks over the fastest one's, from recorded results.
+
+    python -m benchmarks.regret
+    python -m benchmarks.regret --rows --out benchmarks/results/regret
+
+Reads the committed results of the comparisons, and estimates every candidate of every row anew with today's cost model,
+for the machine of the results; nothing is run. Candidates that were not measured do not take part. A candidate's time
+is that of its faster mode, eager or from a graph. *regret* is the time of the candidate with the lowest estimate over
+the time of the fastest candidate, and *of 4* the same for the fastest of the four lowest estimates and the sequential
+program, which is what measuring these would leave. *estimates* says how far the estimates of candidates in a graph are
+from their times: the median of estimate over time, and the share of candidates within 10 %. A change of the cost model
+is judged by this table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import hostir as hi
+from benchmarks.comparison import Variant
+from benchmarks.harness import table, write
+from benchmarks.matmul_reduce_scatter import row_parallel
+from benchmarks.mlp import mlp
+from benchmarks.reshard import all_gather, summed
+from examples import patterns
+from hostir.choice.decision import SEQUENTIAL, Timing, candidates, estimated
+from hostir.choice.platforms import hardware_of, reference
+from hostir.ir import HostIRError
+from hostir.lower.strategies import fusion_of
+
+RESULTS = Path(__file__).parent / "results"
+MEASURED = 4  # lowest estimates that would be measured
+NEAR = 0.1
+KERNELS = ("aten", "cublas", "triton")
+ALLOWED = 1.05  # a regret that counts as large
+Result = dict[str, Any]
+Fused = hi.Fusion | hi.Program
+
+
+def scaled(pattern: Callable[..., hi.Fusion], row: Result, **sizes: int) -> hi.Fusion:
+    """Return the fusion of an fp8 row."""
+    return pattern(ranks=row["ranks"], M=row["M"], **sizes, dtype=row["dtype"], scales=row["scales"], fast=row["fast"])
+
+
+# The fusion of a row in so many slices, by kind of row.
+FUSIONS: Mapping[str, Callable[[Result, int], Fused]] = {
+    "allgather": lambda r, n: patterns.allgather_matmul(
+        ranks=r["ranks"], S=n, M=r["M"], K=r["K"], N=r["N"], dtype=r["dtype"]
+    ),
+    "reduce_scatter": lambda r, n: (
+        row_parallel(r["ranks"], r["M"], r["N"], r["K"] * r["ranks"], r["dtype"])
+        if n == 1
+        else patterns.row_parallel_scattered(r["ranks"], n, r["M"], r["K"] * r["ranks"], r["N"], r["dtype"])
+    ),
+    "all_reduce": lambda r, n: patterns.row_parallel(r["ranks"], n, r["M"], r["K"] * r["ranks"], r["N"], r["dtype"]),
+    "mlp": lambda r, n: mlp(
+        r["ranks"], n, r["M"], r["K"], r["N"] * r["ranks"], r["dtype"], gated=r.get("gated", False)
+    ),
+    "reshard": lambda r, n: (
+        all_gather(r["ranks"], r["M"], r["N"], r["dtype"])
+        if r["model"] == "all_gather"
+        else summed(r["ranks"], r["M"], r["N"], r["dtype"], scattered=r["model"] == "reduce_scatter")
+    ),
+    "scaled_gather": lambda r, n: scaled(patterns.scaled_allgather_matmul, r, K=r["K"], N=r["N"]),
+    "scaled_scatter": lambda r, n: scaled(
+        lambda **given: patterns.scaled_row_parallel(**given, bias=False), r, K=r["K"], N=r["N"]
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Regret:
+    """A row: what each candidate took and was estimated to take.
+
+    Fields:
+        name: of the row.
+        times: microseconds of the candidates that were measured, in the faster mode.
+        graph: microseconds from a graph.
+        timings: the estimates of these candidates.
+    """
+
+    name: str
+    times: Mapping[str, float]
+    graph: Mapping[str, float]
+    timings: Mapping[str, Timing]
+
+    @property
+    def best(self) -> str:
+        """The fastest candidate."""
+        return min(self.times, key=self.times.__getitem__)
+
+    @property
+    def order(self) -> Sequence[str]:
+        """The candidates by estimate."""
+        return sorted(self.timings, key=lambda name: self.timings[name].us)
+
+    @property
+    def regret(self) -> float:
+        """The time of the first by estimate, over the best one's."""
+        return self.times[self.order[0]] / self.times[self.best]
+
+    @property
+    def of_four(self) -> float:
+        """The same if those with the lowest estimates, and the sequential program, were measured."""
+        tried = [*self.order[:MEASURED], *(name for name in self.order if name.startswith(SEQUENTIAL))]
+        return min(self.times[name] for name in tried) / self.times[self.best]
+
+    @property
+    def ratios(self) -> Sequence[float]:
+        """Estimate over time from a graph, of each candidate that has both."""
+        both = [(self.timings[n].graph, t) for n, t in self.graph.items() if n in self.timings]
+        return [estimate / time for estimate, time in both if estimate]
+
+
+def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
+    """Estimate every candidate of a row, by its name in the results."""
+    hardware = hardware_of(gpu)
+    if hardware is None:
+        raise SystemExit(f"there are no constants of {gpu}")
+    platform, found = reference(hardware, row["ranks"]), {}
+    several = sorted({int(name.split()[1]) for name in row["times"] if " slices " in name})
+    for slices in (1, *several):
+        try:
+            fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
+            known = [candidates(fusion, platform, kernels) for kernels in KERNELS]
+            timings = [timing for each in known for timing in estimated(each, platform, {}, "graph")[0]]
+        except HostIRError:
+            continue
+        for timing in timings:
+            each = timing.candidate
+            found[str(Variant(each.strategy, each.kernels, slices, each.streams))] = timing
+    return found
+
+
+def regret_of(row: Result, gpu: str) -> Regret | None:
+    """Compare the estimates of a row with its times; None if fewer than two candidates have both."""
+    timings = timings_of(row, gpu)
+    ours = {name: time for name, time in row["times"].items() if time["ours"] and name in timings}
+    times = {n: min(t for t in (time.get("eager"), time.get("graph")) if t) for n, time in ours.items()}
+    if len(times) < 2:
+        return None
+    graph = {name: time["graph"] for name, time in ours.items() if time.get("graph")}
+    return Regret(f"{row['model']} M={row['M']}", times, graph, {name: timings[name] for name in times})
+
+
+def benchmarks() -> Iterator[tuple[str, str, list[Regret]]]:
+    """Yield the name, the GPU and the rows of all results that hold candidates."""
+    for file in sorted(RESULTS.rglob("*.json")):
+        data = json.loads(file.read_text())
+        rows = data.get("rows", []) if isinstance(data, dict) else []
+        gpu = data.get("environment", {}).get("gpu", "") if isinstance(data, dict) else ""
+        of = [regret_of(row, gpu) for row in rows if gpu and row.get("kind") in FUSIONS]
+        if found := [each for each in of if each is not None]:
+            yield str(file.relative_to(RESULTS).with_suffix("")), gpu, found
+
+
+def summary(name: str, of: Sequence[Regret]) -> list[str]:
+    """Return the cells of a benchmark's line."""
+    regrets, four, ratios = [r.regret for r in of], [r.of_four for r in of], [x for r in of for x in r.ratios]
+    near = sum(abs(math.log(x)) <= math.log(1 + NEAR) for x in ratios)
+    return [
+        name,
+        str(len(of)),
+        *(f"{value:.2f}" for value in (geometric_mean(regrets), max(regrets))),
+        str(sum(r > ALLOWED for r in regrets)),
+        *(f"{value:.2f}" for value in (geometric_mean(four), max(four))),
+        f"{median(ratios):.2f}, {near / len(ratios):.0%}" if ratios else "-",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", action="store_true", help="also print each row's candidates, by estimate")
+    parser.add_argument("--only", default="", help="results with this in their name")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = [(name, of) for name, _, of in benchmarks() if options.only in name]
+    lines = [summary(name, of) for name, of in found]
+    lines.append(summary("all", [r for _, of in found for r in of]))
+    headers = ["results", "rows", "regret", "max", f"over {ALLOWED}", f"of {MEASURED}", "max of 4", "estimates"]
+    text = table(headers, lines)
+    if options.rows:
+        for name, of in found:
+            for r in of:
+                shown = (f"{n} {r.timings[n].us:.0f}/{r.times[n]:.0f}" for n in r.order)
+                print(f"{name} {r.name}: {r.regret:.2f}, best {r.best}; estimate/time: {', '.join(shown)}")
+    print(text)
+    if options.out:
+        data = {name: {"regret": [r.regret for r in of], "of_four": [r.of_four for r in of]} for name, of in found}
+        write(options.out, "Regret of the choice by estimates", text, {"results": data})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Regret of the choice by estimates, on the committed results: a change of the cost model must not raise it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks.regret import FUSIONS, Regret, benchmarks, timings_of
+from hostir.choice.cache import Candidate, Timing
+from statistics import geometric_mean
+
+
+def timing(us: float) -> Timing:
+    return Timing(Candidate("ring", 1, "triton"), us, us, us)
+
+
+def test_regret_is_the_time_of_the_lowest_estimate_over_the_fastest() -> None:
+    times = {"a": 10.0, "b": 12.0, "c": 8.0, "d": 9.0, "e": 7.0, "sequential x": 6.0}
+    timings = {name: timing(us) for name, us in zip(times, (1, 2, 3, 4, 5, 6), strict=True)}
+    row = Regret("row", times, times, timings)
+    assert row.best == "sequential x"
+    assert row.regret == pytest.approx(10 / 6)
+    assert row.of_four == 1.0  # the sequential program is always measured
