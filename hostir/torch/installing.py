@@ -251,9 +251,9 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     cannot do goes to torch's own function, with a `hi.FallbackWarning` that says why, once. `uninstall()` gives them
     back, as does the end of `with install():`. A second call changes the settings.
 
-    So are two Python functions of `torch.distributed._symmetric_memory`, `_fused_all_gather_matmul_impl` and
-    `_fused_scaled_matmul_reduce_scatter_impl`: vLLM calls them with FlashInfer's matmul. If a version of torch has
-    other parameters for them, a warning says so, and they stay torch's.
+    hostir also takes over two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
+    FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If a version
+    of torch has other parameters for one of them, a warning says so, and that function stays torch's.
 
     Args:
         strict: raise HostIRError instead of leaving anything to torch.
