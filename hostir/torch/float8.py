@@ -21,6 +21,8 @@ from hostir.ir.source import error, user_span
 from hostir.runtime.kernels import aten
 from hostir.torch import scaled
 from hostir.torch.library import (
+    GATHERED,
+    SCATTERED,
     call,
     check_gather,
     check_scatter,
@@ -54,7 +56,7 @@ SMM_RS = (
 )
 
 
-@define(AG_SMM)
+@define(AG_SMM, GATHERED)
 def _all_gather_scaled_matmul(
     a: Tensor,
     a_scale: Tensor,
@@ -94,7 +96,7 @@ def _(
     return full, every, [with_columns(full.to(out_dtype), b.shape[1], gather_dim) for b in bs]
 
 
-@define(SMM_RS)
+@define(SMM_RS, SCATTERED)
 def _scaled_matmul_reduce_scatter(
     a: Tensor,
     a_scale: Tensor,
@@ -196,7 +198,7 @@ def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Te
     return y
 
 
-@define(COLUMNS)
+@define(COLUMNS, GATHERED)
 def _column_linear(
     x: Tensor, weights: list[Tensor], gather_dim: int, group_name: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -211,7 +213,7 @@ def _(x: Tensor, weights: list[Tensor], gather_dim: int, group_name: str) -> tup
     return full.to(aten.FP8[FLOAT8]), with_columns(full.float(), 1, gather_dim), products
 
 
-@define(ROWS)
+@define(ROWS, SCATTERED)
 def _row_linear(x: Tensor, weight: Tensor, scatter_dim: int, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     q, scale = quantize_rows(x)
     return _scattered(q, scale, weight.t(), scatter_dim, group_name), q, scale

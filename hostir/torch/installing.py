@@ -1,4 +1,4 @@
-"""Take over torch's operators by name, and give them back."""
+"""Take over torch's operators by name, and two functions behind them, and give all back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 
 from hostir.ir.source import error, user_span
 from hostir.lower import AUTO
-from hostir.torch import library, operators, scaled
+from hostir.torch import implementations, library, operators, scaled
 from hostir.torch.operators import SETTINGS, operator
 from hostir.torch.programs import LEDGER, Report, check_taken
 from hostir.torch.recording import needs_no_dispatcher, register_gradients
@@ -217,10 +217,12 @@ class Installation:
 
     Fields:
         operators: the names of torch's operators that hostir has taken over.
+        functions: the names of torch's Python functions that it has taken over.
     """
 
     def __init__(self) -> None:
         self.operators = tuple(f"symm_mem::{name}" for name in KERNELS)
+        self.functions = implementations.taken()
 
     def __enter__(self) -> Installation:
         return self
@@ -234,7 +236,7 @@ class Installation:
         if _library is None:
             return "torch's own functions run its operators: hostir has given them back"
         strict = ", strict" if SETTINGS.strict else ""
-        return f"hostir runs {', '.join(self.operators)} (strategy '{SETTINGS.strategy}'{strict})"
+        return f"hostir runs {', '.join((*self.operators, *self.functions))} (strategy '{SETTINGS.strategy}'{strict})"
 
 
 _library: Any = None  # the registrations, which torch drops with it
@@ -249,6 +251,10 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     cannot do goes to torch's own function, with a `hi.FallbackWarning` that says why, once. `uninstall()` gives them
     back, as does the end of `with install():`. A second call changes the settings.
 
+    hostir also takes over two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
+    FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If a version
+    of torch has other parameters for one of them, a warning says so, and that function stays torch's.
+
     Args:
         strict: raise HostIRError instead of leaving anything to torch.
         strategy: `auto`, or one of those of `hi.lower`; also for the functions of this package.
@@ -256,7 +262,8 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     global _library
     if not isinstance(strict, bool):
         raise error(f"strict={strict!r}", user_span(), expected="True or False")
-    SETTINGS.strategy, SETTINGS.strict = check_taken(strategy), strict
+    strategy, functions = check_taken(strategy), implementations.check_signatures(strict)
+    SETTINGS.strategy, SETTINGS.strict = strategy, strict
     if _library is not None:
         return Installation()
     _library = torch.library.Library("symm_mem", "IMPL")
@@ -277,6 +284,7 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     }
     for name, formula in formulas.items():
         register_gradients(f"symm_mem::{name}", formula, _library, made[name])
+    implementations.take_over(functions)
     return Installation()
 
 
@@ -300,6 +308,7 @@ def uninstall() -> None:
     if _library is not None:
         _library._destroy()
     _library = None
+    implementations.give_back()
     SETTINGS.strategy, SETTINGS.strict = AUTO, False
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_group_size_by_name
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
 from hostir.ir.source import error, user_span
 from hostir.torch import operators
@@ -66,14 +68,24 @@ RECORDS: dict[str, Record] = {}  # of those with gradients
 Products = tuple[Tensor | None, list[Tensor]]
 
 
-def define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an operator of `torch.ops.hostir`, whose kernel on CPU and CUDA is the function below."""
+GATHERED, SCATTERED, SUMMED = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+
+
+def define(schema: str, collective: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an operator of `torch.ops.hostir`, whose kernel on CPU and CUDA is the function below.
+
+    `collective` is the functional collective of torch that the operator stands for. CommDebugMode counts each call as
+    one of these. It does not see what a kernel calls.
+    """
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
         for key in KEYS:
-            LIBRARY.impl(schema.partition("(")[0], kernel, key)
-        KERNELS[schema.partition("(")[0]] = kernel
+            LIBRARY.impl(name, kernel, key)
+        KERNELS[name] = kernel
+        if collective:
+            NATIVE_TO_PY_MAPPING[getattr(torch.ops.hostir, name)] = getattr(torch.ops.c10d_functional, collective)
         return kernel
 
     return register
@@ -129,7 +141,7 @@ AG = "all_gather(Tensor x, int gather_dim, str group_name) -> Tensor"
 RS = "reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -> Tensor"
 
 
-@define(AG_MM)
+@define(AG_MM, GATHERED)
 def _all_gather_matmul(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool, linear: bool = False
 ) -> Products:
@@ -162,7 +174,7 @@ def with_columns(full: Tensor, columns: int, axis: int) -> Tensor:
     return full.new_empty([*moved.shape[:-1], columns]).movedim(0, first)
 
 
-@define(AG_MM_OUT)
+@define(AG_MM_OUT, GATHERED)
 def _all_gather_matmul_out(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, *, out: list[Tensor], gathered: Tensor | None = None
 ) -> None:
@@ -189,7 +201,7 @@ def _(
     check_gather(a, bs, gather_dim)
 
 
-@define(AG_GATED)
+@define(AG_GATED, GATHERED)
 def _all_gather_gated(
     a: Tensor, gate: Tensor, up: Tensor, gather_dim: int, group_name: str, return_a: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -209,7 +221,7 @@ def _(
     return with_columns(full, gate.shape[0], gather_dim), full if return_a else None
 
 
-@define(MM_RS)
+@define(MM_RS, SCATTERED)
 def _matmul_reduce_scatter(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False
 ) -> Tensor:
@@ -232,7 +244,7 @@ def scattered_like(a: Tensor, columns: int, axis: int, group_name: str, dtype: t
     return a.new_empty(shape, dtype=dtype)
 
 
-@define(MM_RS_OUT)
+@define(MM_RS_OUT, SCATTERED)
 def _matmul_reduce_scatter_out(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *, out: Tensor
 ) -> None:
@@ -250,7 +262,7 @@ def _(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *
     check_scatter(a, b, reduce_op, scatter_dim)
 
 
-@define(AG)
+@define(AG, GATHERED)
 def _all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
     op = operator("hostir::all_gather", group_name)
     return op.run(lambda: operators.all_gather(op, x, gather_dim))
@@ -261,7 +273,7 @@ def _(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
     return x.new_empty(_moved_shape(x, gather_dim, group_name, times=True)).movedim(0, gather_dim)
 
 
-@define(RS)
+@define(RS, SCATTERED)
 def _reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     check_reduce_op(reduce_op)
     op = operator("hostir::reduce_scatter", group_name)
@@ -322,6 +334,12 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
     return left.to(dtype) @ right.to(dtype)
 
 
+def weight_gradients(x: Tensor, dys: Sequence[Tensor], axis: int, dtypes: Sequence[str], linear: bool) -> list[Tensor]:
+    """Return the gradients of weights with one input; those with an empty dtype are left out."""
+    pairs = zip(dys, dtypes, strict=True)
+    return [weight_gradient(x, dy, axis, dtype, linear) for dy, dtype in pairs if dtype]
+
+
 def side_by_side(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
     """Return `dys` and the transposes of `bs`, side by side: what is multiplied for the input gradient."""
     weights = bs if linear else [b.t() for b in bs]
@@ -345,14 +363,27 @@ def _all_gather_matmul_backward(
     """
     gather, scatter = (operator(f"hostir::{name}", group_name) for name in ("all_gather", "reduce_scatter"))
     gathered = gather.run(lambda: operators.start_all_gather(gather, a, gather_dim))
-    dy, weight = side_by_side(dys, bs, linear)
-    last = gather_dim == a.ndim - 1
-    part = dy @ weight if last else (dy.movedim(gather_dim, 0) @ weight).movedim(0, gather_dim)
+    part = _addend(dys, bs, gather_dim, linear)
     full = gathered()
     scattered = scatter.run(lambda: operators.start_reduce_scatter(scatter, part, gather_dim))
-    pairs = zip(dys, dtypes, strict=True)
-    d_bs = [weight_gradient(full, dy, gather_dim, dtype, linear) for dy, dtype in pairs if dtype]
+    d_bs = weight_gradients(full, dys, gather_dim, dtypes, linear)
     return scattered(), d_bs
+
+
+def _addend(dys: list[Tensor], bs: list[Tensor], axis: int, linear: bool) -> Tensor:
+    """Return what this rank adds to the gradient of the gathered input; `axis` is outermost, if not the last one."""
+    dy, weight = side_by_side(dys, bs, linear)
+    return dy @ weight if axis == dy.ndim - 1 else (dy.movedim(axis, 0) @ weight).movedim(0, axis)
+
+
+@torch.library.register_torch_dispatch("hostir::all_gather_matmul_backward", CommDebugMode, lib=LIBRARY)
+def _(mode: CommDebugMode, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, list[Tensor]]:
+    """Call each of the two collectives as an operator: CommDebugMode counts one collective for an operator."""
+    a, dys, bs, axis, group, linear, dtypes = args
+    ops, called = torch.ops.hostir, mode.__torch_dispatch__
+    full = called(ops.all_gather.default, types, (a, axis, group))
+    d_a = called(ops.reduce_scatter.default, types, (_addend(dys, bs, axis, linear), "sum", axis, group))
+    return d_a, weight_gradients(full, dys, axis, dtypes, linear)
 
 
 @fake("all_gather_matmul_backward")
@@ -397,8 +428,7 @@ def gathering(name: str, scatter: Any) -> Gradients:
             if wants_a:
                 d_a = scatter(*side_by_side(dys, [bs[i] for i in used], ctx.linear), "sum", ctx.axis, ctx.group)
             x = torch.ops.hostir.all_gather(x, ctx.axis, ctx.group) if again else x
-            pairs = zip(dys, dtypes, strict=True)
-            found = [weight_gradient(x, dy, ctx.axis, dtype, ctx.linear) for dy, dtype in pairs if dtype]
+            found = weight_gradients(x, dys, ctx.axis, dtypes, ctx.linear)
         for i in used:
             d_bs[i] = found.pop(0) if ctx.dtypes[i] else None
         if ctx.needs_input_grad[0] and d_full is not None:
@@ -519,7 +549,7 @@ def check_product(a: Tensor, b: Tensor) -> None:
         raise ValueError("B must be a matrix")
 
 
-@define(MM_AR)
+@define(MM_AR, SUMMED)
 def _matmul_all_reduce(
     a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None
 ) -> Tensor:
@@ -534,7 +564,7 @@ def _(a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tenso
     return a.new_empty([*a.shape[:-1], b.shape[0 if linear else 1]])
 
 
-@define(MM_AR_OUT)
+@define(MM_AR_OUT, SUMMED)
 def _matmul_all_reduce_out(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
     check_product(a, b)
     op = operator("hostir::matmul_all_reduce_out", group_name)
@@ -550,7 +580,7 @@ def _(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | No
     check_product(a, b)
 
 
-@define(AR)
+@define(AR, SUMMED)
 def _all_reduce(x: Tensor, group_name: str) -> Tensor:
     op = operator("hostir::all_reduce", group_name)
     return op.run(lambda: operators.all_reduce(op, x))
@@ -561,7 +591,7 @@ def _(x: Tensor, group_name: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@define(AR_OUT)
+@define(AR_OUT, SUMMED)
 def _all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
     op = operator("hostir::all_reduce_out", group_name)
     check_out(op.name, x, out)
@@ -629,14 +659,14 @@ def _(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
     return [x.new_empty([*x.shape[:-1], w.shape[0]]) for w in weights]
 
 
-@define(LINEARS_BACKWARD)
+@define(LINEARS_BACKWARD, SUMMED)
 def _replicated_linear_backward(
     x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
 ) -> tuple[Tensor, list[Tensor]]:
     op = operator("hostir::all_reduce", group_name)
     dy, weight = side_by_side(dys, weights, linear=True)
     summed = op.run(lambda: operators.start_all_reduce(op, dy @ weight))
-    d_ws = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+    d_ws = weight_gradients(x, dys, 0, dtypes, True)
     return summed(), d_ws
 
 
@@ -665,7 +695,7 @@ def _linears_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any, .
     d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
     found: list[Tensor] = []
     if not ctx.needs_input_grad[0]:
-        found = [weight_gradient(x, dy, 0, dtype, True) for dy, dtype in zip(dys, dtypes, strict=True) if dtype]
+        found = weight_gradients(x, dys, 0, dtypes, True)
     elif any(dtypes):
         mine = [weights[i] for i in used]
         d_x, found = call("replicated_linear_backward", [x, *dys, *mine], x, dys, mine, ctx.group, dtypes)

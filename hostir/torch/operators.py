@@ -6,6 +6,7 @@ Results have the strides that torch's own functions give them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -36,6 +37,15 @@ class Settings:
 SETTINGS = Settings()
 
 
+class _InTorch(threading.local):
+    """`active` is True while this thread runs a call that hostir has left to torch, where all is torch's own."""
+
+    active = False
+
+
+IN_TORCH = _InTorch()
+
+
 @dataclass(slots=True)
 class Operator:
     """An operator's call: its name in the report, its group, and the function of torch's that can do the same."""
@@ -56,7 +66,11 @@ class Operator:
         message = f"torch's own function runs {self.name}: {why}."
         warn_once((self.name, why), message, "hostir.torch.report() counts the calls")
         LEDGER.left(self.name, self.group.name, why)
-        return self.torchs()
+        before, IN_TORCH.active = IN_TORCH.active, True
+        try:
+            return self.torchs()
+        finally:
+            IN_TORCH.active = before
 
     def execute(
         self,

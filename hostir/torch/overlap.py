@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hostir import __version__
-from hostir.torch.programs import DTYPES
+from hostir.ir.source import counted
+from hostir.torch.programs import DTYPES, LEDGER
 from hostir.torch.scaled import FP8, RESULTS
 
 aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
@@ -72,17 +74,35 @@ class Visited:
         return f"graph {self.graph}, {self.node} ({self.collective} on group '{self.group}'): {fate}"
 
 
-NOTHING_SEEN = (
-    "the pass has seen no collective: the graph has none, or Inductor took it from its cache; "
-    "hostir.torch.report() lists the operators that ran"
+NOTHING_SEEN = "the pass has seen no collective: the graph has none, or Inductor took it from its cache"
+OPERATORS = tuple(  # that the pass puts into graphs
+    f"hostir::{name}"
+    for name in (
+        "all_gather_matmul",
+        "all_gather_scaled_matmul",
+        "matmul_reduce_scatter",
+        "scaled_matmul_reduce_scatter",
+        "matmul_all_reduce",
+    )
 )
 
 
 class Overlaps(tuple[Visited, ...]):
-    """The collectives that the pass has seen; `print` shows a line for each."""
+    """The collectives that the pass has seen, and the fused operators that ran; `print` shows a line for each.
+
+    Fields:
+        ran: the number of calls since the report began, by operator and group. It includes calls from graphs of
+            Inductor's cache, which the pass has not seen, and calls by name or by hostir's layers.
+    """
+
+    ran: Mapping[tuple[str, str], int] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or NOTHING_SEEN
+        lines = [*map(str, self)] or [NOTHING_SEEN]
+        calls = [f"{op} on group '{group}', {counted(n, 'call')}" for (op, group), n in self.ran.items()]
+        if calls or not self:
+            lines.append(f"ran since the report began: {'; '.join(calls) or 'no fused operator'}")
+        return "\n".join(lines)
 
 
 def sources() -> tuple[str, ...]:
@@ -565,11 +585,8 @@ class OverlapPass(CustomGraphPass):
     """Replaces collectives and matmuls in a graph by operators of hostir; the report says which, and why not others.
 
     For `torch._inductor.config.post_grad_custom_post_pass`, or any graph of ATen operators with functional
-    collectives, forward or backward. A graph that comes from inductor's cache has been through the pass, and is not in
-    the report.
-
-    Fields:
-        report: the collectives of all graphs so far.
+    collectives, forward or backward. Inductor does not call the pass for a graph that it takes from its cache: the
+    report lists the operators of such a graph when they run.
     """
 
     def __init__(self) -> None:
@@ -577,7 +594,15 @@ class OverlapPass(CustomGraphPass):
 
     def clear(self) -> None:
         """Begin the report anew."""
-        self.graphs, self.report = 0, Overlaps()
+        self.graphs, self._visits, self._calls = 0, list[Visited](), LEDGER.calls()
+
+    @property
+    def report(self) -> Overlaps:
+        """The collectives of all graphs that the pass has seen, and the calls of fused operators."""
+        calls = LEDGER.calls() - self._calls
+        report = Overlaps(self._visits)
+        report.ran = {(op, group): n for (op, group), n in calls.items() if op in OPERATORS}
+        return report
 
     def uuid(self) -> Any:
         return get_hash_for_files(sources(), __version__)
@@ -589,9 +614,9 @@ class OverlapPass(CustomGraphPass):
         for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
             if node not in fates:  # scales follow the bytes that they are of
                 fates |= self._fate(graph, node)
-        found = [self._visited(node, *fates[node]) for node in collectives]
-        self.report = Overlaps((*self.report, *found))
-        if not any(each.fused for each in found):
+        visits = [self._visited(node, *fates[node]) for node in collectives]
+        self._visits += visits
+        if not any(visit.fused for visit in visits):
             return
         from torch._inductor.pattern_matcher import stable_topological_sort
 

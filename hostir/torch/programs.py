@@ -342,6 +342,7 @@ class Ledger:
 
     by_hostir: Counter[tuple[str, str, Executor, Executor, bool]] = field(default_factory=Counter)
     by_torch: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    cleared: Counter[tuple[str, str]] = field(default_factory=Counter)  # hostir's calls before the last `clear`
 
     def ran(self, operator: str, group: str, executor: Executor, started: bool = False) -> None:
         """Record a call that an executor has just run, or has `started` beside what comes next."""
@@ -351,8 +352,16 @@ class Ledger:
         """Record a call that was left to torch."""
         self.by_torch[operator, group, why] += 1
 
+    def calls(self) -> Counter[tuple[str, str]]:
+        """Return the number of calls that hostir has run in this process, by operator and group; `clear` keeps it."""
+        counts = Counter(self.cleared)
+        for (operator, group, *_), n in list(self.by_hostir.items()):
+            counts[operator, group] += n
+        return counts
+
     def clear(self) -> None:
-        """Forget all calls."""
+        """Begin the report anew."""
+        self.cleared = self.calls()
         self.by_hostir.clear()
         self.by_torch.clear()
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -618,6 +619,62 @@ def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
             with torch.no_grad():
                 layer()
                 assert recorded <= calls_of(layer) + 110, "what autograd adds, by torch.library 300"
+
+
+AG, RS, AR = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+
+
+@case
+def comm_debug_mode_counts_an_operator_as_the_collective_that_it_stands_for() -> None:
+    x, rows, a, b = part(whole(4 * RANKS, 16), 0), whole(16, 16), whole(4 * RANKS, 16), whole(16, 16)
+    mine, every, summed = torch.empty(4, 16), torch.empty(4 * RANKS, 16), torch.empty(4 * RANKS, 16)
+    calls: list[tuple[Callable[..., Any], tuple[Tensor, ...], list[str], list[str]]] = [
+        (lambda x, b: all_gather_matmul(x, b, group()), (x, b), [AG], [AG, RS]),  # backward gathers x again
+        (lambda x, b: all_gather_matmul(x, [b, b], group(), return_a=True)[1][1], (x, b), [AG], [RS]),
+        (lambda a, b: matmul_reduce_scatter(a, b, group()), (a, b), [RS], [AG]),
+        (lambda a, b: matmul_all_reduce(a, b, group()), (a, b), [AR], []),
+        (lambda a: all_reduce(a, group()), (a,), [AR], []),
+        (lambda x, w: column_parallel_linear(x, w, group()), (x, rows), [AG], [RS]),
+        (lambda x, w: column_parallel_linear(x, w, group(), gather_dim=None), (a, rows), [], [AR]),
+        (lambda x, w: column_parallel_linear(x, w, group(), fp8=True), (x, rows), [AG], [RS]),
+        (lambda a, w: row_parallel_linear(a, w, group()), (a, rows), [RS], [AG]),
+        (lambda a, w: row_parallel_linear(a, w, group(), reduce="all"), (a, rows), [AR], []),
+        (lambda a, w: row_parallel_linear(a, w, group(), fp8=True), (a, rows), [RS], [AG]),
+        (lambda x, w: gated_linear(x, w, w, group()), (x, rows), [AG], [RS]),
+        (lambda x: all_gather_matmul(x, b, group(), out=every), (x,), [AG], []),
+        (lambda a: matmul_reduce_scatter(a, b, group(), out=mine), (a,), [RS], []),
+        (lambda a: matmul_all_reduce(a, b, group(), out=summed), (a,), [AR], []),
+        (lambda a: all_reduce(a, group(), out=summed), (a,), [AR], []),
+    ]
+    for index, (function, tensors, forward, backward) in enumerate(calls):
+        for strategy in ("sequential", "ring", "push"):
+            leaves = [leaf(tensor) if index < len(calls) - 4 else tensor for tensor in tensors]
+            with hi.torch.install(strategy=strategy):
+                with CommDebugMode() as mode:
+                    y = function(*leaves)
+                assert counted(mode) == forward, (index, strategy)
+                torch.testing.assert_close(y, function(*leaves), rtol=0, atol=0)
+                if not y.requires_grad:
+                    continue
+                with CommDebugMode() as mode:
+                    found = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+                assert sorted(counted(mode)) == backward, (index, strategy)
+                assert all(map(torch.equal, found, torch.autograd.grad(y.sum(), leaves))), (index, strategy)
+
+
+def counted(mode: CommDebugMode) -> list[str]:
+    """The collectives that a mode has counted, by name, each as often as it was counted."""
+    assert all(op in vars(torch.ops.c10d_functional).values() for op in mode.get_comm_counts())
+    return [str(op).rpartition(".")[2] for op, n in mode.get_comm_counts().items() for _ in range(n)]
+
+
+@case
+def every_operator_that_communicates_stands_for_a_collective() -> None:
+    alone = {"replicated_linear", "all_gather_matmul_backward"}  # its backward communicates; a rule counts two
+    for name in KERNELS:
+        packet = getattr(torch.ops.hostir, name)
+        communicates = "str group_name" in str(packet.default._schema) and name not in alone
+        assert (packet in CommDebugMode().comm_registry) == communicates, name
 
 
 @case

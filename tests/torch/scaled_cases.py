@@ -9,10 +9,15 @@ SIZES=70B, they have two batches of 4096 rows, and the widths of Llama 3 70B on 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
+from hostir.torch import installing
 from tests.torch.operator_cases import DEVICE, OPS, RANKS, STRATEGIES, everywhere, group, hostirs, main, part
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -187,6 +193,216 @@ def wrong_scales_are_refused() -> None:
                 getattr(OPS, SCATTER)(a, b, one, one, "sum", axis, 0, group(), [4, 16], out_dtype=torch.bfloat16)
         with pytest.raises(ValueError, match="is 2, and len"):
             getattr(OPS, GATHER)(a, [b], one, [one], 0, group(), [None] * 2, [None], [None], [False])
+
+
+# Python functions of torch's ------------------------------------------------------------------------------------------
+# As vLLM calls them for FlashInfer: by their names in torch's module, and with its own function for the products.
+
+FUNCTIONS = "_fused_all_gather_matmul_impl", "_fused_scaled_matmul_reduce_scatter_impl"
+
+
+def _flashinfer_scaled_mm_out(*_: Any, **__: Any) -> None:
+    raise AssertionError("hostir computes the products")
+
+
+_flashinfer_scaled_mm_out.__module__ = "vllm.compilation.passes.fusion.collective_fusion"
+
+
+def by_flashinfer(scale_b: torch.Tensor, dtype: torch.dtype | None, **more: Any) -> dict[str, Any]:
+    rest = {"bias": None, "scale_result": None, "use_fast_accum": False}
+    return {"scale_b": scale_b, "out_dtype": dtype, **rest, **more}
+
+
+def gathered(a: torch.Tensor, bs: list[torch.Tensor], of_a: Any, kwargs: list[Any], dtypes: Any, **more: Any) -> Any:
+    given = {"mm_out_op": _flashinfer_scaled_mm_out, "gather_dim": 0, "group_name": group(), "return_A": False, **more}
+    return symm_mem._fused_all_gather_matmul_impl(
+        A_shard=a, Bs=bs, A_scale=of_a, kwargs_list=kwargs, out_dtypes=dtypes, **given
+    )
+
+
+def scattered(a: torch.Tensor, b: torch.Tensor, of_a: Any, kwargs: Any, dtype: Any, **more: Any) -> Any:
+    axes = {"orig_scatter_dim": 0, "scatter_dim_after_maybe_reshape": 0}
+    given = {"mm_out_op": _flashinfer_scaled_mm_out, "reduce_op": "sum", **axes, "group_name": group(), **more}
+    shape = [*a.shape[:-1], b.shape[1]]
+    return symm_mem._fused_scaled_matmul_reduce_scatter_impl(
+        A=a, B=b, A_scale=of_a, kwargs=kwargs, out_dtype=dtype, output_shape=shape, **given
+    )
+
+
+def calls(name: str, strategy: str) -> list[int]:
+    rows = [row for row in hi.torch.report() if row.operator == f"torch.distributed._symmetric_memory.{name}"]
+    assert {row.strategy.split(",")[0] for row in rows} <= {strategy}, rows
+    return [row.calls for row in rows]
+
+
+@case
+def functions_that_vllm_calls_for_flashinfer() -> None:
+    bf16, one, other = torch.bfloat16, torch.tensor([0.1]), torch.tensor(0.3)
+    whole, bs = everywhere(torch.rand(8 * RANKS, 32)).to(F8), right_sides(count=2)
+    a = part(whole.view(torch.uint8), 0).contiguous().view(F8)
+    rows = everywhere(torch.rand(8 * RANKS, 1) + 0.1)
+    for strategy in ("sequential", "ring", "fused", "push"):
+        hi.torch.report(clear=True)
+        with hi.torch.install(strict=True, strategy=strategy) as installed:
+            assert all(any(name in taken for taken in installed.functions) for name in FUNCTIONS)
+            _, (true,) = unsharded(whole, bs[:1], one, [other], 0, [bf16])
+            full, (found,) = gathered(a, bs[:1], one, [by_flashinfer(other, bf16)], [bf16])
+            assert full is None
+            close(found, true, rtol=2**-7, atol=2**-7)
+            columns, dtypes = [torch.rand(1, 16) for _ in bs], [bf16, torch.float32]
+            kwargs = [by_flashinfer(t, dtype) for t, dtype in zip(columns, dtypes, strict=True)]
+            product = torch.ops.aten._scaled_mm.out  # which torch's own functions give
+            more: dict[str, Any] = {"mm_out_op": product, "return_A": True}
+            full, found = gathered(a, bs, part(rows, 0), kwargs, dtypes, **more)
+            assert torch.equal(full.float(), whole.float())
+            _, true = unsharded(whole, bs, rows, columns, 0, dtypes)
+            for y, z in zip(found, true, strict=True):
+                close(y, z, rtol=2**-7, atol=2**-7)
+            plain, b = whole.float(), torch.rand(32, 16)
+            more["mm_out_op"] = torch.ops.aten.mm.out
+            full, (found,) = gathered(part(plain, 0), [b], None, [{}], [torch.float32], **more)
+            assert torch.equal(full, plain)
+            close(found, plain @ b, rtol=1e-5, atol=1e-5)
+            scale = one * (1 + dist.get_rank())
+            exact = (whole.double() * scale) @ (bs[0].double() * other)
+            dist.all_reduce(exact)
+            found = scattered(whole, bs[0], scale, by_flashinfer(other, bf16), bf16)
+            close(found, part(exact, 0).to(bf16), rtol=2**-6, atol=2**-6)
+        assert [sum(calls(name, strategy)) for name in FUNCTIONS] == [3, 1]
+        assert FUNCTIONS[0] in str(hi.torch.report())
+
+
+@contextmanager
+def replaced(**functions: Any) -> Iterator[None]:
+    """Functions in torch's module that others have put there before hostir is installed."""
+    with mock.patch.multiple(symm_mem, **functions):
+        yield
+        assert all(getattr(symm_mem, name) is function for name, function in functions.items()), "they are back"
+
+
+@case
+def calls_of_those_functions_that_hostir_does_not_know_go_to_torch_as_they_are() -> None:
+    seen: list[str] = []
+
+    def gather(  # with the parameters of torch's
+        mm_out_op: Any, A_shard: Any, Bs: Any, A_scale: Any, kwargs_list: Any, out_dtypes: Any, gather_dim: Any,
+        group_name: Any, return_A: Any,
+    ) -> Any:  # fmt: skip
+        seen.append(f"gather {gather_dim}")
+        return None, ["torch's"]
+
+    def scatter(
+        mm_out_op: Any, A: Any, B: Any, A_scale: Any, kwargs: Any, out_dtype: Any, reduce_op: Any,
+        orig_scatter_dim: Any, scatter_dim_after_maybe_reshape: Any, group_name: Any, output_shape: Any,
+    ) -> Any:  # fmt: skip
+        seen.append(f"scatter {orig_scatter_dim}")
+        return "torch's"
+
+    def quantizing(*_: Any, **__: Any) -> None:  # as vLLM's for other devices: A is not fp8 yet
+        raise AssertionError
+
+    one, bf16, a, (b,) = torch.tensor(0.1), torch.bfloat16, torch.rand(4 * RANKS, 8).to(F8), right_sides(8, 16, 1)
+    kwargs, plain, weight = by_flashinfer(one, bf16), torch.rand(4, 8), torch.rand(8, 4)
+    mm = {"mm_out_op": torch.ops.aten.mm.out}
+    declined: dict[str, Callable[[], Any]] = {
+        "does not know what its mm_out_op computes, .*quantizing": lambda: gathered(
+            a, [b], one, [kwargs], [bf16], mm_out_op=quantizing
+        ),
+        "is given use_8x4_sf_layout": lambda: gathered(a, [b], one, [{**kwargs, "use_8x4_sf_layout": True}], [bf16]),
+        "is given no scale_b": lambda: gathered(a, [b], one, [{}], [bf16]),
+        r"returns torch\.bfloat16, and its results are torch\.float32": lambda: gathered(
+            a, [b], one, [kwargs], [torch.float32]
+        ),
+        "goes with an A_scale": lambda: gathered(a, [b], None, [kwargs], [bf16]),
+        "goes without an A_scale": lambda: gathered(a, [b], one, [{}], [bf16], **mm),
+        "the products sum over": lambda: gathered(a, [b], one, [kwargs], [bf16], gather_dim=1),
+        "another dtype than its operands": lambda: gathered(plain, [weight], None, [{}], [bf16], **mm),
+        "requires gradients": lambda: gathered(plain, [weight.clone().requires_grad_()], None, [{}], [None], **mm),
+        "its product has no scales": lambda: scattered(plain, weight, None, {}, None, **mm),
+        "partial sums in torch.float8_e4m3fn": lambda: scattered(a, b, one, by_flashinfer(one, None), None),
+        "do not divide": lambda: scattered(a[1:], b, one, kwargs, bf16),
+    }
+    with replaced(**dict(zip(FUNCTIONS, (gather, scatter), strict=True))):
+        for why, call in declined.items():
+            hi.torch.report(clear=True)
+            seen.clear()
+            with hi.torch.install(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", hi.FallbackWarning)
+                assert "torch's" in str(call())
+            assert len(seen) == 1, (why, seen)
+            (row,) = hi.torch.report()
+            assert row.strategy == "torch"
+            assert re.search(why, row.why[0]), (why, row)
+            with hi.torch.install(strict=True), pytest.raises(hi.HostIRError, match=why):
+                call()
+        with hi.torch.install(), pytest.raises(ValueError, match="Invalid gather_dim"):
+            gathered(a, [b], one, [kwargs], [bf16], gather_dim=2)
+        with hi.torch.install():
+            taken = [getattr(symm_mem, name) for name in FUNCTIONS]
+        seen.clear()
+        assert taken[0](*[None] * 6, 0, group(), False) == gather(*[None] * 6, 0, group(), False)
+        assert seen == ["gather 0"] * 2, "whoever keeps hostir's function calls torch's once it is uninstalled"
+
+
+@case
+def an_operator_that_is_left_to_torch_does_not_come_back() -> None:
+    """Torch's operators look the functions up by name: hostir is not asked again there, whatever it could do."""
+    seen: list[Any] = []
+    gather, scatter = (getattr(symm_mem, name) for name in FUNCTIONS)
+
+    def counting(function: Any) -> Any:
+        @functools.wraps(function)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            seen.append(function)
+            return None, [torch.zeros(1)]
+
+        return count
+
+    def torchs(a: Any, bs: Any, *rest: Any, **options: Any) -> Any:
+        assert symm_mem._fused_all_gather_matmul_impl.__wrapped__.__wrapped__ is gather, "hostir's, of the counting one"
+        product = torch.ops.aten.mm.out
+        found = symm_mem._fused_all_gather_matmul_impl(
+            product, a.float(), [b.float() for b in bs], None, [{}], [torch.float32], 0, group(), True
+        )
+        return a.new_zeros(1), [y.to(a.dtype) for y in found[1]]
+
+    kind = DEVICE.upper()
+    with (
+        replaced(**dict(zip(FUNCTIONS, map(counting, (gather, scatter)), strict=True))),
+        mock.patch.dict(installing.TORCHS[kind], fused_all_gather_matmul=torchs),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", hi.FallbackWarning)
+        hi.torch.report(clear=True)
+        with hi.torch.install():
+            integers = torch.ones(4, 4, dtype=torch.int32)
+            OPS.fused_all_gather_matmul(integers, [integers], 0, group())
+    assert seen == [gather]
+    assert [(row.operator, row.strategy) for row in hi.torch.report()] == [
+        ("symm_mem::fused_all_gather_matmul", "torch")
+    ]
+
+
+@case
+def functions_with_other_parameters_stay_torchs_and_a_warning_says_so() -> None:
+    def gather(mm_out_op: Any, A_shard: Any, layouts: Any) -> str:
+        return "torch's"
+
+    with replaced(**{FUNCTIONS[0]: gather}), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with hi.torch.install() as installed:
+                assert symm_mem._fused_all_gather_matmul_impl is gather
+                assert [name.rpartition(".")[2] for name in installed.functions] == [FUNCTIONS[1]]
+                OPS.fused_all_gather_matmul(torch.ones(2, 4), [torch.ones(4, 2)], 0, group())
+        messages = [str(each.message) for each in caught if "does not take over" in str(each.message)]
+        assert len(messages) == (dist.get_rank() == 0)
+        assert all("has it with the parameters mm_out_op, A_shard, layouts; expected: the" in m for m in messages)
+        with pytest.raises(
+            hi.HostIRError, match=r"does not take over torch\.distributed\._symmetric_memory\._fused_all_"
+        ):
+            hi.torch.install(strict=True)
+        assert "hostir has given them back" in repr(installed), "nothing is installed"
 
 
 if __name__ == "__main__":

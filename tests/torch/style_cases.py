@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,12 +16,19 @@ import torch.nn.functional as F  # noqa: N812  # as everywhere
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module, style
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+    style,
+)
 
 import hostir as hi
 import hostir.ir.source as notices
 import hostir.torch
-from hostir.torch import ColwiseParallel, QKVParallelLinear, RowwiseParallel, ShardingWarning
+from hostir.torch import ColwiseParallel, GatedMLP, QKVParallelLinear, RowwiseParallel, ShardingWarning
 from tests.torch.layer_cases import near, whole
 from tests.torch.module_cases import full, ranks, same
 from tests.torch.operator_cases import DEVICE, RANK, RANKS, main, part
@@ -301,6 +310,69 @@ def a_fused_projection_is_a_warning_and_needs_its_rows_by_rank() -> None:
     for y, z in zip(model(part(x, 1)), true, strict=True):
         near(y, z)
     assert QKVParallelLinear(8, 8 * RANKS, 8 * RANKS, ranks())(part(x, 0))[1].shape[-1] == 8
+
+
+# Communication counts -------------------------------------------------------------------------------------------------
+
+
+def inputs(axis: int | None, wants_gradient: bool) -> Tensor:
+    x = whole(2, 8, 8)
+    return (x if axis is None else part(x, axis)).clone().requires_grad_(wants_gradient)
+
+
+def counted(model: nn.Module, x: Tensor) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, dict[str, int]]]]:
+    """The collectives that CommDebugMode counts in forward, in backward, and in both by module."""
+    forward, backward, both = CommDebugMode(), CommDebugMode(), CommDebugMode()
+    with forward:
+        y = model(x).sum()
+    with backward:
+        y.backward()
+    with both:
+        model(x).sum().backward()
+    named = lambda counts: {str(name): n for name, n in counts.items()}  # noqa: E731
+    modules = both.comm_module_counts.items()
+    by_module = {name: {way: named(counts) for way, counts in ways.items()} for name, ways in modules}
+    return named(forward.get_comm_counts()), named(backward.get_comm_counts()), by_module
+
+
+def mlp(given: ModuleType, axis: int | None) -> nn.Module:
+    """An MLP by the styles of a module."""
+    column = {} if axis is None else {"input_layouts": Shard(axis)}
+    row = {} if axis is None else {"output_layouts": Shard(axis)}
+    columns = {name: given.ColwiseParallel(**column) for name in ("gate", "up")}
+    return parallelize_module(same(MLP()), ranks(), {**columns, "down": given.RowwiseParallel(**row)})
+
+
+def prepared(axis: int | None) -> nn.Module:
+    """An MLP by torch's styles, whose input is gathered once."""
+    layout = Replicate() if axis is None else Shard(axis)
+    before = PrepareModuleInput(input_layouts=layout, desired_input_layouts=Replicate())
+    columns = {name: style.ColwiseParallel() for name in ("gate", "up")}
+    down = style.RowwiseParallel(output_layouts=layout)
+    return parallelize_module(same(MLP()), ranks(), {"": before, **columns, "down": down})
+
+
+def gathered_once(axis: int | None) -> nn.Module:
+    """An MLP by hostir's styles, whose input is gathered once."""
+    layout = Replicate() if axis is None else Shard(axis)
+    names, down = ColwiseParallel("gate", "up", input_layouts=layout), RowwiseParallel(output_layouts=layout)
+    return parallelize_module(same(MLP()), ranks(), {"": names, "down": down})
+
+
+@case
+def comm_debug_mode_counts_what_it_counts_of_torchs_styles() -> None:
+    for axis, wants_gradient in itertools.product((None, 0, 1), (False, True)):
+        x = inputs(axis, wants_gradient)
+        apart, once = counted(mlp(style, axis), x), counted(prepared(axis), x)
+        assert apart[0], "torch's own styles communicate"
+        for strategy in ("sequential", "push") if axis is None else ("sequential", "ring", "push"):
+            with hi.torch.install(strategy=strategy):
+                found = counted(mlp(hi.torch, axis), x)
+                assert found == apart, (strategy, axis, wants_gradient, found, apart)
+                gated = counted(GatedMLP(8, 16, ranks(), sequence_dim=axis), x)
+                assert gated[:2] == once[:2], (strategy, axis, wants_gradient, gated, once)
+                if not wants_gradient:  # else hooks of the mode give each layer a view of its own of the input
+                    assert counted(gathered_once(axis), x)[:2] == once[:2]
 
 
 if __name__ == "__main__":

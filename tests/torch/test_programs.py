@@ -1,4 +1,4 @@
-"""Operators' programs: two threads that ask for one at once get the same."""
+"""Operators' programs: two threads that ask for one at once get the same. The counts of their calls."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import threading
 import time
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from hostir.runtime.executor import Executor
 from hostir.torch import programs
-from hostir.torch.programs import OperatorGroup
+from hostir.torch.programs import Ledger, OperatorGroup
 
 CPU = torch.device("cpu")
 
@@ -82,3 +83,16 @@ def test_threads_that_meet_a_group_at_once_get_one_entry(monkeypatch: pytest.Mon
     monkeypatch.setattr(programs, "resolved", resolved)
     first, *others = on_threads(*[lambda: programs.group_named("0")] * 8)
     assert all(other is first for other in others)
+
+
+def test_the_number_of_calls_outlives_a_report_that_is_cleared() -> None:
+    ledger, one, other = Ledger(), cast(Executor, object()), cast(Executor, object())
+    ledger.ran("hostir::all_gather", "0", one)
+    ledger.clear()
+    assert not ledger.by_hostir
+    ledger.ran("hostir::all_gather", "0", one)
+    ledger.ran("hostir::all_gather", "0", other, started=True)
+    ledger.left("hostir::all_gather", "0", "torch ran it")
+    ledger.clear()
+    ledger.ran("hostir::all_gather", "1", one)
+    assert ledger.calls() == {("hostir::all_gather", "0"): 3, ("hostir::all_gather", "1"): 1}
