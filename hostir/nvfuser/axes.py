@@ -697,15 +697,15 @@ class Types:
         """
         devices = {(t.name, d.on) for t in (*dump.tensors(), *dump.outputs) for d in t.domains if d.on in ("x", "y")}
         makers = {n.out.name: n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))}
-        found: dict[str, Unprinted] = {}
+        unprinted: dict[str, Unprinted] = {}
         for node in dump.walk():
             if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
                 mark = self.over(node)
                 letter = next(letter for letter, axis in _letters(self.mesh(node.x)).items() if axis == mark)
                 printed = {name for name, on in devices if on == letter}
                 axes = _unprinted_axes(node, makers, printed)
-                found |= {name: Unprinted(mark, axis) for name, axis in axes.items()}
-        return found
+                unprinted |= {name: Unprinted(mark, axis) for name, axis in axes.items()}
+        return unprinted
 
 
 def _unprinted_axes(

@@ -168,10 +168,9 @@ def keeps_bytes(node: Node) -> bool:
 
     Collectives that know no fp8 move bytes, and `cat` puts bytes together.
     """
-    of: Any = node.args[0] if node.args else None
     if node.target is AS_DTYPE:
-        return value(of).itemsize == value(node).itemsize
-    return node.target in VIEWS and equal(shape_of(of), shape_of(node))
+        return value(node.args[0]).itemsize == value(node).itemsize  # type: ignore[arg-type]
+    return node.target in VIEWS and equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
 
 
 def without_views(node: Any) -> Any:
@@ -183,9 +182,8 @@ def without_views(node: Any) -> Any:
 
 def without_layout(node: Node) -> Node:
     """Return the node of which this one is a copy with other strides; the node itself if it is no such copy."""
-    found, order = node, [*range(len(shape_of(node)))]
+    source, order = node, [*range(len(shape_of(node)))]
     while node.target in LAYOUTS:
-        of: Node = node.args[0]  # type: ignore[assignment]
         axes = [*range(len(order))]
         if node.target is aten.permute.default:
             axes = [axis % len(axes) for axis in node.args[1]]  # type: ignore[union-attr, operator]
@@ -194,10 +192,10 @@ def without_layout(node: Node) -> Node:
             axes[i], axes[j] = axes[j], axes[i]  # type: ignore[index]
         elif node.target is aten.t.default:
             axes.reverse()
-        node, order = of, [axes[axis] for axis in order]
+        node, order = node.args[0], [axes[axis] for axis in order]  # type: ignore[assignment]
         if order == sorted(order):
-            found = node
-    return found
+            source = node
+    return source
 
 
 def is_trivial(size: Any) -> bool:
@@ -256,7 +254,7 @@ RECIPES = {
 
 
 @dataclass(frozen=True)
-class Scales:
+class ProductScales:
     """The scales of a scaled product.
 
     Fields:
@@ -271,7 +269,7 @@ class Scales:
     right: Node
     fast: bool
 
-    def given_right(self, graph: Graph, right: Node) -> Node:
+    def right_operand(self, graph: Graph, right: Node) -> Node:
         """Return the scales of a right side as operators of hostir take them: without rows that fill them up."""
         rows, columns = shape_of(right)
         if self.form == "rows":
@@ -282,11 +280,11 @@ class Scales:
 
 def bias_of(product: Node) -> Node | None:
     """Return what a scaled product adds."""
-    found: Node | None = argument(product, 4 if product.target is SCALED[0] else 8, "bias")
-    return found
+    bias: Node | None = argument(product, 4 if product.target is SCALED[0] else 8, "bias")
+    return bias
 
 
-def scales_of(product: Node) -> Scales:
+def scales_of(product: Node) -> ProductScales:
     """Return the scales of a scaled product. Raises LeftAlone for one that hostir does not compute."""
     form, left, right, fast = (_by_shapes if product.target is SCALED[0] else _by_recipes)(product)
     b = shape_of(product.args[1])  # type: ignore[arg-type]
@@ -296,23 +294,23 @@ def scales_of(product: Node) -> Scales:
         raise LeftAlone(f"the scales of {product.name} are {value(left).dtype} and {value(right).dtype}")
     if value(product).dtype not in RESULTS:
         raise LeftAlone(f"the result of {product.name} is {value(product).dtype}")
-    return Scales(form, without_layout(left), right, fast)
+    return ProductScales(form, without_layout(left), right, fast)
 
 
 def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
     """Return the form and the scales of a `_scaled_mm`, and whether it accumulates fast."""
     (rows, K), (_, columns) = map(shape_of, product.args[:2])  # type: ignore[arg-type]
     left, right = argument(product, 2, "scale_a"), argument(product, 3, "scale_b")
-    given = shape_of(left), shape_of(right)
+    of_left, of_right = shape_of(left), shape_of(right)
     if argument(product, 5, "scale_result") is not None:
         raise LeftAlone(f"{product.name} scales its result")
     fast = argument(product, 7, "use_fast_accum", False)
-    if all(is_trivial(size) for shape in given for size in shape):
+    if all(map(is_trivial, (*of_left, *of_right))):
         return "one", left, right, fast
-    if equal(given[0], [rows, 1]) and equal(given[1], [1, columns]):
+    if equal(of_left, [rows, 1]) and equal(of_right, [1, columns]):
         return "rows", left, right, fast
     along, across = ((size + BLOCK - 1) // BLOCK for size in (K, columns))
-    if equal(given[0], [rows, along]) and equal(given[1], [along, across]):
+    if equal(of_left, [rows, along]) and equal(of_right, [along, across]):
         return "blocks", left, right, fast
     raise LeftAlone(
         f"the scales of {product.name} are neither of tensors, nor of rows and columns, nor of 1x128 and 128x128 blocks"
@@ -353,7 +351,7 @@ class GatheredProduct:
     rows: Node
     right: Node
     added: Node | None
-    scales: Scales | None = None
+    scales: ProductScales | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -394,19 +392,22 @@ def gathered(gather: Node) -> tuple[Node, int]:
 
 def _cats(node: Node) -> set[Node]:
     """Return the `cat`s of parts of a tensor, or of views of them. A node is the tensor, its division, or a part."""
-    found = {user for user in node.users if user.target is aten.cat.default}
-    for user in node.users:
-        if user.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(user):
-            found |= _cats(user)
-    return found
+    cats = {user for user in node.users if user.target is aten.cat.default}
+    return cats.union(*(_cats(user) for user in node.users if _is_part(user)))
+
+
+def _is_part(node: Node) -> bool:
+    """Return whether a node divides a tensor, or is a part of one, or a view as another dtype of the same size."""
+    return node.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(node)
 
 
 def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
     """Return whether the operands of a `cat` are the ranks' parts of a gathered tensor, or views of them as bytes."""
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
-    found = parts_of([without_views(piece) for piece in pieces], ranks)
-    same = all(value(piece).dtype == value(cat).dtype for piece in pieces)  # if not, `cat` converts them
-    return found is not None and same and without_views(found[0]) is full and found[1] == 0
+    if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts them
+        return False
+    divided, axis = parts_of([without_views(piece) for piece in pieces], ranks) or (None, 0)
+    return without_views(divided) is full and axis == 0
 
 
 def rows_of_views(full: Node) -> Iterator[Node]:
@@ -439,14 +440,13 @@ def products_of(full: Node) -> list[GatheredProduct]:
         raise LeftAlone(f"it is the right side of {right[0].name}: a gathered weight")
     if taken := [user for user in others if user.target in SCALED]:
         raise LeftAlone(f"it has the scales of {taken[0].name}, whose rows are not gathered with them")
+    why = "no matmul has its rows on the left"
     if views := [*_resized(full)]:
-        raise LeftAlone(f"{views[0].name} views its elements as {value(views[0]).dtype}, of another size")
-    if cats := _cats(full):
-        raise LeftAlone(
-            f"{min(cat.name for cat in cats)} does not put the ranks' parts together in their order, along one axis"
-        )
+        raise LeftAlone(f"{why}; {views[0].name} views its elements as {value(views[0]).dtype}, of another size")
+    if cats := sorted(cat.name for cat in _cats(full)):
+        raise LeftAlone(f"{why}; {cats[0]} puts its parts together otherwise than rank by rank")
     uses = ", ".join(sorted({getattr(user.target, "__name__", str(user.target)) for user in others})) or "nothing"
-    raise LeftAlone(f"no matmul has its rows on the left; it is used by {uses}")
+    raise LeftAlone(f"{why}; it is used by {uses}")
 
 
 def _resized(node: Node) -> Iterator[Node]:
@@ -454,7 +454,7 @@ def _resized(node: Node) -> Iterator[Node]:
     for user in node.users:
         if user.target is AS_DTYPE and not keeps_bytes(user):
             yield user
-        elif user.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(user):
+        elif _is_part(user):
             yield from _resized(user)
 
 
@@ -525,7 +525,7 @@ def fuse_gather(graph: Graph, gather: Node) -> Fates:
                 kind, of_rows = "sharded", viewed(graph, others.args[0], [*lead, *along])  # type: ignore[arg-type]
                 fates[others] = _name(op), f"the scales of {gather.name}"
             kind += BLOCKS * (scales.form == "blocks")
-            columns = [p.scales.given_right(graph, p.right) for p in products if p.scales]
+            columns = [p.scales.right_operand(graph, p.right) for p in products if p.scales]
             biases, dtype = [p.added for p in products], value(products[0].node).dtype
             fused = made(graph, op, part, of_rows, rights, columns, *where, kind, biases, dtype, scales.fast)
         outputs = made(graph, operator.getitem, fused, 1 if scales is None else 2)
@@ -628,7 +628,7 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
                 left = _as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]])
                 if scales.form != "one":
                     of_left = viewed(graph, of_left, [*shape[:-1], *shape_of(of_left)[-1:]])
-            operands = left, of_left, right, scales.given_right(graph, right)
+            operands = left, of_left, right, scales.right_operand(graph, right)
             fused = made(graph, op, *operands, *where, value(given).dtype, bias_of(products[0]), scales.fast)
         else:
             op = ops.matmul_reduce_scatter.default
@@ -638,7 +638,7 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     return {scatter: (_name(op), _amount(products))}
 
 
-def one_scaled(products: list[Node]) -> tuple[Node, Node, Scales]:
+def one_scaled(products: list[Node]) -> tuple[Node, Node, ProductScales]:
     """Return the operands of the only product, of fp8, and their scales."""
     if len(products) > 1:
         raise LeftAlone(f"it is a sum of {len(products)} products, of which some are scaled")

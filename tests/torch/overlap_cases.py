@@ -259,8 +259,8 @@ def parts_put_together_otherwise_are_left_alone() -> None:
     a, b = whole(4, 8, 32).to(F8), whole(16, 32).to(F8).t()
     reasons = {
         (1, "pairs of bytes"): "as torch.int16, of another size",
-        (1, "reversed bytes"): "does not put the ranks' parts together in their order",
-        (1, "numbers"): "does not put the ranks' parts together in their order",
+        (1, "reversed bytes"): "puts its parts together otherwise than rank by rank",
+        (1, "numbers"): "puts its parts together otherwise than rank by rank",
         (2, "bytes"): "the axis that the products sum over",
     }
     for (axis, by), why in reasons.items():
