@@ -15,6 +15,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
+from torch.utils._sympy.functions import FloorDiv
 
 from hostir import __version__
 from hostir.ir.scaled_ops import BLOCK
@@ -132,6 +134,46 @@ def size_node(graph: Graph, node: Node, size: Any) -> Any:
         if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
             return each
     return -1
+
+
+def lift_sizes(graph: Graph) -> None:
+    """Compute sizes of results from sizes of inputs, where they follow, so that no result is used for its size."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    sources: dict[Any, tuple[Node, int | None]] = {}
+    for node in sorted(inputs, key=lambda node: isinstance(node.meta.get("val"), Tensor)):
+        size = node.meta.get("val")
+        for axis, each in enumerate(size.shape) if isinstance(size, Tensor) else [(None, size)]:
+            if isinstance(each, torch.SymInt):
+                sources.setdefault(each.node.expr, (node, axis))
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [*graph.nodes]:
+        known = isinstance(node.meta.get("val"), torch.SymInt)
+        if known and node.target is aten.sym_size.int and node.args[0] not in inputs:
+            with graph.inserting_before(first):
+                size = _size_from(graph, node.meta["val"].node.expr, sources)
+            if isinstance(size, Node):
+                node.replace_all_uses_with(size)
+                graph.erase_node(node)
+
+
+def _size_from(graph: Graph, expr: Any, sources: dict[Any, tuple[Node, int | None]]) -> Any:
+    """Return an expression of sizes as an integer or a node; None if it does not follow from sizes of inputs.
+
+    Args:
+        graph: where nodes are inserted.
+        expr: the expression.
+        sources: for each known size an input that is this size, or one with the axis that has it.
+    """
+    if expr.is_Integer:
+        return int(expr)
+    if expr in sources:
+        node, axis = sources[expr]
+        return node if axis is None else made(graph, aten.sym_size.int, node, axis)
+    op = operator.add if expr.is_Add else operator.mul if expr.is_Mul else operator.floordiv
+    if not (expr.is_Add or expr.is_Mul or isinstance(expr, FloorDiv)):
+        return None
+    terms = [_size_from(graph, term, sources) for term in expr.args]
+    return None if None in terms else reduce(partial(made, graph, op), terms)
 
 
 def depends(node: Node, on: Node) -> bool:
@@ -289,7 +331,7 @@ def scales_of(product: Node) -> ProductScales:
     form, left, right, fast = (_by_shapes if product.target is SCALED[0] else _by_recipes)(product)
     b = shape_of(product.args[1])  # type: ignore[arg-type]
     if form == "blocks" and not all(isinstance(size, int) and size % BLOCK == 0 for size in b):
-        raise LeftAlone(f"blocks of {BLOCK} x {BLOCK} do not divide the right side of {product.name}")
+        raise LeftAlone(f"blocks of {BLOCK} x {BLOCK} are not known to divide the right side of {product.name}")
     if any(value(scale).dtype != torch.float32 for scale in (left, right)):
         raise LeftAlone(f"the scales of {product.name} are {value(left).dtype} and {value(right).dtype}")
     if value(product).dtype not in RESULTS:
@@ -726,6 +768,8 @@ class OverlapPass(CustomGraphPass):
         self.graphs += 1
         fates: Fates = {}
         collectives = [node for node in graph.nodes if _is_collective(node)]
+        if collectives:
+            lift_sizes(graph)
         for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
             if node not in fates:  # scales follow the bytes that they are of
                 fates |= self._fate(graph, node)

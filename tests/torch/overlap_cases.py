@@ -61,11 +61,12 @@ class Watched(OverlapPass):
     """The pass, which also tells the collectives that its graphs still have."""
 
     left: tuple[str, ...] = ()
+    graph: torch.fx.Graph  # the latest
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         super().__call__(graph)
         names = [node.name for node in graph.nodes if getattr(node.target, "namespace", "") == "_c10d_functional"]
-        self.left = *self.left, *names
+        self.left, self.graph = (*self.left, *names), graph
 
 
 def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> tuple[Any, Watched]:
@@ -287,6 +288,43 @@ def bytes_of_several_dtypes_are_several_products() -> None:
     assert "1 product and the gathered tensor" in str(overlap.report)
 
 
+def flat_products(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, axis: int) -> Tensor:
+    full = funcol.all_gather_tensor(a.view(torch.uint8), axis, group()).view(F8)
+    scale = funcol.all_gather_tensor(of_a, axis, group())
+    y = torch._scaled_mm(full.flatten(0, -2), b, scale.flatten(0, -2), of_b, out_dtype=torch.bfloat16)
+    return y.view(full.shape[0], full.shape[1], -1)
+
+
+def flat_rows(a: Tensor, b: Tensor, axis: int) -> Tensor:
+    full = funcol.all_gather_tensor(a, axis, group())
+    return (full.flatten(0, -2) @ b).view(full.shape[0], full.shape[1], -1)
+
+
+def flat_sums(a: Tensor, b: Tensor, axis: int) -> Tensor:
+    y = funcol.reduce_scatter_tensor((a.flatten(0, -2) @ b).view(a.shape[0], a.shape[1], -1), "sum", axis, group())
+    return y.flatten(0, -2).view(y.shape[0], y.shape[1], -1) * y.shape[axis]
+
+
+@case
+def results_are_not_needed_for_their_sizes() -> None:
+    whole_a, b = whole(2 * RANKS, 4 * RANKS, 32), whole(32, 16)
+    of_rows, of_b, right = whole(*whole_a.shape[:-1], 1).exp(), whole(1, 16).exp(), whole(16, 32).to(F8).t()
+    for axis, free in itertools.product((0, 1), (False, True)):
+        a, of_a = part(whole_a, axis).contiguous(), part(of_rows, axis).contiguous()
+        for function, name, given in (
+            (flat_rows, AG, (a, b)),
+            (flat_sums, RS, (whole_a, b)),
+            (flat_products, SCALED_AG, (a.to(F8), right, of_a, of_b)),
+        ):
+            y, overlap = traced(function, *given, axis, dynamic=free)
+            near(y, function(*given, axis))
+            assert {*fused(overlap)} == {name}, overlap.report
+            assert overlap.left == ()
+            if free:
+                names = [node.name for node in overlap.graph.nodes if node.target is torch.ops.aten.sym_size.int]
+                assert names == []
+
+
 def blocks(x: Tensor, scale: Tensor) -> Tensor:
     """What numbers with scales of blocks stand for."""
     return x.double() * scale.repeat_interleave(128, -1).double()
@@ -383,7 +421,7 @@ def scales_that_are_left_alone_say_why() -> None:
     reasons: dict[str, tuple[Callable[..., Any], Tensor, Tensor]] = {
         "are BlockWise1x128 and BlockWise1x128: hostir has no such product": (by_recipes, b, whole(2, 256).t()),
         "nor of 1x128 and 128x128 blocks": (gather, b, whole(2, 256)),
-        "blocks of 128 x 128 do not divide the right side": (gather, narrow, whole(2, 2)),
+        "blocks of 128 x 128 are not known to divide the right side": (gather, narrow, whole(2, 2)),
     }
     for why, (function, right, of_b) in reasons.items():
         overlap = seen_by_the_pass(function, a, right, scale, of_b)
