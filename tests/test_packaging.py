@@ -93,10 +93,20 @@ def test_the_demo_runs_from_a_wheel_in_an_empty_environment(built: Path, tmp_pat
     ran(tmp_path / "venv/bin/hostir", "run", "ag_matmul.py", *small, cwd=tmp_path)
 
 
+USER = """import hostir as hi
+from hostir.torch import overlap_pass
+
+reveal_type(hi.__version__)
+reveal_type(overlap_pass)
+hi.parse(1)
+"""
+
+
 def test_mypy_finds_an_editable_install(source: Path, tmp_path: Path) -> None:
     python = environment_of(tmp_path / "venv", "-e", source)
-    (tmp_path / "user.py").write_text("import hostir as hi\n\nreveal_type(hi.__version__)\nhi.parse(1)\n")
+    (tmp_path / "user.py").write_text(USER)
     command = (sys.executable, "-m", "mypy", "--python-executable", python, "--follow-imports=silent", "user.py")
     done = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False)
     assert 'Revealed type is "str"' in done.stdout.replace("builtins.", ""), done.stdout + done.stderr
+    assert 'Revealed type is "hostir.torch.overlap.OverlapPass"' in done.stdout, done.stdout
     assert '"parse" has incompatible type "int"; expected "str"' in done.stdout, done.stdout

@@ -43,7 +43,8 @@ FLOAT8 = "f8e4m3"
 Quantized = tuple[Tensor, Tensor]
 
 # Products of scaled rows ----------------------------------------------------------------------------------------------
-# `scales` is `one`, `sharded` or `replicated`, as of the program. The result has the scales of all rows, if gathered.
+# `scales` are `one`, `sharded`, `replicated`, `sharded_blocks` or `replicated_blocks`: see `scaled.gathered_program`.
+# The result has the scales of all rows if they are gathered. A reduce-scatter's scales are told by their shapes.
 
 AG_SMM = (
     "all_gather_scaled_matmul(Tensor a, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, int gather_dim, "
@@ -92,7 +93,8 @@ def _(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     check_gather(a, bs, gather_dim)
     full = gathered_like(a, gather_dim, group_name)
-    every = with_columns(full.float(), 1, gather_dim) if scales == "sharded" else a_scale.clone()
+    sharded = scales.startswith("sharded")
+    every = with_columns(full.float(), a_scale.shape[-1], gather_dim) if sharded else a_scale.clone()
     return full, every, [with_columns(full.to(out_dtype), b.shape[1], gather_dim) for b in bs]
 
 

@@ -15,6 +15,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,19 +25,23 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import ScalingType
+from torch.utils._sympy.functions import FloorDiv
 
 from hostir import __version__
+from hostir.ir.scaled_ops import BLOCK
 from hostir.ir.source import counted
 from hostir.torch.programs import DTYPES, LEDGER
-from hostir.torch.scaled import FP8, RESULTS
+from hostir.torch.scaled import BLOCKS, FP8, RESULTS
 
 aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
 SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
-SCALED = aten._scaled_mm.default
+SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
 AS_DTYPE = aten.view.dtype
+LAYOUTS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.clone.default)  # may change strides alone
 
 
 Fates = dict[Node, tuple[str, str]]  # of collectives: the operator, empty if left alone, and with what, or why not
@@ -151,6 +156,46 @@ def size_node(graph: Graph, node: Node, size: Any) -> Any:
     return -1
 
 
+def lift_sizes(graph: Graph) -> None:
+    """Compute sizes of results from sizes of inputs, where they follow, so that no result is used for its size."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    sources: dict[Any, tuple[Node, int | None]] = {}
+    for node in sorted(inputs, key=lambda node: isinstance(node.meta.get("val"), Tensor)):
+        size = node.meta.get("val")
+        for axis, each in enumerate(size.shape) if isinstance(size, Tensor) else [(None, size)]:
+            if isinstance(each, torch.SymInt):
+                sources.setdefault(each.node.expr, (node, axis))
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [*graph.nodes]:
+        known = isinstance(node.meta.get("val"), torch.SymInt)
+        if known and node.target is aten.sym_size.int and node.args[0] not in inputs:
+            with graph.inserting_before(first):
+                size = _size_from(graph, node.meta["val"].node.expr, sources)
+            if isinstance(size, Node):
+                node.replace_all_uses_with(size)
+                graph.erase_node(node)
+
+
+def _size_from(graph: Graph, expr: Any, sources: dict[Any, tuple[Node, int | None]]) -> Any:
+    """Return an expression of sizes as an integer or a node; None if it does not follow from sizes of inputs.
+
+    Args:
+        graph: where nodes are inserted.
+        expr: the expression.
+        sources: for each known size an input that is this size, or one with the axis that has it.
+    """
+    if expr.is_Integer:
+        return int(expr)
+    if expr in sources:
+        node, axis = sources[expr]
+        return node if axis is None else made(graph, aten.sym_size.int, node, axis)
+    op = operator.add if expr.is_Add else operator.mul if expr.is_Mul else operator.floordiv
+    if not (expr.is_Add or expr.is_Mul or isinstance(expr, FloorDiv)):
+        return None
+    terms = [_size_from(graph, term, sources) for term in expr.args]
+    return None if None in terms else reduce(partial(made, graph, op), terms)
+
+
 def depends(node: Node, on: Node) -> bool:
     """Return whether a node needs another's result."""
     seen, todo = set(), [node]
@@ -177,9 +222,42 @@ def keeps_rows(node: Node) -> bool:
         return equal(shape_of(node.args[0])[-1:], shape_of(node)[-1:])  # type: ignore[arg-type]
     if node.target is aten.slice.Tensor:  # DTensor cuts off what uneven parts are filled up with, if they were uneven
         return equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
-    if node.target is AS_DTYPE:  # collectives that know no fp8 move bytes
+    return keeps_bytes(node)
+
+
+def keeps_bytes(node: Node) -> bool:
+    """Return whether a node has the bytes and the shape of its operand, perhaps as another dtype.
+
+    Collectives that know no fp8 move bytes, and `cat` puts bytes together.
+    """
+    if node.target is AS_DTYPE:
         return value(node.args[0]).itemsize == value(node).itemsize  # type: ignore[arg-type]
-    return False
+    return node.target in VIEWS and equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
+
+
+def without_views(node: Any) -> Any:
+    """Return the tensor of the same shape that a node is a view of, perhaps as another dtype; else the node itself."""
+    while isinstance(node, Node) and keeps_bytes(node):
+        node = node.args[0]
+    return node
+
+
+def without_layout(node: Node) -> Node:
+    """Return the node of which this one is a copy with other strides; the node itself if it is no such copy."""
+    source, order = node, [*range(len(shape_of(node)))]
+    while node.target in LAYOUTS:
+        axes = [*range(len(order))]
+        if node.target is aten.permute.default:
+            axes = [axis % len(axes) for axis in node.args[1]]  # type: ignore[union-attr, operator]
+        elif node.target is aten.transpose.int:
+            i, j = node.args[1:3]
+            axes[i], axes[j] = axes[j], axes[i]  # type: ignore[index]
+        elif node.target is aten.t.default:
+            axes.reverse()
+        node, order = node.args[0], [axes[axis] for axis in order]  # type: ignore[assignment]
+        if order == sorted(order):
+            source = node
+    return source
 
 
 def is_trivial(size: Any) -> bool:
@@ -198,9 +276,8 @@ def group_of(node: Node, index: int) -> str:
     return group if isinstance(group, str) else group.group_name
 
 
-def parts_of(cat: Node, ranks: int) -> tuple[Node, int] | None:
-    """Return the tensor whose equal parts, one for each rank, are the operands of a `cat`, and the axis they divide."""
-    pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
+def parts_of(pieces: list[Any], ranks: int) -> tuple[Node, int] | None:
+    """Return the tensor that these pieces are equal parts of, one for each rank, and the axis that they divide."""
     sources = {(each.target, each.args[0]) for each in pieces if isinstance(each, Node) and each.op == "call_function"}
     if len(sources) != 1 or len(pieces) != ranks:
         return None
@@ -228,6 +305,95 @@ def parts_of(cat: Node, ranks: int) -> tuple[Node, int] | None:
     return (whole, axis) if same else None
 
 
+# Scaled products ------------------------------------------------------------------------------------------------------
+# `_scaled_mm` tells by the shapes of scales what they are of; `_scaled_mm_v2` has a recipe for either side.
+
+RECIPES = {
+    "one": (ScalingType.TensorWise, ScalingType.TensorWise),
+    "rows": (ScalingType.RowWise, ScalingType.RowWise),
+    "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+}
+
+
+@dataclass(frozen=True)
+class ProductScales:
+    """The scales of a scaled product.
+
+    Fields:
+        form: `one` of each tensor, of `rows` and columns, or of `blocks`: 1x128 of the left side, 128x128 of the right.
+        left: of the left side.
+        right: of the right side, as the product takes them.
+        fast: whether tensor cores may accumulate.
+    """
+
+    form: str
+    left: Node
+    right: Node
+    fast: bool
+
+    def right_operand(self, graph: Graph, right: Node) -> Node:
+        """Return the scales of a right side as operators of hostir take them: without rows that fill them up."""
+        rows, columns = shape_of(right)
+        if self.form == "rows":
+            return viewed(graph, self.right, [1, columns])
+        padded = self.form == "blocks" and not equal(shape_of(self.right)[:1], [rows // BLOCK])
+        return made(graph, aten.slice.Tensor, self.right, 0, 0, rows // BLOCK) if padded else self.right
+
+
+def bias_of(product: Node) -> Node | None:
+    """Return what a scaled product adds."""
+    bias: Node | None = argument(product, 4 if product.target is SCALED[0] else 8, "bias")
+    return bias
+
+
+def scales_of(product: Node) -> ProductScales:
+    """Return the scales of a scaled product. Raises LeftAlone for one that hostir does not compute."""
+    form, left, right, fast = (_by_shapes if product.target is SCALED[0] else _by_recipes)(product)
+    b = shape_of(product.args[1])  # type: ignore[arg-type]
+    if form == "blocks" and not all(isinstance(size, int) and size % BLOCK == 0 for size in b):
+        raise LeftAlone(f"blocks of {BLOCK} x {BLOCK} are not known to divide the right side of {product.name}")
+    if any(value(scale).dtype != torch.float32 for scale in (left, right)):
+        raise LeftAlone(f"the scales of {product.name} are {value(left).dtype} and {value(right).dtype}")
+    if value(product).dtype not in RESULTS:
+        raise LeftAlone(f"the result of {product.name} is {value(product).dtype}")
+    return ProductScales(form, without_layout(left), right, fast)
+
+
+def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
+    """Return the form and the scales of a `_scaled_mm`, and whether it accumulates fast."""
+    (rows, K), (_, columns) = map(shape_of, product.args[:2])  # type: ignore[arg-type]
+    left, right = argument(product, 2, "scale_a"), argument(product, 3, "scale_b")
+    of_left, of_right = shape_of(left), shape_of(right)
+    if argument(product, 5, "scale_result") is not None:
+        raise LeftAlone(f"{product.name} scales its result")
+    fast = argument(product, 7, "use_fast_accum", False)
+    if all(map(is_trivial, (*of_left, *of_right))):
+        return "one", left, right, fast
+    if equal(of_left, [rows, 1]) and equal(of_right, [1, columns]):
+        return "rows", left, right, fast
+    along, across = ((size + BLOCK - 1) // BLOCK for size in (K, columns))
+    if equal(of_left, [rows, along]) and equal(of_right, [along, across]):
+        return "blocks", left, right, fast
+    raise LeftAlone(
+        f"the scales of {product.name} are neither of tensors, nor of rows and columns, nor of 1x128 and 128x128 blocks"
+    )
+
+
+def _by_recipes(product: Node) -> tuple[str, Node, Node, bool]:
+    """Return the form and the scales of a `_scaled_mm_v2`, and whether it accumulates fast."""
+    left, right = (argument(product, i, f"scale_{side}") for i, side in ((2, "a"), (5, "b")))
+    recipes = [argument(product, i, f"recipe_{side}") for i, side in ((3, "a"), (6, "b"))]
+    swizzled = any((*argument(product, 4, "swizzle_a"), *argument(product, 7, "swizzle_b")))
+    contracted = [axis % 2 for axis in argument(product, 10, "contraction_dim", ())]
+    form = next((form for form, pair in RECIPES.items() if recipes == [[recipe.value] for recipe in pair]), "")
+    if not form or swizzled or contracted not in ([], [1, 0]):
+        names = " and ".join(ScalingType(recipe).name for side in recipes for recipe in side)
+        raise LeftAlone(
+            f"the scales of {product.name} are {names}{', swizzled' * swizzled}: hostir has no such product"
+        )
+    return form, left[0], right[0], argument(product, 11, "use_fast_accum", False)
+
+
 # All-gathers ----------------------------------------------------------------------------------------------------------
 
 
@@ -247,18 +413,18 @@ class GatheredProduct:
     rows: Node
     right: Node
     added: Node | None
-    scales: tuple[Node, Node] | None = None
+    scales: ProductScales | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Return what products have in common that one operator computes."""
-        if self.scales is None:
-            return ()
-        return self.scales[0], value(self.node).dtype, argument(self.node, 7, "use_fast_accum", False)
+        dtypes = value(self.rows).dtype, value(self.node).dtype
+        return dtypes if self.scales is None else (*dtypes, self.scales.form, self.scales.left, self.scales.fast)
 
     def given(self) -> list[Node]:
         """Return its operands but for the rows."""
-        return [x for x in (self.right, self.added, *(self.scales or ())) if x is not None]
+        scales = () if self.scales is None else (self.scales.left, self.scales.right)
+        return [x for x in (self.right, self.added, *scales) if x is not None]
 
 
 def waited(collective: Node) -> Node:
@@ -276,23 +442,34 @@ def gathered(gather: Node) -> tuple[Node, int]:
     """Return the node of the gathered tensor, and the axis that it is gathered along."""
     wait, shard = waited(gather), gather.args[0]
     assert isinstance(shard, Node)
-    users = [*wait.users]
-    cats = {cat for user in users for cat in _cats(user)}
+    cats = _cats(wait)
     for cat in cats:
-        axis = argument(cat, 1, "dim", 0)
-        ranks = argument(gather, 1, "group_size")
-        if parts_of(cat, ranks) == (wait, 0) and axis % len(shape_of(shard)):
-            if len(cats) > 1 or any(user is not cat and cat not in _cats(user) for user in users):
+        axis = argument(cat, 1, "dim", 0) % len(shape_of(cat))
+        if axis and _puts_together(cat, wait, argument(gather, 1, "group_size")):
+            if len(cats) > 1 or any(cat not in _cats(user) for user in wait.users):
                 raise LeftAlone("its result is used in several orders of axes")
-            return cat, axis % len(shape_of(shard))
+            return cat, axis
     return wait, 0
 
 
 def _cats(node: Node) -> set[Node]:
-    """Return the `cat`s of parts of a tensor, of which a node is one, or divides it."""
-    if node.target in SPLITS:
-        return {cat for piece in node.users for cat in _cats(piece)}
-    return {user for user in node.users if user.target is aten.cat.default}
+    """Return the `cat`s of parts of a tensor, or of views of them. A node is the tensor, its division, or a part."""
+    cats = {user for user in node.users if user.target is aten.cat.default}
+    return cats.union(*(_cats(user) for user in node.users if _is_part(user)))
+
+
+def _is_part(node: Node) -> bool:
+    """Return whether a node divides a tensor, or is a part of one, or a view as another dtype of the same size."""
+    return node.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(node)
+
+
+def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
+    """Return whether the operands of a `cat` are the ranks' parts of a gathered tensor, or views of them as bytes."""
+    pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
+    if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts them
+        return False
+    divided, axis = parts_of([without_views(piece) for piece in pieces], ranks) or (None, 0)
+    return without_views(divided) is full and axis == 0
 
 
 def rows_of_views(full: Node) -> Iterator[Node]:
@@ -312,8 +489,8 @@ def products_of(full: Node) -> list[GatheredProduct]:
                 product = GatheredProduct(user, rows, user.args[1], None)  # type: ignore[arg-type]
             elif user.target is aten.addmm.default and user.args[1] is rows and not user.kwargs:
                 product = GatheredProduct(user, rows, user.args[2], user.args[0])  # type: ignore[arg-type]
-            elif user.target is SCALED and user.args[0] is rows:
-                product = GatheredProduct(user, rows, user.args[1], argument(user, 4, "bias"), scales_of(user))  # type: ignore[arg-type]
+            elif user.target in SCALED and user.args[0] is rows:
+                product = GatheredProduct(user, rows, user.args[1], bias_of(user), scales_of(user))  # type: ignore[arg-type]
             else:
                 others += [user] if not keeps_rows(user) else []
                 right += [user] if user.target in (aten.mm.default, aten.addmm.default) else []
@@ -323,30 +500,31 @@ def products_of(full: Node) -> list[GatheredProduct]:
         return [each for each in found if each.kind == found[0].kind]
     if right:
         raise LeftAlone(f"it is the right side of {right[0].name}: a gathered weight")
-    if taken := [user for user in others if user.target is SCALED]:
+    if taken := [user for user in others if user.target in SCALED]:
         raise LeftAlone(f"it has the scales of {taken[0].name}, whose rows are not gathered with them")
+    why = "no matmul has its rows on the left"
+    if views := [*_resized(full)]:
+        raise LeftAlone(f"{why}; {views[0].name} views its elements as {value(views[0]).dtype}, of another size")
+    if cats := sorted(cat.name for cat in _cats(full)):
+        raise LeftAlone(f"{why}; {cats[0]} puts its parts together otherwise than rank by rank")
     uses = ", ".join(sorted({getattr(user.target, "__name__", str(user.target)) for user in others})) or "nothing"
-    raise LeftAlone(f"no matmul has its rows on the left; it is used by {uses}")
+    raise LeftAlone(f"{why}; it is used by {uses}")
 
 
-def scales_of(product: Node) -> tuple[Node, Node]:
-    """Return the scales of both sides of a scaled matmul. Raises LeftAlone for those that hostir does not multiply."""
-    a, b, of_a, of_b = (each for each in product.args[:4] if isinstance(each, Node))
-    rows, columns = shape_of(a)[:-1], shape_of(b)[-1:]
-    one = [all(map(is_trivial, shape_of(each))) for each in (of_a, of_b)]
-    if not all(one) and not (equal(shape_of(of_a), [*rows, 1]) and equal(shape_of(of_b), [1, *columns])):
-        raise LeftAlone(f"the scales of {product.name} are neither of tensors nor of rows and columns")
-    if argument(product, 5, "scale_result") is not None:
-        raise LeftAlone(f"{product.name} scales its result")
-    if value(product).dtype not in RESULTS:
-        raise LeftAlone(f"the result of {product.name} is {value(product).dtype}")
-    return of_a, of_b
+def _resized(node: Node) -> Iterator[Node]:
+    """Yield the views of a tensor, or of its parts, as a dtype of another size."""
+    for user in node.users:
+        if user.target is AS_DTYPE and not keeps_bytes(user):
+            yield user
+        elif _is_part(user):
+            yield from _resized(user)
 
 
 def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
     """Return the all-gather of the scales of rows, if these are gathered as the rows are, and for these products."""
-    scale, nodes = products[0].kind[0], {product.node for product in products}
-    expected = [*shape_of(gather.args[0])[:-1], 1]  # type: ignore[arg-type]
+    assert products[0].scales
+    scale, nodes = products[0].scales.left, {product.node for product in products}
+    expected = [*shape_of(gather.args[0])[:-1], *shape_of(scale)[-1:]]  # type: ignore[arg-type]
     for other in graph.nodes:
         if other.target is not GATHER or group_of(other, 2) != group_of(gather, 2):
             continue
@@ -399,16 +577,19 @@ def fuse_gather(graph: Graph, gather: Node) -> Fates:
         else:
             op = ops.all_gather_scaled_matmul.default
             others = gather_of_scales(graph, gather, axis, products)
-            if all(map(is_trivial, shape_of(scales[0]))):
-                kind, of_rows = "one", scales[0]
+            along = shape_of(scales.left)[-1:]
+            if scales.form == "one":
+                kind, of_rows = "one", scales.left
             elif others is None:
                 rows = shape_of(full)[:-1] if lead != [-1] else lead
-                kind, of_rows = "replicated", viewed(graph, scales[0], [*rows, 1])
+                kind, of_rows = "replicated", viewed(graph, scales.left, [*rows, *along])
             else:
-                kind, of_rows = "sharded", viewed(graph, others.args[0], [*lead, 1])  # type: ignore[arg-type]
+                kind, of_rows = "sharded", viewed(graph, others.args[0], [*lead, *along])  # type: ignore[arg-type]
                 fates[others] = _name(op), f"the scales of {gather.name}"
-            columns, biases = [p.scales[1] for p in products if p.scales], [p.added for p in products]
-            fused = made(graph, op, part, of_rows, rights, columns, *where, kind, biases, *products[0].kind[1:])
+            kind += BLOCKS * (scales.form == "blocks")
+            columns = [p.scales.right_operand(graph, p.right) for p in products if p.scales]
+            biases, dtype = [p.added for p in products], value(products[0].node).dtype
+            fused = made(graph, op, part, of_rows, rights, columns, *where, kind, biases, dtype, scales.fast)
         outputs = made(graph, operator.getitem, fused, 1 if scales is None else 2)
         for index, product in enumerate(products):
             _give_product(graph, product, made(graph, operator.getitem, outputs, index))
@@ -427,7 +608,8 @@ def _name(op: Any) -> str:
 def _used_otherwise(full: Node, products: set[Node]) -> bool:
     """Return whether anything but these products needs the rows of a tensor."""
     return any(
-        user not in products and (not keeps_rows(user) or _used_otherwise(user, products)) for user in full.users
+        user not in products and (not (keeps_rows(user) or user.target in LAYOUTS) or _used_otherwise(user, products))
+        for user in full.users
     )
 
 
@@ -454,7 +636,7 @@ def scattered(scatter: Node) -> tuple[Node, int]:
         given = given.args[0]
     if given.target is not aten.cat.default or argument(given, 1, "dim", 0) != 0:
         return given, 0
-    return parts_of(given, argument(scatter, 2, "group_size")) or (given, 0)
+    return parts_of(list(given.args[0]), argument(scatter, 2, "group_size")) or (given, 0)
 
 
 def only_user(node: Node) -> None:
@@ -474,7 +656,7 @@ def products_before(node: Node, divided: bool) -> Iterator[Node]:
     elif node.target is aten.add.Tensor and not node.kwargs and _alike(node):
         for term in node.args:
             yield from products_before(term, False)  # type: ignore[arg-type]
-    elif node.target in (aten.mm.default, SCALED):
+    elif node.target in (aten.mm.default, *SCALED):
         yield node
     else:
         raise LeftAlone(f"{node.name} before it is {getattr(node.target, '__name__', node.op)}, not a matmul")
@@ -499,16 +681,17 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     moved = columns or not all(is_trivial(size) for size in shape[:axis])
     where = reduce_op, axis if moved else 0, group_of(scatter, 3)
     with graph.inserting_before(wait):
-        if any(product.target is SCALED for product in products):
+        if any(product.target in SCALED for product in products):
             if columns:
                 raise LeftAlone("it scatters columns of a scaled product")
-            op, operands = ops.scaled_matmul_reduce_scatter.default, one_scaled(products)
-            bias, fast = argument(products[0], 4, "bias"), argument(products[0], 7, "use_fast_accum", False)
+            op, (left, right, scales) = ops.scaled_matmul_reduce_scatter.default, one_scaled(products)
+            of_left = scales.left
             if moved:
-                operands[0] = _as_axes(graph, operands[0], [*shape[:-1], shape_of(operands[0])[-1]])
-                by_rows = not all(map(is_trivial, shape_of(operands[1])))
-                operands[1] = viewed(graph, operands[1], [*shape[:-1], 1]) if by_rows else operands[1]
-            fused = made(graph, op, *operands, *where, value(given).dtype, bias, fast)
+                left = _as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]])
+                if scales.form != "one":
+                    of_left = viewed(graph, of_left, [*shape[:-1], *shape_of(of_left)[-1:]])
+            operands = left, of_left, right, scales.right_operand(graph, right)
+            fused = made(graph, op, *operands, *where, value(given).dtype, bias_of(products[0]), scales.fast)
         else:
             op = ops.matmul_reduce_scatter.default
             left, right = one_product(graph, products, shape[:-1] if moved else None)
@@ -517,14 +700,13 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     return {scatter: (_name(op), _amount(products))}
 
 
-def one_scaled(products: list[Node]) -> list[Node]:
-    """Return the operands of the only product, of fp8: left side, its scales, right side, its scales."""
+def one_scaled(products: list[Node]) -> tuple[Node, Node, ProductScales]:
+    """Return the operands of the only product, of fp8, and their scales."""
     if len(products) > 1:
         raise LeftAlone(f"it is a sum of {len(products)} products, of which some are scaled")
     left, right, *_ = products[0].args
     check_dtype(left, right, fp8=True)  # type: ignore[arg-type]
-    of_left, of_right = scales_of(products[0])
-    return [left, of_left, right, of_right]  # type: ignore[list-item]
+    return left, right, scales_of(products[0])  # type: ignore[return-value]
 
 
 def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = None) -> tuple[Node, Node]:
@@ -564,7 +746,7 @@ def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
     if reduce_op != "sum":
         raise LeftAlone(f"its sum is {reduce_op!r}")
     products = [*products_before(given, divided=False)]
-    if scaled := [product for product in products if product.target is SCALED]:
+    if scaled := [product for product in products if product.target in SCALED]:
         raise LeftAlone(f"{scaled[0].name} is a scaled matmul, and those are not summed on all ranks")
     op = ops.matmul_all_reduce.default
     with graph.inserting_before(wait):
@@ -611,6 +793,8 @@ class OverlapPass(CustomGraphPass):
         self.graphs += 1
         fates: Fates = {}
         collectives = [node for node in graph.nodes if _is_collective(node)]
+        if collectives:
+            lift_sizes(graph)
         for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
             if node not in fates:  # scales follow the bytes that they are of
                 fates |= self._fate(graph, node)

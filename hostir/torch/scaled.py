@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hostir.ir.program import Program
+from hostir.ir.scaled_ops import BLOCK
 from hostir.torch.operators import Operator, from_front, grouped, mean, own
 from hostir.torch.programs import Unfit, _extra_sizes, _fusion, _in_front, _type
 
 FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
+BLOCKS = "_blocks"  # behind the word for scales of rows: of blocks of 128 elements
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 # Fusions --------------------------------------------------------------------------------------------------------------
@@ -44,28 +46,28 @@ class ScaledProduct:
 def gathered_program(
     ranks: int, dtype: str, K: int, products: tuple[ScaledProduct, ...], scales: str, free: int, outside: int
 ) -> Program:
-    """`a`, of which each rank has rows, gathered and multiplied with matrices; the scales of `a` are
+    """`a`, of which each rank has rows, gathered and multiplied with matrices. Results: the products, `a`, its scales.
 
-    tensor-wise (`one`), or of rows: each rank has those of its own (`sharded`), or of all (`replicated`). Results are
-    the products, `a` and its scales.
+    `scales` of `a` are tensor-wise (`one`), or of rows: each rank has those of its own (`sharded`), or of all
+    (`replicated`). With `_blocks` behind it there is one for 128 elements of a row, and for 128 x 128 of a matrix.
     """
+    blocks, sharded = scales.endswith(BLOCKS), scales.startswith("sharded")
+    along = K // BLOCK if blocks else 1
     others = _extra_sizes(free)
     a, body, front = _in_front("%a", dtype, ("M@didx", *others, K), outside)
     ones = [1] * (free + 2)
-    rows = ones if scales == "one" else ["M@didx" if scales == "sharded" else "M", *others, 1]
+    rows = ones if scales == "one" else ["M@didx" if sharded else "M", *others, along]
     inputs, outputs = [a, f"%s: {_type('f32', *rows)}"], []
     body.append(f"%a_full: {_type(dtype, 'M', *others, K)} = reshard {front}")
     scale = "%s"
-    if scales == "sharded":
+    if sharded:
         scale = "%s_full"
-        body.append(f"%s_full: {_type('f32', 'M', *others, 1)} = reshard %s")
+        body.append(f"%s_full: {_type('f32', 'M', *others, along)} = reshard %s")
     for i, p in enumerate(products):
         wide = p.dtype if p.dtype in RESULTS.values() else "f32"
         result = "M", *others, p.columns
-        inputs += [
-            f"%b{i}: {_type(p.b, K, p.columns)}",
-            f"%t{i}: {_type('f32', 1, 1 if scales == 'one' else p.columns)}",
-        ]
+        each = p.columns // BLOCK if blocks else 1 if scales == "one" else p.columns
+        inputs += [f"%b{i}: {_type(p.b, K, p.columns)}", f"%t{i}: {_type('f32', along, each)}"]
         plus, fast = "", " accumulate fast" if p.fast else ""
         if p.bias:
             inputs.append(f"%bias{i}: {_type(p.bias, p.columns)}")
@@ -90,27 +92,29 @@ def gathered_program(
         "all_gather_scaled_matmul",
         ranks,
         inputs,
-        [*outputs, "%a_full", *(["%s_full"] if scales == "sharded" else [])],
+        [*outputs, "%a_full", *(["%s_full"] if sharded else [])],
         body,
     )
 
 
 def scattered_program(
-    ranks: int, dtype: str, K: int, product: ScaledProduct, by_rows: bool, free: int, outside: int
+    ranks: int, dtype: str, K: int, product: ScaledProduct, scales: str, free: int, outside: int
 ) -> Program:
-    """The sum over all ranks of `a @ b`, of which each gets rows; each rank has scales of its own, which are of rows
+    """The sum over all ranks of `a @ b`, of which each gets rows. Each rank has scales of its own.
 
-    and columns if `by_rows`.
+    They are tensor-wise (`one`), of `rows` and columns, or of `blocks` of 128 elements of a row and 128 x 128 of `b`.
     """
     others, part = _extra_sizes(free), "M@didx"
     a, body, front = _in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
-    lead = ["M", *others] if by_rows else [1] * (free + 1)
+    lead = [1] * (free + 1) if scales == "one" else ["M", *others]
     columns = product.columns
+    along = f"{K // BLOCK if scales == 'blocks' else ranks}@didx"
+    across = {"one": 1, "rows": columns, "blocks": columns // BLOCK}[scales]
     inputs = [
         a,
-        f"%s: {_type('f32', *lead, f'{ranks}@didx')}",
+        f"%s: {_type('f32', *lead, along)}",
         f"%b: {_type(product.b, f'{K}@didx', columns)}",
-        f"%t: {_type('f32', f'{ranks}@didx', columns if by_rows else 1)}",
+        f"%t: {_type('f32', along, across)}",
     ]
     scale, rows, plus = "%s", others, ""
     if product.bias:
@@ -120,8 +124,8 @@ def scattered_program(
         rows = ["*".join(others)]
         body.append(f"%a_rows: {_type(dtype, 'M', *rows, f'{K}@didx')} = reshape {front}")
         front = "%a_rows"
-        if by_rows:
-            body.append(f"%s_rows: {_type('f32', 'M', *rows, f'{ranks}@didx')} = reshape %s")
+        if scales != "one":
+            body.append(f"%s_rows: {_type('f32', 'M', *rows, along)} = reshape %s")
             scale = "%s_rows"
     fast = " accumulate fast" if product.fast else ""
     made = "%c0" if free < 2 else "%c_rows"
@@ -152,25 +156,34 @@ def check_lists(bs: Sequence[Tensor], lists: Mapping[str, Sequence[object]]) -> 
 def gathered_scales(
     a: Tensor, scale: Tensor, bs: Sequence[Tensor], b_scales: Sequence[Tensor], axis: int, ranks: int
 ) -> str:
-    """Return which scales those of `a` are: `one`, `sharded` or `replicated`; the others must go with them."""
+    """Return which scales those of `a` are, as `gathered_program` takes them; the others must go with them."""
     full = [n * ranks if k == axis else n for k, n in enumerate(a.shape)]
-    lead, last = [*scale.shape[:-1]], [*scale.shape[-1:]]
-    if lead == [*a.shape[:-1]] and last == [1]:
+    blocks = bool(bs) and all(are_of_blocks(a, scale, b, x) for b, x in zip(bs, b_scales, strict=True))
+    along = scale.shape[-1] if blocks else 1
+    if [*scale.shape] == [*a.shape[:-1], along]:
         found = "sharded"
     elif scale.numel() == 1:
         found = "one"
-    elif lead == full[:-1] and last == [1]:
+    elif [*scale.shape] == [*full[:-1], along]:
         found = "replicated"
     else:
         raise ValueError(
             f"Invalid scale shape for fp8 all-gather (shard shape: {a.shape}, scale shape: {scale.shape}): "
-            f"expected one element, {[*a.shape[:-1], 1]} or {[*full[:-1], 1]}"
+            f"expected one element, {[*a.shape[:-1], 1]} or {[*full[:-1], 1]}, or a scale for {BLOCK} elements of a row"
         )
     if found == "sharded" and scale.numel() == 1 and all(x.numel() == 1 for x in b_scales):
         found = "one"  # of a single row: a scale of the tensor, if those of the other side are
+    if blocks and found != "one":
+        return found + BLOCKS
     for b, x in zip(bs, b_scales, strict=True):
         check_right_scale(b, x, by_rows=found != "one")
     return found
+
+
+def are_of_blocks(a: Tensor, scale: Tensor, b: Tensor, b_scale: Tensor) -> bool:
+    """Return whether scales are of blocks: of 128 elements of a row of `a`, and 128 x 128 of `b`."""
+    expected = [n / BLOCK for n in b.shape]
+    return a.shape[-1] == b.shape[0] and [*scale.shape[-1:]] == expected[:1] and [*b_scale.shape] == expected
 
 
 def check_right_scale(b: Tensor, scale: Tensor, by_rows: bool) -> None:
@@ -179,6 +192,26 @@ def check_right_scale(b: Tensor, scale: Tensor, by_rows: bool) -> None:
     if [*scale.shape] != expected if by_rows else scale.numel() != 1:
         kind = "row-wise" if by_rows else "tensor-wise"
         raise ValueError(f"a {kind} A_scale goes with a B_scale of shape {expected}, not {[*scale.shape]}")
+
+
+def scattered_scales(a: Tensor, scale: Tensor, b: Tensor, b_scale: Tensor) -> str:
+    """Return which scales those of both sides are, as `scattered_program` takes them."""
+    by_rows = scale.numel() > 1
+    if [*scale.shape[:-1]] == [*a.shape[:-1]] and are_of_blocks(a, scale, b, b_scale):
+        return "blocks" if by_rows or b_scale.numel() > 1 else "one"
+    if by_rows and [*scale.shape] != [*a.shape[:-1], 1]:
+        raise ValueError(
+            "For row-wise scaling, the leading dims of A_scale must match the leading dims of A, and its last one is 1 "
+            f"(A shape: {a.shape}, A_scale shape: {scale.shape})"
+        )
+    by_rows = by_rows or b_scale.numel() > 1
+    check_right_scale(b, b_scale, by_rows)
+    return "rows" if by_rows else "one"
+
+
+def _right_scale(scale: Tensor, blocks: bool) -> Tensor:
+    """Return the scales of a right side as programs take them."""
+    return scale.float().contiguous() if blocks else scale.float().reshape(1, -1)
 
 
 def _name(x: Tensor, what: str) -> str:
@@ -208,7 +241,7 @@ def _product(
 def _rows_first(scale: Tensor, x: Tensor, outside: int, ranks: int = 1) -> Tensor:
     """Return the scales of the rows of `x`, with axis `outside` outermost, which is `ranks` times as long."""
     sizes = [n * ranks if k == outside else n for k, n in enumerate(x.shape[:-1])]
-    return scale.float().reshape(sizes).movedim(outside, 0).unsqueeze(-1).contiguous()
+    return scale.float().reshape(*sizes, scale.shape[-1]).movedim(outside, 0).contiguous()
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -240,11 +273,12 @@ def all_gather_scaled_matmul(
     kind, (x, outside) = _name(a, "A"), grouped(a, axis)
     scaled = [r is not None for r in result_scales]
     made = tuple(_product(a, *given) for given in zip(bs, biases, scaled, out_dtypes, fast, strict=True))
-    ones = [1] * x.ndim
-    of_rows = None if found == "one" else _rows_first(scale, x, outside, ranks if found == "replicated" else 1)
-    inputs, one = [x, scale.float().reshape(ones) if of_rows is None else of_rows], None
+    ones, blocks = [1] * x.ndim, found.endswith(BLOCKS)
+    times = ranks if found.startswith("replicated") else 1
+    of_rows = scale.float().reshape(ones) if found == "one" else _rows_first(scale, x, outside, times)
+    inputs, one = [x, of_rows], None
     for b, t, bias, r, p in zip(bs, b_scales, biases, result_scales, made, strict=True):
-        inputs += [b, t.float().reshape(1, -1), *(() if bias is None else (bias,))]
+        inputs += [b, _right_scale(t, blocks), *(() if bias is None else (bias,))]
         inputs += [r.float().reshape(1)] if p.scaled and r is not None else []
         if p.dtype in FP8.values() and one is None:
             one = torch.ones(ones, device=a.device)
@@ -273,14 +307,7 @@ def scaled_matmul_reduce_scatter(
 
     As in torch, each rank adds the bias to its own product.
     """
-    ranks, by_rows = op.group.size, scale.numel() > 1
-    if by_rows and [*scale.shape] != [*a.shape[:-1], 1]:
-        raise ValueError(
-            "For row-wise scaling, the leading dims of A_scale must match the leading dims of A, and its last one is 1 "
-            f"(A shape: {a.shape}, A_scale shape: {scale.shape})"
-        )
-    by_rows = by_rows or b_scale.numel() > 1
-    check_right_scale(b, b_scale, by_rows)
+    ranks, form = op.group.size, scattered_scales(a, scale, b, b_scale)
     shape = [*output_shape[:-1], b.shape[1]]
     if prod(shape[:-1]) != prod(a.shape[:-1]) or output_shape[-1] != b.shape[1]:
         raise ValueError(f"output_shape {[*output_shape]} does not fit A of shape {[*a.shape]} and B of {[*b.shape]}")
@@ -294,13 +321,15 @@ def scaled_matmul_reduce_scatter(
     kind, product = _name(a, "A"), _product(a, b, bias, False, summed, fast)
     seen = a.reshape(*shape[:-1], a.shape[-1])
     x, outside = grouped(seen, axis, joined=True)
-    of_rows = _rows_first(scale.expand(*a.shape[:-1], 1), x, outside) if by_rows else None
-    inputs = [x, scale.float().reshape([1] * x.ndim) if of_rows is None else of_rows]
-    inputs += [b, b_scale.float().reshape(1, -1)]
+    if form == "one":
+        scale = scale.float().reshape([1] * x.ndim)
+    else:
+        scale = _rows_first(scale.expand(*a.shape[:-1], scale.shape[-1]), x, outside)
+    inputs = [x, scale, b, _right_scale(b_scale, form == "blocks")]
     if bias is not None:
         product = replace(product, bias=product.dtype)
         inputs.append(bias.to(summed))
     shape[axis] //= ranks
-    key = (a.shape[-1] * ranks, product, by_rows, x.ndim - 2, outside)
+    key = (a.shape[-1] * ranks, product, form, x.ndim - 2, outside)
     (y,) = op.execute(scattered_program, key, inputs, dtype=kind)
     return (mean(y, ranks, out_dtype) if average else y).view(shape)

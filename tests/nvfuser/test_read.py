@@ -152,6 +152,76 @@ def test_how_a_tensor_is_used_tells_what_its_device_axis_is_part_of() -> None:
     assert [str(v.type) for v in program.inputs] == ["f32[n, 16@didx]", "f32[6, 16@didx]"]
 
 
+def by_hand(name: str, *extents: object) -> str:
+    """A tensor of a program written by hand: it is printed with the extents that one rank holds."""
+    axes = ", ".join(f"iS{4 * int(name[1:]) + k}{{{extent}}}" for k, extent in enumerate(extents))
+    return f"{name}_g_float[{axes}] (DeviceMesh{{0 1}})"
+
+
+def summed(kind: str, x: str, out: str) -> list[str]:
+    return [f"Communication 1 (type={kind}, team=(0 1), input={x}, output={out})", "Wait(Communication 1)"]
+
+
+A, B, AB = by_hand("T0", "m", "k"), by_hand("T1", "k", "n"), by_hand("T2", "m", "n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "out", "expected"),
+    [("Allreduce", by_hand("T3", "m", "n"), "f32[m, n]"), ("ReduceScatter", by_hand("T3", "p", "n"), "f32[m@didx, n]")],
+)
+def test_a_sum_of_products_over_ranks_contracts_an_axis_on_devices(kind: str, out: str, expected: str) -> None:
+    program = read(container(f"{A}, {B}", out, f"{AB} = matmul({A}, {B})", *summed(kind, AB, out)))
+    assert [str(v.type) for v in program.inputs] == ["f32[m, 2*k@didx]", "f32[2*k@didx, n]"]
+    assert [str(v.type) for v in program.outputs] == [expected]
+    assert "%T2: f32[m, n] partial(didx)" in str(program)
+    assert check_structure(program) == []
+
+
+def test_constant_extents_of_one_rank_are_read_as_well() -> None:
+    a, b, ab, out = by_hand("T0", 8, 3), by_hand("T1", 3, 5), by_hand("T2", 8, 5), by_hand("T3", 4, 5)
+    program = read(container(f"{a}, {b}, {out}", out, f"{ab} = matmul({a}, {b})", *summed("ReduceScatter", ab, out)))
+    assert [str(v.type) for v in program.inputs] == ["f32[8, 6@didx]", "f32[6@didx, 5]", "f32[8@didx, 5]"]
+
+
+def test_the_contracted_axis_is_traced_to_the_inputs() -> None:
+    x, up, down = by_hand("T0", "m", "k"), by_hand("T1", "h", "k"), by_hand("T2", "n", "h")
+    hidden, act, y, z, out = (by_hand(f"T{n}", "pm"[n < 7], "nh"[n < 5]) for n in range(3, 8))
+    body = [f"{hidden} = linear({x}, {up})", f"{act} = gelu({hidden})", f"{y} = linear({act}, {down})"]
+    body += [f"{z} = view({y})", *summed("ReduceScatter", z, out)]
+    program = read(container(f"{x}, {up}, {down}", out, *body))
+    assert [str(v.type) for v in program.inputs] == ["f32[m, k]", "f32[2*h@didx, k]", "f32[n, 2*h@didx]"]
+    assert [str(v.type) for v in program.outputs] == ["f32[m@didx, n]"]
+    assert check_structure(program) == []
+
+
+def test_a_printed_device_axis_of_an_operand_stays_what_it_is() -> None:
+    a = "T0_g_float[iS0{m}, ideviceIdx.x1{2}, iS2{( ceilDiv(k, 2) )}] (DeviceMesh{0 1})"
+    b, out = by_hand("T1", "q", "n"), by_hand("T3", "p", "n")
+    program = read(container(f"{a}, {b}", out, f"{AB} = matmul({a}, {b})", *summed("ReduceScatter", AB, out)))
+    assert [str(v.type) for v in program.inputs] == ["f32[m, k@didx]", "f32[k@didx, n]"]
+    assert check_structure(program) == []
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        f"{AB} = matmul({by_hand('T0', 'n', 'n')}, {by_hand('T0', 'n', 'n')})",  # rows and columns on the same devices
+        f"{by_hand('T4', 'm', 'k')} = view({A})\n  {AB} = matmul({by_hand('T4', 'm', 'k')}, {B})",
+        f"{AB} = relu({A})",
+    ],
+)
+def test_what_ranks_hold_is_not_guessed(product: str) -> None:
+    a = by_hand("T0", "n", "n") if "T0_g_float[iS0{n}" in product else A
+    message = refused(container(f"{a}, {B}", AB, product, *summed("Allreduce", AB, AB)))
+    assert "T2 holds nothing to sum over didx" in message
+
+
+def test_views_in_a_circle_are_refused() -> None:
+    other = by_hand("T3", "m", "n")
+    body = [f"{AB} = view({other})", f"{other} = view({AB})", *summed("Allreduce", AB, AB)]
+    assert "T3 does not exist here" in refused(container(f"{A}, {B}", AB, *body))
+
+
 SLICED = "T{0}_g_float[istreamIdx{1}{{2}}, iS{2}{{( ceilDiv(n, 2) )}}]"
 
 

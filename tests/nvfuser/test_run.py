@@ -37,6 +37,7 @@ def two_matmuls(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 TWO_MATMULS = Case(two_matmuls, [(12, 7), (7, 6), (6, 4)], {"i0": 12, "i2": 7, "i4": 6, "i6": 4})
 MEANINGS = {
+    "by_hand_reduce_scatter": Case(lambda a, b, c: a @ b, [(12, 20), (20, 6), (12, 6)], {"i0": 12, "i2": 5, "i4": 6}),
     "row_parallel_shard_by_stream": Case(linear, [(12, 16), (6, 16)], {"i0": 12}),
     "row_parallel_no_deallocate": Case(linear, [(12, 16), (4, 16)], {"i0": 12}),
     "linear_allreduce": Case(linear, [(12, 10), (6, 10)], {"i0": 12, "i1": 10, "i2": 6}),

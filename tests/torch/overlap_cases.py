@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +25,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import ScalingType as Recipe
 
 import hostir as hi
 import hostir.torch
@@ -54,9 +57,21 @@ def passed(overlap: OverlapPass) -> Any:
     return aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
 
 
-def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> tuple[Any, OverlapPass]:
+class Watched(OverlapPass):
+    """The pass, which also tells the collectives that its graphs still have."""
+
+    left: tuple[str, ...] = ()
+    graph: torch.fx.Graph  # the latest
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        names = [node.name for node in graph.nodes if getattr(node.target, "namespace", "") == "_c10d_functional"]
+        self.left, self.graph = (*self.left, *names), graph
+
+
+def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> tuple[Any, Watched]:
     torch._dynamo.reset()
-    overlap = OverlapPass()
+    overlap = Watched()
     return torch.compile(function, fullgraph=True, backend=passed(overlap), dynamic=dynamic)(*inputs), overlap
 
 
@@ -186,6 +201,232 @@ def products_of_fp8() -> None:
         near(y, part(exact, axis) * RANKS)
         assert fused(overlap) == [SCALED_RS * fits], overlap.report
         assert ("it scatters columns of a scaled product" in str(overlap.report)) != fits
+
+
+F8 = torch.float8_e4m3fn
+
+
+def calls(name: str) -> int:
+    """How often an operator of hostir has run since the last question; nothing ran by torch."""
+    rows = hi.torch.report(clear=True)
+    assert all(row.operator == f"hostir::{name}" and row.strategy != "torch" for row in rows), rows
+    return sum(row.calls for row in rows)
+
+
+def joined(x: Tensor, axis: int, by: str) -> Tensor:
+    """Gather fp8 along another axis than the first, whose parts are put together as bytes: `cat` has no fp8."""
+    if by == "fp8":  # as DTensors of fp8 are gathered; gloo itself has no fp8
+        parts = funcol.all_gather_tensor(x, 0, group()).chunk(RANKS)
+        return torch.cat([each.view(torch.uint8) for each in parts], axis).view(F8)
+    full = funcol.all_gather_tensor(x.view(torch.uint8), 0, group())
+    if by == "fp8 of bytes":
+        full = full.view(F8)
+    dtype = torch.int16 if by == "pairs of bytes" else torch.int8
+    parts = full.chunk(RANKS)[:: -1 if by == "reversed bytes" else 1]
+    if by == "numbers":
+        return torch.cat([each.view((torch.uint8, torch.int8)[k % 2]) for k, each in enumerate(parts)], axis).to(F8)
+    return torch.cat([each.view(dtype) for each in parts], axis).view(F8)
+
+
+def rows_of_fp8(a: Tensor, b: Tensor, axis: int, by: str, more: bool = False) -> Any:
+    full = joined(a, axis, by)
+    y = torch._scaled_mm(full.flatten(0, -2), b, torch.tensor(0.25), torch.tensor(0.5), out_dtype=torch.bfloat16)
+    y = y.view(*full.shape[:-1], -1)
+    return (y, full.float()) if more else y
+
+
+@case
+def fp8_gathered_along_other_axes_as_bytes() -> None:
+    whole_a, b = whole(4, 8 * RANKS, 32).to(F8), whole(16, 32).to(F8).t()
+    a = part(whole_a.view(torch.uint8), 1).contiguous().view(F8)
+    expected = rows_of_fp8(a, b, 1, "bytes")
+    near(expected, (whole_a.double() * 0.25) @ (b.double() * 0.5))
+    hi.torch.report(clear=True)
+    for by, dynamic in itertools.product(("fp8", "bytes", "fp8 of bytes"), (False, True)):
+        y, overlap = traced(rows_of_fp8, a, b, 1, by, dynamic=dynamic)
+        near(y, expected)
+        assert fused(overlap) == [SCALED_AG], overlap.report
+        assert overlap.left == ()
+        assert calls(SCALED_AG) == 1
+    (y, full), overlap = traced(rows_of_fp8, a, b, 1, "fp8", True)
+    near(y, expected)
+    assert torch.equal(full, whole_a.float())
+    assert "1 product and the gathered tensor" in str(overlap.report)
+    assert overlap.left == ()
+
+
+@case
+def parts_put_together_otherwise_are_left_alone() -> None:
+    a, b = whole(4, 8, 32).to(F8), whole(16, 32).to(F8).t()
+    reasons = {
+        (1, "pairs of bytes"): "as torch.int16, of another size",
+        (1, "reversed bytes"): "puts its parts together otherwise than rank by rank",
+        (1, "numbers"): "puts its parts together otherwise than rank by rank",
+        (2, "bytes"): "the axis that the products sum over",
+    }
+    for (axis, by), why in reasons.items():
+        right = b if axis == 1 else b.t().contiguous().view(torch.uint8).repeat(1, RANKS).view(F8).t()
+        y, overlap = traced(rows_of_fp8, a, right, axis, by)
+        torch.testing.assert_close(y, rows_of_fp8(a, right, axis, by))
+        assert fused(overlap) == [""], overlap.report
+        assert why in str(overlap.report), overlap.report
+
+
+@case
+def bytes_of_several_dtypes_are_several_products() -> None:
+    whole_a, b = whole(8 * RANKS, 32).to(F8), whole(16, 32).to(F8).t()
+
+    def function(a: Tensor, b: Tensor, one: Tensor) -> Any:
+        full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group())
+        dtypes = F8, torch.float8_e5m2
+        return [torch._scaled_mm(full.view(d), b, one, one, out_dtype=torch.bfloat16) for d in dtypes]
+
+    given = part(whole_a.view(torch.uint8), 0).contiguous().view(F8), b, torch.tensor(1.0)
+    found, overlap = traced(function, *given)
+    for y, true in zip(found, function(*given), strict=True):
+        near(y, true)
+    assert "1 product and the gathered tensor" in str(overlap.report)
+
+
+def flat_products(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, axis: int) -> Tensor:
+    full = funcol.all_gather_tensor(a.view(torch.uint8), axis, group()).view(F8)
+    scale = funcol.all_gather_tensor(of_a, axis, group())
+    y = torch._scaled_mm(full.flatten(0, -2), b, scale.flatten(0, -2), of_b, out_dtype=torch.bfloat16)
+    return y.view(full.shape[0], full.shape[1], -1)
+
+
+def flat_rows(a: Tensor, b: Tensor, axis: int) -> Tensor:
+    full = funcol.all_gather_tensor(a, axis, group())
+    return (full.flatten(0, -2) @ b).view(full.shape[0], full.shape[1], -1)
+
+
+def flat_sums(a: Tensor, b: Tensor, axis: int) -> Tensor:
+    y = funcol.reduce_scatter_tensor((a.flatten(0, -2) @ b).view(a.shape[0], a.shape[1], -1), "sum", axis, group())
+    return y.flatten(0, -2).view(y.shape[0], y.shape[1], -1) * y.shape[axis]
+
+
+@case
+def results_are_not_needed_for_their_sizes() -> None:
+    whole_a, b = whole(2 * RANKS, 4 * RANKS, 32), whole(32, 16)
+    of_rows, of_b, right = whole(*whole_a.shape[:-1], 1).exp(), whole(1, 16).exp(), whole(16, 32).to(F8).t()
+    for axis, free in itertools.product((0, 1), (False, True)):
+        a, of_a = part(whole_a, axis).contiguous(), part(of_rows, axis).contiguous()
+        for function, name, given in (
+            (flat_rows, AG, (a, b)),
+            (flat_sums, RS, (whole_a, b)),
+            (flat_products, SCALED_AG, (a.to(F8), right, of_a, of_b)),
+        ):
+            y, overlap = traced(function, *given, axis, dynamic=free)
+            near(y, function(*given, axis))
+            assert {*fused(overlap)} == {name}, overlap.report
+            assert overlap.left == ()
+            if free:
+                names = [node.name for node in overlap.graph.nodes if node.target is torch.ops.aten.sym_size.int]
+                assert names == []
+
+
+def blocks(x: Tensor, scale: Tensor) -> Tensor:
+    """What numbers with scales of blocks stand for."""
+    return x.double() * scale.repeat_interleave(128, -1).double()
+
+
+def by_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, recipes: bool) -> Tensor:
+    """The product as cuBLAS takes it, of scales of 1x128 and 128x128 that are dense along rows, and along K."""
+    of_a = of_a.t().contiguous().t()
+    if not recipes:
+        return torch._scaled_mm(a, b, of_a, of_b, out_dtype=torch.bfloat16)
+    one, other = Recipe.BlockWise1x128, Recipe.BlockWise128x128
+    return torch.nn.functional.scaled_mm(a, b, of_a, one, of_b, other, output_dtype=torch.bfloat16)
+
+
+@case
+def products_of_fp8_with_scales_of_blocks() -> None:
+    K, N = 256, 256  # torch itself multiplies these on GPUs only
+
+    def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, axis: int, sharded: bool, recipes: bool) -> Tensor:
+        full = funcol.all_gather_tensor(a.view(torch.uint8), axis, group()).view(F8)
+        scale = funcol.all_gather_tensor(of_a, axis, group()) if sharded else of_a
+        y = by_blocks(full.flatten(0, -2), b, scale.flatten(0, -2), of_b, recipes)
+        return y.view(*full.shape[:-1], -1)
+
+    def scatter(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, axis: int, recipes: bool) -> Tensor:
+        y = by_blocks(a.flatten(0, -2), b, of_a.flatten(0, -2), of_b, recipes).view(*a.shape[:-1], -1)
+        return funcol.reduce_scatter_tensor(y, "sum", axis, group())
+
+    hi.torch.report(clear=True)
+    for axes, axis, recipes in ((2, 0, False), (2, 0, True), (3, 0, True), (3, 1, False), (3, 1, True)):
+        rows = (8 * RANKS,) if axes == 2 else (2 * RANKS, 4 * RANKS)
+        whole_a, b = whole(*rows, K).to(F8), whole(N, K).to(F8).t()
+        of_rows, of_b = whole(*rows, K // 128).exp(), whole(N // 128, K // 128).exp().t()
+        exact = blocks(whole_a, of_rows) @ blocks(b.t(), of_b.t().repeat_interleave(128, 0)).t()
+        if recipes:  # cuBLAS has scales of 4 blocks along K at least
+            of_b = torch.nn.functional.pad(of_b.t(), (0, 2), value=float("nan")).t()
+        a = part(whole_a.view(torch.uint8), axis).contiguous().view(F8)
+        for sharded in (False, True):
+            of_a = part(of_rows, axis).contiguous() if sharded else of_rows
+            y, overlap = traced(gather, a, b, of_a, of_b, axis, sharded, recipes)
+            near(y, exact)
+            assert fused(overlap) == [SCALED_AG] * (1 + sharded), overlap.report
+            assert overlap.left == ()
+            assert calls(SCALED_AG) == 1
+        y, overlap = traced(scatter, whole_a, b, of_rows, of_b, axis, recipes)
+        near(y, part(exact, axis) * RANKS)
+        assert fused(overlap) == [SCALED_RS], overlap.report
+        assert overlap.left == ()
+        assert calls(SCALED_RS) == 1
+
+
+@case
+def recipes_of_scales() -> None:
+    def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, kind: Recipe) -> Tensor:
+        full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group()).view(F8)
+        return torch.nn.functional.scaled_mm(full, b, of_a, kind, of_b, kind, output_dtype=torch.bfloat16)
+
+    whole_a, b = whole(8 * RANKS, 32).to(F8), whole(16, 32).to(F8).t()
+    a = part(whole_a.view(torch.uint8), 0).contiguous().view(F8)
+    scales = {
+        Recipe.TensorWise: (torch.tensor([0.25]), torch.tensor([0.5])),
+        Recipe.RowWise: (whole(8 * RANKS, 1).exp(), whole(1, 16).exp()),
+    }
+    for kind, of in scales.items():
+        y, overlap = traced(lambda *x, kind=kind: gather(*x, kind), a, b, *of)
+        near(y, gather(a, b, *of, kind))
+        near(y, (whole_a.double() * of[0]) @ (b.double() * of[1]))
+        assert fused(overlap) == [SCALED_AG], overlap.report
+        assert overlap.left == ()
+
+
+def seen_by_the_pass(function: Callable[..., Any], *inputs: Tensor) -> OverlapPass:
+    """The pass behind a graph that is traced of tensors without data: of what torch multiplies on some GPUs only."""
+    overlap = OverlapPass()
+    with FakeTensorMode() as mode:
+        overlap(make_fx(lambda a, b, c, d: function(a, b, c, d))(*(mode.from_tensor(x) for x in inputs)).graph)
+    return overlap
+
+
+@case
+def scales_that_are_left_alone_say_why() -> None:
+    a, scale = whole(128, 256).to(F8), whole(2, 128 * RANKS).t()
+
+    def by_recipes(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
+        full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group()).view(F8)
+        kind = Recipe.BlockWise1x128
+        return torch.nn.functional.scaled_mm(full, b, of_a, kind, of_b, kind, output_dtype=torch.bfloat16)
+
+    def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
+        full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group()).view(F8)
+        return torch._scaled_mm(full, b, of_a, of_b, out_dtype=torch.bfloat16)
+
+    b, narrow = whole(256, 256).to(F8).t(), whole(192, 256).to(F8).t()
+    reasons: dict[str, tuple[Callable[..., Any], Tensor, Tensor]] = {
+        "are BlockWise1x128 and BlockWise1x128: hostir has no such product": (by_recipes, b, whole(2, 256).t()),
+        "nor of 1x128 and 128x128 blocks": (gather, b, whole(2, 256)),
+        "blocks of 128 x 128 are not known to divide the right side": (gather, narrow, whole(2, 2)),
+    }
+    for why, (function, right, of_b) in reasons.items():
+        overlap = seen_by_the_pass(function, a, right, scale, of_b)
+        assert why in str(overlap.report), overlap.report
+        assert not any(fused(overlap)), overlap.report
 
 
 @case

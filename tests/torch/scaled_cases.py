@@ -116,6 +116,44 @@ def fused_scaled_matmul_reduce_scatter() -> None:
             assert (found.double() - exact).norm() <= 1.1 * (true.double() - exact).norm() + 1e-3 * exact.norm()
 
 
+def widened(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What numbers with a scale for each 128 of a row stand for."""
+    return x.double() * scale.repeat_interleave(128, -1).double()
+
+
+@case
+def scales_of_blocks() -> None:
+    """Which torch's own functions refuse: a scale for 1 x 128 numbers of A, and one for 128 x 128 of B."""
+    K, N = 256, 384
+    for axis, sharded in itertools.product((0, 1), (False, True)):
+        whole, bs = everywhere(torch.rand(2 * RANKS, 4 * RANKS, K)).to(F8), right_sides(K, N, 2)
+        of_rows, of_bs = (
+            everywhere(torch.rand(*whole.shape[:-1], K // 128) + 0.1),
+            [torch.rand(K // 128, N // 128) + 0.1 for _ in bs],
+        )
+        wide = [widened(b.t(), t.t().repeat_interleave(128, 0)).t() for b, t in zip(bs, of_bs, strict=True)]
+        a = part(whole.view(torch.uint8), axis).contiguous().view(F8)
+        of_a = part(of_rows, axis) if sharded else of_rows
+        for strategy in STRATEGIES:
+            with hostirs(strategy, GATHER):
+                dtypes = torch.bfloat16, torch.float32
+                _, cs = getattr(OPS, GATHER)(
+                    a, bs, of_a, of_bs, axis, group(), [None] * 2, [None] * 2, dtypes, [None] * 2
+                )
+            for c, b in zip(cs, wide, strict=True):
+                torch.testing.assert_close(c.double(), widened(whole, of_rows) @ b, rtol=2**-7, atol=2**-7)
+        if sharded:
+            continue
+        mine = torch.rand(2 * RANKS, 4 * RANKS, K).to(F8)
+        exact = widened(mine, of_rows) @ wide[0]
+        dist.all_reduce(exact)
+        for strategy in STRATEGIES:
+            with hostirs(strategy, SCATTER):
+                given = mine, bs[0], of_rows, of_bs[0], "sum", axis, axis, group(), [*mine.shape[:-1], N]
+                found = getattr(OPS, SCATTER)(*given, out_dtype=torch.bfloat16)
+            torch.testing.assert_close(found.double(), part(exact, axis), rtol=2**-6, atol=2**-6)
+
+
 @case
 def reshape_scaled_matmul_reshape_and_scatter() -> None:
     """Flattened rows, as the compiler's pass passes them: the axis is that of `output_shape`, the scales are flat."""
