@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Known machines -------------------------------------------------------------------------------------------------------
 # Constants of the cost model for known machines, and the measurements that they come from.
 #
-# All of H200 were measured there. Peaks, tiles and what limits the clock are fitted to matmuls alone, as
+# All of H200 were measured there, one by one. Peaks, tiles and what limits the clock are fitted to matmuls alone, as
 # benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; those of Triton stand in
 # hostir/runtime/kernels/tiles.py. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2,
 # 4 and 8 ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 # `push` and `stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to
 # what benchmarks/allgather_matmul.py recorded, as are `host_lead` and `quick`: of hosts that have nothing else to do.
 # They vary by a factor of three, from row to row and from run to run.
+#
+# Those of H100 are fitted all at once, by coordinate descent, to what the candidates of benchmarks/results/2xH100 took in
+# CUDA graphs, of 64 to 16,384 rows: the mean square of log(estimate / time), where candidates near the fastest of their
+# row count most. `python -m benchmarks.regret` prints what the choice by these estimates loses.
 #
 # tests/choice/peers_reduce_scatter.json has what reduce-scatters and all-reduces took behind a matmul on 2 GPUs: the
 # constants are not fitted to it. Estimates of NCCL behind cuBLAS are 0.99 to 1.08 of it from 128 rows on; those of
@@ -179,7 +183,30 @@ H200 = Hardware(
     host_lead=40.0,
     source="measured on 8 x H200 with NVLink 4",
 )
-H100 = replace(H200, name="h100", memory=2400.0, source="those of H200, with the memory of H100")
+_STARTS, _TILE_US = {"aten": 10.0, "triton": 6.5}, {"aten": 1.2, "triton": 1.3}
+H100 = replace(
+    H200,
+    name="h100",
+    throttle=0.023,
+    memory=2150.0,
+    kernels={
+        family: replace(kernels, rates=replace(kernels.rates, tile=_TILE_US[family]), start=_STARTS[family])
+        for family, kernels in H200.kernels.items()
+    },
+    collective=28.0,
+    quick=12.5,
+    rates={**H200.rates, "allgather": 378.0, "reduce_scatter": 352.0},
+    copy=8.5,
+    link=408.0,
+    push=9.0,
+    stores=28.0,
+    barrier=5.6,
+    signal=7.0,
+    edge=2.8,
+    turn=5.2,
+    poll=11.0,
+    source="fitted to calls on 2 x H100 with NVLink 4",
+)
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
 _ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in _GEMMS}, Rates(_CPU_PEAK)
 CPU = Hardware(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
-from benchmarks.regret import FUSIONS, Regret, benchmarks, timings_of
+from benchmarks.regret import Regret
 from hostir.choice.cache import Candidate, Timing
-from statistics import geometric_mean
 
 
 def timing(us: float) -> Timing:
