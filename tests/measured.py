@@ -35,6 +35,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "overhead": ("overhead",),
     "patterns": ("patterns",),
     "proofs": ("proofs",),
+    "regret": ("regret",),
     "repair": ("repair",),
     "reshard": ("reshard",),
     "scaled_matmul": ("scaled_matmul", "scaled_matmul_scatter", "scaled_matmul_as_rank_of"),

@@ -71,12 +71,14 @@ def by_tensor_cores(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    fast: bool,
 ) -> torch.Tensor:
     """Compute an fp8 product by `torch._scaled_mm` without scales, and multiply by the scales in float32.
 
     This is the unfused torch computation that results in f32 are judged by. A tensor core of Hopper aligns the products
     of a step to the largest one and keeps about 13 bits behind its point, so its sums are off by 1e-4: far less than a
-    rounding to bf16, and a thousand times a rounding to f32.
+    rounding to bf16, and a thousand times a rounding to f32. With `fast` they are added up so along all of K.
     """
     of_a, of_b = flat_scales(a, b, scale_a, scale_b)
     flat, along_k = a.reshape(-1, a.shape[-1]), b.t().contiguous().t()
@@ -87,7 +89,9 @@ def by_tensor_cores(
     for step in range(a.shape[-1] // length):
         k = slice(step * length, (step + 1) * length)
         sums = torch._scaled_mm(
-            flat[:, k].contiguous(), along_k[k].t().contiguous().t(), one, one, out_dtype=torch.float32
+            *(flat[:, k].contiguous(), along_k[k].t().contiguous().t(), one, one),
+            out_dtype=torch.float32,
+            use_fast_accum=fast,
         )
         columns = of_b.repeat_interleave(SCALE_BLOCK, 1)[step, : b.shape[1]] if block_wise else of_b
         total += sums * (of_a[:, step, None] if block_wise else of_a) * columns
@@ -98,7 +102,9 @@ def unfused(source: hi.Program, inputs: Sequence[torch.Tensor], kernels: str) ->
     """Compute whole outputs in the program's own dtypes; fp8 products by tensor cores where `kernels` use these."""
     if kernels == "aten" or not inputs[0].is_cuda:
         return reference(source, inputs, dtype=None)
-    with mock.patch("hostir.runtime.kernels.aten.scaled_matmul_reference", by_tensor_cores):
+    fast = any(getattr(s, "accumulate", "") for s in source.walk())
+    exactly = partial(by_tensor_cores, fast=fast)
+    with mock.patch("hostir.runtime.kernels.aten.scaled_matmul_reference", exactly):
         return reference(source, inputs, dtype=None)
 
 
