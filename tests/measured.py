@@ -88,8 +88,14 @@ def overview() -> str:
 
 
 # Tables of pages --------------------------------------------------------------------------------------------------
+def faster_rows(rows: list[dict[str, Any]]) -> tuple[int, float] | None:
+    """Count the rows in which `hi.compile` beats the fastest peer issued alike; return the median speed-up, too."""
+    ratios = [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
+    return (sum(ratio > 1 for ratio in ratios), median(ratios)) if ratios else None
+
+
 def compared(data: dict[str, Any]) -> str:
-    """What `hi.compile` gives against the peers."""
+    """Compares `hi.compile` with the peers."""
     rows = in_order(data["rows"])
     dropped = {"floor us", "error", "must reach", "goal", "met"}
     lines = [{name: text for name, text in cells(row).items() if name not in dropped} for row in rows]
@@ -97,12 +103,39 @@ def compared(data: dict[str, Any]) -> str:
     text = table([names.get(name, name) for name in lines[0]], [[*line.values()] for line in lines])
     if left := data["not_measured"]:
         text += f"\n\nNot measured, as time was short: {', '.join(left)}."
-    ratios = [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
-    if not ratios:
+    counted = faster_rows(rows)
+    if counted is None:
         return text
-    faster = sum(ratio > 1 for ratio in ratios)
-    said = f"`hi.compile` is faster than the best peer issued alike in {faster} of {len(rows)} rows"
-    return f"{text}\n\n{said}; the median is {median(ratios):.2f} x."
+    said = f"`hi.compile` is faster than the best peer issued alike in {counted[0]} of {len(rows)} rows"
+    return f"{text}\n\n{said}; the median is {counted[1]:.2f} x."
+
+
+SUMMARY: Mapping[str, str] = {
+    "allgather_matmul_2": "all-gather + matmul",
+    "matmul_reduce_scatter_2": "matmul + reduce-scatter",
+    "mlp_2": "MLP: all-gather, two matmuls, reduce-scatter",
+    "matmul_all_reduce_2": "matmul + all-reduce",
+    "decode_2": "80 layers of matmul + all-reduce, 64 rows",
+    "reshard_2": "collectives alone",
+}
+
+
+BLOCK_WAYS = ("DTensor compiled", "DTensor compiled, async TP", "DTensor compiled, hostir's pass")
+
+
+def summary(results: Path = RESULTS / MACHINE) -> str:
+    """Summarise the results for the README: a row for each comparison with peers, and steps of a block of Llama-3."""
+    lines = []
+    for name, what in SUMMARY.items():
+        rows = json.loads((results / f"{name}.json").read_text())["rows"]
+        if counted := faster_rows(rows):
+            lines.append([what, f"{counted[0]} of {len(rows)}", f"{counted[1]:.2f} x"])
+    text = table(["2 H100, bf16", "rows in which hostir is faster", "median speed-up"], lines)
+    steps = []
+    for row in json.loads((results / "llama_block.json").read_text())["rows"]:
+        plain, torch, ours = (f"{row['ways'][way][REPLAYED]['step'] / 1000:.1f} ms" for way in BLOCK_WAYS)
+        steps.append(f"{ours} with hostir's pass, {torch} with torch's async TP, {plain} with neither ({row['model']})")
+    return f"{text}\n\nA compiled Llama-3 block, forward and backward, replayed: {'; '.join(steps)}."
 
 
 def functions(data: dict[str, Any]) -> str:
@@ -152,6 +185,7 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "overhead": hosts,
 }
 MARKED = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+SUMMARISED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str, results: Path = RESULTS / MACHINE) -> str:
