@@ -2,7 +2,7 @@
 
     ```python after NAME     definitions that come after a class, function, method or table
     ```python in NAME        methods of a class, or entries of a table
-    ```python import NAME    imports for the module that defines NAME
+    ```python import NAME    names of other modules, which the module that defines NAME imports
 
 NAME is defined once in hostir, or is written as `module.NAME`. Whatever a module already has is skipped. So a page
 still runs for somebody who has followed it.
@@ -68,8 +68,16 @@ def edit(root: Path, verb: str, name: str, text: str) -> None:
     """Make one change of a page."""
     at = anchor(root, name)
     source = at.path.read_text(encoding="utf-8")
+    text = textwrap.dedent(text)
+    if verb == "import":
+        sources = {each: anchor(root, each).path for each in text.split()}
+        text = "".join(f"from {_dotted(root, path)} import {n}\n" for n, path in sources.items() if path != at.path)
     change = {"after": _after, "in": _inside, "import": _imported}[verb]
-    at.path.write_text(change(at, source, textwrap.dedent(text)), encoding="utf-8")
+    at.path.write_text(change(at, source, text), encoding="utf-8")
+
+
+def _dotted(root: Path, path: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts)
 
 
 def _after(at: Anchor, source: str, text: str) -> str:

@@ -59,7 +59,7 @@ class Red:
     y = 2
 """
 AFTER = """import os
-from sys import path
+from hostir.deep.shapes import Circle
 
 TABLE = {
     "red": 1,
@@ -87,9 +87,11 @@ def test_definitions_methods_entries_and_imports_go_beside_their_anchors(tmp_pat
     module = tmp_path / "hostir/deep/colours.py"
     module.parent.mkdir(parents=True)
     module.write_text(BEFORE)
+    (module.parent / "shapes.py").write_text("class Circle: ...\n")
     edit(tmp_path, "after", "Red", "class Blue: ...\n")
     edit(tmp_path, "in", "Red", "    def mix(self): ...\n")
     edit(tmp_path, "in", "TABLE", '"blue": 2\n')
     edit(tmp_path, "in", "colours.NAMES", '"blue"\n')
-    edit(tmp_path, "import", "TABLE", "from sys import path\n")
+    edit(tmp_path, "import", "TABLE", "Circle\n")
+    edit(tmp_path, "import", "TABLE", "Red\n")  # the module defines it
     assert module.read_text() == AFTER
