@@ -47,10 +47,6 @@ OTHERS = {
     "on_eight": "runs others; on 8 GPUs it has not been run",
     "profile": "draws [pictures](../../docs/images) of kernels",
 }
-NOT_MEASURED = {
-    *("matmul_reduce_scatter_as_rank_of", "scaled_matmul", "scaled_matmul_as_rank_of", "scaled_matmul_scatter"),
-    "torch_operators",
-}
 
 
 def started() -> list[str]:
@@ -77,8 +73,6 @@ def overview() -> str:
             for file in files_of(name):
                 path = file.with_suffix(".md").relative_to(RESULTS)
                 lines.append([f"`{benchmark}`", f"[{path.with_suffix('')}]({path})", stamp(file)])
-            if not files_of(name):
-                lines.append([f"`{benchmark}`", name, "not measured"])
         if benchmark in OTHERS:
             lines.append([f"`{benchmark}`", "-", OTHERS[benchmark]])
     head = (

@@ -438,6 +438,7 @@ class Costs:
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
 
+    @lru_cache(maxsize=None)  # noqa: B019  # the object lives as long as one simulation, which asks at each event
     def alone(self, task: CostTask) -> float:
         """Return the microseconds of a task if nothing else runs."""
         what, h = task.what, self.hardware
@@ -498,6 +499,7 @@ class Costs:
         moved = (what.m * what.k + what.k * what.n + what.m * what.n) * what.itemsize
         return moved / self.hardware.memory / 1e3
 
+    @lru_cache(maxsize=None)  # noqa: B019  # as above
     def speed_during(self, task: CostTask, kind: str) -> float:
         """Return the speed of a computation beside a collective of this kind, relative to its speed alone."""
         what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
@@ -508,6 +510,7 @@ class Costs:
         fewer = self.family.start + max(self.tiles(what, tile, left), self.streaming(what))
         return self.alone(task) / fewer
 
+    @lru_cache(maxsize=None)  # noqa: B019  # as above
     def width(self, task: CostTask) -> float:
         """Return the share of the SMs, or if that is more of the memory's rate, that a computation can use."""
         what = task.what
