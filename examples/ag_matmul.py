@@ -1,7 +1,7 @@
 """All-gather and matmul: A is sharded on its rows, and each slice is gathered while the previous slice is multiplied.
 
 python examples/ag_matmul.py                                   8 simulated ranks
-torchrun --nproc-per-node 4 examples/ag_matmul.py              4 real ranks: on GPUs if there are any, otherwise on CPU
+torchrun --nproc-per-node 4 examples/ag_matmul.py              4 real ranks: on GPUs if available, otherwise on CPU
 hostir run examples/ag_matmul.py --ranks 4 --set M=512 --compare
 """
 

@@ -1,7 +1,7 @@
 """A layer that trains: two programs in a torch.autograd.Function, one for each direction.
 
     python examples/autograd.py                          one rank
-    torchrun --nproc-per-node 4 examples/autograd.py     4 ranks: on GPUs if there are any, otherwise on CPU
+    torchrun --nproc-per-node 4 examples/autograd.py     4 ranks: on GPUs if available, otherwise on CPU
     hostir run examples/autograd.py:backward --compare   the backward program, on whole tensors
 
 y = x @ w, with the rows of x and the columns of w sharded over the ranks. Forward gathers x. Backward scatters dx.

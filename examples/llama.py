@@ -1,7 +1,7 @@
 """Train a small Llama-3 stack of plain torch modules; one plan makes it tensor- and sequence-parallel.
 
     python examples/llama.py                                             one rank
-    torchrun --nproc-per-node 4 examples/llama.py                        4 ranks share each layer; GPUs if there are any
+    torchrun --nproc-per-node 4 examples/llama.py                        4 ranks share each layer; GPUs if available
     torchrun --nproc-per-node 4 examples/llama.py --tp 2 --fsdp          2 ranks share a layer, 2 share parameters
     torchrun --nproc-per-node 4 examples/llama.py --compare --dtype bf16 --steps 3
 

@@ -1,7 +1,7 @@
 """A transformer's MLP, tensor and sequence parallel: one loop gathers, multiplies twice and scatters each slice.
 
     python examples/mlp_block.py                          4 simulated ranks
-    torchrun --nproc-per-node 4 examples/mlp_block.py     4 real ranks: on GPUs if there are any, otherwise on CPU
+    torchrun --nproc-per-node 4 examples/mlp_block.py     4 real ranks: on GPUs if available, otherwise on CPU
     hostir lower examples/mlp_block.py --all              the program after each pass
 
 Only inputs and output are annotated. The compiler finds that `h` and `g` are sharded on the hidden axis, and that an

@@ -1,7 +1,7 @@
 """Row-parallel linear: activations and weight are sharded on K, and the partial sums are reduced slice by slice.
 
     python examples/row_parallel.py                          4 simulated ranks
-    torchrun --nproc-per-node 4 examples/row_parallel.py     4 real ranks: on GPUs if there are any, otherwise on CPU
+    torchrun --nproc-per-node 4 examples/row_parallel.py     4 real ranks: on GPUs if available, otherwise on CPU
     hostir run examples/row_parallel.py --compare --strategy sequential
 
 A layer runs many times on parts that its ranks already hold. An `Executor` is for such calls.

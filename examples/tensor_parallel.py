@@ -1,7 +1,7 @@
 """A tensor-parallel MLP on rank-local tensors: each rank holds only its shard of the weights and tokens.
 
     python examples/tensor_parallel.py                          one rank
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py     4 ranks: on GPUs if there are any, otherwise on CPU
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py     4 ranks: on GPUs if available, otherwise on CPU
     hostir run examples/tensor_parallel.py --compare            the same fusion, on whole tensors
 
 The whole weights are drawn from one seed. A model would read them from a checkpoint.

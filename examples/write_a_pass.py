@@ -1,7 +1,7 @@
 """A pass of your own: it puts gathers on another stream, so that no gather queues behind an earlier round's matmul.
 
     python examples/write_a_pass.py                          4 simulated ranks
-    torchrun --nproc-per-node 4 examples/write_a_pass.py     4 real ranks: on GPUs if there are any, otherwise on CPU
+    torchrun --nproc-per-node 4 examples/write_a_pass.py     4 real ranks: on GPUs if available, otherwise on CPU
 
 A pass is a pure function of a program. Its result is verified like the result of any other pass.
 """
