@@ -24,10 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import table, write
+from tests.edits import anchor
 
 ROOMS = ("check", "runtime", "choice")  # which are to keep no lists of classes
 LONG = 12  # parameters
-DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHANGE = re.compile(r"^```python (?:after|in|import) (\S+)$", re.MULTILINE)
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
 WARM = """
 import sys, torch, hostir as hi
@@ -149,10 +150,10 @@ def statements_of(root: Path) -> dict[str, str]:
     return {title: text for title, _, text in sections if "statement" in title}
 
 
-def touched(section: str) -> list[str]:
-    """The files of hostir that such a section changes."""
-    changed = (re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE) for diff in DIFF.findall(section))
-    return [*dict.fromkeys(name for names in changed for name in names)]
+def touched(root: Path, section: str) -> list[str]:
+    """Return the files of hostir that the changes of a section go to."""
+    paths = (anchor(root, name).path.relative_to(root).as_posix() for name in CHANGE.findall(section))
+    return [*dict.fromkeys(paths)]
 
 
 def warm_call(root: Path) -> tuple[list[str], list[str]]:
@@ -183,7 +184,7 @@ def main() -> None:
         at for name, text in texts.items() if set(name.split("/")) & set(ROOMS) for at in lists(name, text, known)
     ]
     long = [at for name, text in texts.items() for at in long_signatures(name, text)]
-    added = {title: touched(section) for title, section in statements_of(given.root).items()}
+    added = {title: touched(given.root, section) for title, section in statements_of(given.root).items()}
     chain, called = warm_call(given.root)
     functions = f"{len(called)} functions of {len({f.partition(':')[0] for f in called})} files"
     said = [

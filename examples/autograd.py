@@ -1,10 +1,10 @@
 """A layer that trains: two programs in a torch.autograd.Function, one for each direction.
 
     python examples/autograd.py                          one rank
-    torchrun --nproc-per-node 4 examples/autograd.py     4 ranks: on GPUs where there are any, else on CPU
+    torchrun --nproc-per-node 4 examples/autograd.py     4 ranks: on GPUs if available, otherwise on CPU
     hostir run examples/autograd.py:backward --compare   the backward program, on whole tensors
 
-y = x @ w, with the rows of x and the columns of w over the ranks. Forward gathers x; backward scatters dx.
+y = x @ w, with the rows of x and the columns of w sharded over the ranks. Forward gathers x. Backward scatters dx.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def backward(ranks: int = 4, M: int = 64, K: int = 48, N: int = 96) -> hi.Fusion
         x_full = hi.tensor("x_full", [M, K], "f32")
         w = hi.tensor("w", [K, N], "f32")
         dy = hi.tensor("dy", [M, N], "f32")
-        dx = hi.linear(dy, w)  # dy @ w^T sums over N, of which each rank has a part: a reduce_scatter
+        dx = hi.linear(dy, w)  # dy @ w^T sums over N, and each rank has a part of N: a reduce_scatter
         dw = hi.permute(x_full, (1, 0)) @ dy
         fusion.output(dx, dw)
     mesh = hi.DeviceMesh(range(ranks))
@@ -48,14 +48,14 @@ def backward(ranks: int = 4, M: int = 64, K: int = 48, N: int = 96) -> hi.Fusion
 
 
 class ColumnParallel:
-    """The layer, with its two executors, each of which plans once for each set of shapes."""
+    """The layer and its two executors. An executor plans once for each set of shapes."""
 
     def __init__(self, ranks: int, M: int, K: int, N: int, machine: str | None = None) -> None:
         self.forward = hi.Executor(hi.lower(forward(ranks, M, K, N)), machine=machine)
         self.backward = hi.Executor(hi.lower(backward(ranks, M, K, N)), machine=machine)
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """`x` [M/ranks, K] and `w` [K, N/ranks] give [M, N/ranks]."""
+        """Return [M, N/ranks] for `x` [M/ranks, K] and `w` [K, N/ranks]."""
         return Apply.apply(self, x, w)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
         M, K, N = 64, 48, 96
         layer = ColumnParallel(ranks, M, K, N, machine=None if job else "gloo")
 
-        torch.manual_seed(0)  # every rank draws the same whole tensors, and keeps its part
+        torch.manual_seed(0)  # every rank draws the same whole tensors and keeps its part
         whole_x, whole_w, target = torch.randn(M, K), torch.randn(K, N), torch.randn(M, N)
         x = whole_x.chunk(ranks, dim=0)[rank].to(device).requires_grad_()
         w = whole_w.chunk(ranks, dim=1)[rank].contiguous().to(device).requires_grad_()
@@ -93,7 +93,7 @@ def main() -> None:
         for found, right in zip((x.grad, w.grad), expected, strict=True):
             torch.testing.assert_close(found.cpu(), right.float(), rtol=1e-4, atol=1e-4)
         done = f"rank {rank}: dx {list(x.grad.shape)} and dw {list(w.grad.shape)} are those of torch's autograd"
-        print(f"{done}\n", end="", flush=True)  # in one piece: ranks write at the same time
+        print(f"{done}\n", end="", flush=True)  # in one write, because all ranks write at once
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A schedule is a page of text: dump it, read it, change it by hand, check it, run it. And see a mistake go wrong.
+"""A schedule is a page of text: dump it, read it, change it by hand, check it and run it. A mistake shows what fails.
 
 python examples/edit_a_dump.py                          4 simulated ranks
-torchrun --nproc-per-node 4 examples/edit_a_dump.py     the correct versions on 4 real ones as well
+torchrun --nproc-per-node 4 examples/edit_a_dump.py     the correct versions on 4 real ranks as well
 hostir lower examples/edit_a_dump.py -o mine.hir        the same with an editor: change mine.hir, then
 hostir check mine.hir, and hostir run mine.hir --compare
 """
@@ -36,7 +36,7 @@ BY_HAND = {
     "%a_full[%i]": "%a_full[5 - %i]",
     "%c[%i]": "%c[5 - %i]",
 }
-# A mistake: the matmul no longer waits for its slice. The wait comes after it: a race.
+# A mistake: the wait comes after the matmul, so the matmul races with the allgather of its slice.
 TOO_LATE = {
     "    wait %a_full_i_ready\n": "",
     "matmul %a_full_i, %b -> %c_i\n": "matmul %a_full_i, %b -> %c_i\n    wait %a_full_i_ready\n",
@@ -51,7 +51,7 @@ def changed(text: str, changes: dict[str, str]) -> str:
 
 
 def edit(text: str, changes: dict[str, str]) -> hi.Program:
-    """The program that the changed text says. Raises where the text no longer parses or does not check."""
+    """Change the text and parse it. Raises if the text no longer parses or check finds a mistake."""
     program = hi.parse(changed(text, changes), "edited.hir")
     if findings := hi.check(program):
         raise hi.HostIRError(*findings)
@@ -59,7 +59,7 @@ def edit(text: str, changes: dict[str, str]) -> hi.Program:
 
 
 def main() -> None:
-    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this rank of torchrun's job; None without torchrun
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         torch.manual_seed(0)
         a, b = torch.randn(6, ranks, 16, 64, device=device), torch.randn(64, 32, device=device)

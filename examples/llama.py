@@ -1,15 +1,15 @@
-"""A small Llama-3 stack, a plain torch module, is trained; one plan makes it tensor- and sequence-parallel.
+"""Train a small Llama-3 stack of plain torch modules; one plan makes it tensor- and sequence-parallel.
 
     python examples/llama.py                                             one rank
-    torchrun --nproc-per-node 4 examples/llama.py                        4 ranks share each layer; GPUs if there are any
-    torchrun --nproc-per-node 4 examples/llama.py --tp 2 --fsdp          2 of them share a layer, 2 share parameters
+    torchrun --nproc-per-node 4 examples/llama.py                        4 ranks share each layer; GPUs if available
+    torchrun --nproc-per-node 4 examples/llama.py --tp 2 --fsdp          2 ranks share a layer, 2 share parameters
     torchrun --nproc-per-node 4 examples/llama.py --compare --dtype bf16 --steps 3
 
     torchrun --nproc-per-node 2 examples/llama.py --fp8 --compare        linear layers multiply in fp8
 
-`--compare` holds losses and gradients of each step against those of one rank with the same parameters; `--varying`
-draws the length of sequences anew each step, and the last step must leave as many bytes held as step 20 did; `--save
-DIR` and `--load DIR` are checkpoints of any number of ranks.
+`--compare` compares the loss and the gradients of each step with one rank that has the same parameters. `--varying`
+draws a new length of sequences for each step; memory must not grow after step 20. `--save DIR` and `--load DIR` write
+and read checkpoints, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions of heads, `[batch, tokens, heads, size]`."""
+    """Apply rotary positions to heads, `[batch, tokens, heads, size]`."""
     tokens, half = x.shape[1], x.shape[3] // 2
     frequencies = 500_000.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(tokens, device=x.device)[:, None, None] * frequencies
@@ -114,18 +114,18 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
-# What one rank computes in fp8, as ranks do: products of numbers that were rounded to e4m3. ---------------------------
+# The fp8 products of hostir, on one rank, for --compare: operands are rounded to e4m3. --------------------------------
 
 
 def rounded(x: Tensor, axis: int) -> Tensor:
-    """What is left of numbers in e4m3, with scales that are powers of two, along an axis."""
+    """Round numbers to e4m3. Each slice along `axis` has a scale that is a power of two."""
     wide = x.double()
     scale = (wide.abs().amax(axis, keepdim=True).clamp(min=1e-30) / 448).log2().ceil().exp2()
     return (wide / scale).to(torch.float8_e4m3fn).double() * scale
 
 
 class Float8Product(torch.autograd.Function):
-    """`x @ weight^T`. For the gradient of the weight, dy is rounded too if ranks would gather it (`gathers_dy`)."""
+    """`x @ weight^T`. The gradient of the weight uses a rounded dy if ranks would gather dy (`gathers_dy`)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gathers_dy: bool) -> Tensor:
@@ -150,7 +150,7 @@ class Float8Linear(nn.Linear):
 
 
 def in_float8(model: nn.Module) -> nn.Module:
-    """A whole model, whose linear layers but the last multiply in fp8."""
+    """Make all linear layers of an unsharded model, except the last one, multiply in fp8."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "output":
             module.__class__ = Float8Linear
@@ -158,7 +158,7 @@ def in_float8(model: nn.Module) -> nn.Module:
     return model
 
 
-# The plan: between layers each rank has a part of every sequence, inside them its heads and its columns. --------------
+# The plan: between layers, ranks have parts of each sequence; inside layers, heads and columns. -----------------------
 
 SEQUENCE = Shard(1)
 
@@ -188,9 +188,12 @@ def parallelized(model: Llama, mesh: DeviceMesh, fsdp: bool, fp8: bool = False) 
 
 # Training -------------------------------------------------------------------------------------------------------------
 
-# Of a loss, and of the gradient of each parameter by its norm, relative: sums of another order are rounded otherwise.
+# Relative error of a loss, and of each gradient in norm. Sums in another order are rounded differently.
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 1e-1)}
-BOUNDS_OF_FP8 = {torch.float32: (1e-4, 1e-2), torch.bfloat16: (1e-2, 1e-1)}  # some numbers go to their other neighbour
+BOUNDS_OF_FP8 = {
+    torch.float32: (1e-4, 1e-2),
+    torch.bfloat16: (1e-2, 1e-1),
+}  # some round to the other neighbour
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def average(model: nn.Module, replicas: DeviceMesh) -> None:
-    """What fully_shard does itself: gradients of all replicas, each of which has other sequences."""
+    """Average the gradients over the replicas, which have different sequences. fully_shard does this by itself."""
     for parameter in model.parameters():
         gradient = parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -211,7 +214,7 @@ def average(model: nn.Module, replicas: DeviceMesh) -> None:
 
 
 def sequences(count: int, tokens: int, vocabulary: int, fresh: torch.Generator) -> Tensor:
-    """Each counts on from a random token in steps of 1, 2 or 3, which a model can learn."""
+    """Draw sequences that count on from a random token in steps of 1, 2 or 3, which a model can learn."""
     first = torch.randint(vocabulary, (count, 1), generator=fresh)
     return (first + torch.randint(1, 4, (count, 1), generator=fresh) * torch.arange(tokens + 1)) % vocabulary
 
@@ -221,7 +224,7 @@ def full(x: Tensor) -> Tensor:
 
 
 def compare(model: nn.Module, alone: nn.Module, loss: Tensor, tokens: Tensor, states: dict[str, Tensor]) -> str:
-    """Loss and gradients of one rank with the same parameters."""
+    """Compare with the loss and the gradients of one rank with the same parameters."""
     alone.load_state_dict(states)
     alone.zero_grad()
     true = loss_of(alone, tokens)
@@ -233,13 +236,13 @@ def compare(model: nn.Module, alone: nn.Module, loss: Tensor, tokens: Tensor, st
         errors[name] = ((full(mine.grad) - theirs.grad).norm() / theirs.grad.norm()).item()
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     text = f", off one rank's by {off:.0e}, gradients by up to {errors[worst]:.0e}"
-    if not (off <= bounds[0] and all(error <= bounds[1] for error in errors.values())):  # NaN is within no bound
+    if not (off <= bounds[0] and all(error <= bounds[1] for error in errors.values())):  # also true for NaN
         raise SystemExit(f"loss {loss:.6f}{text} ({worst}); the bounds are {bounds}")
     return text
 
 
 class Trainer:
-    """A model, its data and its optimizer; `mesh` of replicas and of ranks that share layers, None for one rank."""
+    """A model, its data and its optimizer. `mesh` has axes `dp` (replicas) and `tp`. It is None for one rank."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.options, self.device, self.mesh = options, device, mesh
@@ -253,21 +256,21 @@ class Trainer:
         self.alone = one(Llama(*sizes).to(device, dtype)) if options.compare else None
         for layer in self.model.layers if options.compile else ():
             layer.compile(backend=options.compile, dynamic=options.varying or None)
-        if options.compile:  # torch 2.13 loses the gradient of a compiled layer's input that is still on its way
+        if options.compile:  # torch 2.13 loses the gradient of a compiled layer's input while its collective runs
             self.model.embedding.register_forward_hook(lambda module, inputs, x: x * 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.fresh = torch.Generator().manual_seed(1)
         self.graph, self.given, self.loss = None, None, None
 
     def tokens(self, longest: bool) -> Tensor:
-        """Sequences, the same on all ranks; with --varying of another length each time, up to that of --tokens."""
+        """Draw sequences, the same on all ranks. With --varying their length is random, at most --tokens."""
         tp = self.mesh["tp"].size() if self.mesh else 1
         drawn = tp * int(torch.randint(2, self.options.tokens // tp + 1, (), generator=self.fresh))
         length = drawn if self.options.varying and not longest else self.options.tokens
         return sequences(self.options.batch, length, self.options.vocabulary, self.fresh).to(self.device)
 
     def gradients(self, tokens: Tensor) -> Tensor:
-        """Forward and backward; the loss, averaged over the replicas."""
+        """Run forward and backward. Return the loss, averaged over the replicas."""
         if not self.options.graph:
             return self.computed(tokens)
         if self.graph is None:
@@ -287,7 +290,7 @@ class Trainer:
         return loss
 
     def capture(self, tokens: Tensor) -> None:
-        """Record a CUDA graph of forward and backward, after runs that allocate and choose all that they need."""
+        """Capture forward and backward in a CUDA graph. Earlier runs allocate memory and choose strategies."""
         self.given, self.graph, side = tokens.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -298,7 +301,7 @@ class Trainer:
             self.loss = self.computed(self.given)
 
     def step(self, number: int) -> str:
-        """One step of training, counted from 1; what is to be said of it. The first one has the longest sequences."""
+        """Train one step and return a line about it. Steps count from 1; the first has the longest sequences."""
         tokens = self.tokens(longest=number == 1)
         states = {name: full(value).clone() for name, value in self.model.state_dict().items()} if self.alone else {}
         loss = self.gradients(tokens)
@@ -308,7 +311,7 @@ class Trainer:
         return said
 
     def held(self) -> tuple[int, int]:
-        """The bytes that are held between two steps, on a CPU by Python's tensors, and those of symmetric memory."""
+        """Return the bytes of tensors that are alive between two steps, and the bytes of symmetric memory."""
         symmetric = sum(report().symmetric_bytes.values())
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(), symmetric
@@ -318,7 +321,7 @@ class Trainer:
         return sum(storages.values()), symmetric
 
     def checkpoint(self, action: str, folder: str) -> None:
-        """Save parameters, or load what any number of ranks has saved."""
+        """Save or load parameters. The numbers of ranks that save and load may differ."""
         state = self.model.state_dict()
         (dcp.save if action == "save" else dcp.load)(state, checkpoint_id=folder, no_dist=self.mesh is None)
         self.model.load_state_dict(state)

@@ -1,11 +1,11 @@
 """A transformer's MLP, tensor and sequence parallel: one loop gathers, multiplies twice and scatters each slice.
 
     python examples/mlp_block.py                          4 simulated ranks
-    torchrun --nproc-per-node 4 examples/mlp_block.py     4 real ones: on GPUs where there are any, else on CPU
-    hostir lower examples/mlp_block.py --all              what each pass makes of it
+    torchrun --nproc-per-node 4 examples/mlp_block.py     4 real ranks: on GPUs if available, otherwise on CPU
+    hostir lower examples/mlp_block.py --all              the program after each pass
 
-Only inputs and output are annotated. That `h` and `g` lie over the hidden axis, and that an allgather and a
-reduce_scatter lead there and back, is found by the compiler.
+Only inputs and output are annotated. The compiler finds that `h` and `g` are sharded on the hidden axis, and that an
+allgather before them and a reduce_scatter after them are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mlp_block(ranks: int = 4, S: int = 4, M: int = 512, K: int = 256, H: int = 1
         y = hi.linear(g, down)
         fusion.output(y)
     mesh = hi.DeviceMesh(range(ranks))
-    x.shard(1, mesh)  # the tokens of each slice lie over the ranks
+    x.shard(1, mesh)  # the tokens of each slice are sharded over the ranks
     up.shard(0, mesh)  # column parallel
     up_bias.shard(0, mesh)
     down.shard(1, mesh)  # row parallel
@@ -36,9 +36,9 @@ def mlp_block(ranks: int = 4, S: int = 4, M: int = 512, K: int = 256, H: int = 1
 
 
 def main() -> None:
-    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this rank of torchrun's job; None without torchrun
         ranks, device = (job.size, job.device) if job else (4, "cpu")
-        torch.manual_seed(0)  # every rank draws the same whole tensors; `hi.run` gives each its part
+        torch.manual_seed(0)  # every rank draws the same whole tensors; `hi.run` gives each rank its part
         shapes = (4, ranks, 512 // (4 * ranks), 256), (1024, 256), (1024,), (256, 1024)
         x, up, up_bias, down = (torch.randn(*shape, device=device).bfloat16() for shape in shapes)
 

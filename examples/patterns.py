@@ -17,7 +17,7 @@ DIDx, DIDy, Stream = hi.ParallelType.DIDx, hi.ParallelType.DIDy, hi.ParallelType
 def allgather_matmul(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """A sharded on M, gathered slice by slice before the matmul: nvFuser's pull request 3606."""
+    """A is sharded on M, and gathered slice by slice before the matmul: nvFuser's pull request 3606."""
     with hi.Fusion("allgather_matmul") as fusion:
         a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -34,7 +34,7 @@ def allgather_matmul(
 def allgather_matmul_rows(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """The same on plain [M, K], contiguous rows a rank: a slice of C is not contiguous, and is copied to its place."""
+    """`allgather_matmul` on plain [M, K]. Each rank has contiguous rows, so a slice of C is copied to its place."""
     with hi.Fusion("allgather_matmul_rows") as fusion:
         a = hi.tensor("a", [M, K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -52,7 +52,7 @@ def allgather_matmul_rows(
 def allgather_matmul_kept(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """The same, and the gathered A is a result too, as a backward pass wants it."""
+    """The gathered A is an output too, as a backward pass needs it."""
     with hi.Fusion("allgather_matmul_kept") as fusion:
         a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -69,7 +69,7 @@ def allgather_matmul_kept(
 
 
 def gate_up(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 64, dtype: str = "f32") -> hi.Fusion:
-    """One gathered A for two weights sharded on N: the first half of a gated MLP."""
+    """One gathered A for two weights that are sharded on N: the first half of a gated MLP."""
     with hi.Fusion("gate_up") as fusion:
         x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         gate = hi.tensor("gate", [K, N], dtype)
@@ -88,7 +88,7 @@ def gate_up(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 64, 
 def matmul_allgather(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """A sharded on M, the result gathered slice by slice after the matmul."""
+    """A is sharded on M. The result is gathered slice by slice after the matmul."""
     with hi.Fusion("matmul_allgather") as fusion:
         a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -105,7 +105,7 @@ def matmul_allgather(
 def column_parallel(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 64, dtype: str = "f32"
 ) -> hi.Fusion:
-    """Sequence-sharded input, weight and result sharded on N, with bias and activation in the slice."""
+    """The input is sharded on the sequence, weight and result on N. Each slice has the bias and the activation."""
     with hi.Fusion("column_parallel") as fusion:
         x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         w = hi.tensor("w", [N, K], dtype)
@@ -123,7 +123,7 @@ def column_parallel(
 
 
 def row_parallel(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """A and B sharded on K: partial sums, reduced over all ranks slice by slice."""
+    """A and B are sharded on K. The partial sums are reduced over all ranks slice by slice."""
     with hi.Fusion("row_parallel") as fusion:
         a = hi.tensor("a", [M, K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -141,7 +141,7 @@ def row_parallel(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int =
 def row_parallel_scattered(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """The same to a result sharded on M: each slice is reduce-scattered."""
+    """`row_parallel` with a result that is sharded on M: each slice is reduce-scattered."""
     with hi.Fusion("row_parallel_scattered") as fusion:
         a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -158,7 +158,7 @@ def row_parallel_scattered(
 def row_parallel_bias(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """Row parallel with a bias, which is added once, after the reduction, and an activation."""
+    """`row_parallel` with an activation, and with a bias that is added once, after the reduction."""
     with hi.Fusion("row_parallel_bias") as fusion:
         x = hi.tensor("x", [M, K], dtype)
         w = hi.tensor("w", [N, K], dtype)
@@ -178,7 +178,7 @@ def row_parallel_bias(
 def no_communication(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """A and C sharded on M: every rank works on its own rows, and the pipeline has nothing to hide."""
+    """A and C are sharded on M. Every rank computes its own rows, and there is no communication to hide."""
     with hi.Fusion("no_communication") as fusion:
         a = hi.tensor("a", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -194,7 +194,7 @@ def no_communication(
 def weight_gathered(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 64, dtype: str = "f32"
 ) -> hi.Fusion:
-    """A fully sharded weight (on N) is gathered; A and C stay sharded on M. The slices run over N."""
+    """A fully sharded weight (on N) is gathered. A and C stay sharded on M. The slices run over N."""
     with hi.Fusion("weight_gathered") as fusion:
         a = hi.tensor("a", [M, K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -213,7 +213,7 @@ def weight_gathered(
 def weight_gathered_k(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """A fully sharded weight (on K) is gathered; A and C are replicated."""
+    """A fully sharded weight (on K) is gathered. A and C are replicated."""
     with hi.Fusion("weight_gathered_k") as fusion:
         a = hi.tensor("a", [M, K], dtype)
         b = hi.tensor("b", [K, N], dtype)
@@ -227,7 +227,7 @@ def weight_gathered_k(
 
 
 def mlp(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32") -> hi.Fusion:
-    """Two layers: column parallel, gelu, row parallel, with sequence-sharded ends; one loop runs all of it."""
+    """Column parallel, gelu, row parallel, in one loop. Input and output are sharded on the sequence."""
     with hi.Fusion("mlp") as fusion:
         x = hi.tensor("x", [S, ranks, f"{M}/{S * ranks}", K], dtype)
         w1 = hi.tensor("w1", [K, H], dtype)
@@ -248,7 +248,7 @@ def mlp(ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dty
 def mlp_replicated(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32"
 ) -> hi.Fusion:
-    """The same with replicated ends, as inference runs it: all ranks have all of x, and of what is added to it."""
+    """`mlp` with replicated ends, as in inference: all ranks have all of x and of the residual."""
     with hi.Fusion("mlp_replicated") as fusion:
         x = hi.tensor("x", [M, K], dtype)
         w1 = hi.tensor("w1", [K, H], dtype)
@@ -268,9 +268,9 @@ def mlp_replicated(
 def attention_output(
     ranks: int = 4, S: int = 4, M: int = 256, K: int = 64, N: int = 48, dtype: str = "f32"
 ) -> hi.Fusion:
-    """What follows attention in inference: heads times their weights, summed up, added to the residual, and normed.
+    """The output projection of attention in inference: the sum over heads is added to the residual and normed.
 
-    Heads are sharded; all ranks have all of the residual stream, before and after, and of its norm.
+    Heads are sharded. All ranks have the whole residual stream, before and after, and its norm.
     """
     with hi.Fusion("attention_output") as fusion:
         heads, w = hi.tensor("heads", [M, K], dtype), hi.tensor("w", [K, N], dtype)
@@ -292,7 +292,7 @@ def attention_output(
 def mlp_2d(
     ranks: int = 4, S: int = 2, M: int = 256, K: int = 64, H: int = 128, dtype: str = "f32", dp: int = 2
 ) -> hi.Fusion:
-    """The same on a mesh of data x tensor parallel: the batch lies over `dp`, the weights over `tp`."""
+    """`mlp` on a mesh of data x tensor parallel: the batch is sharded over `dp`, the weights over `tp`."""
     dp = dp if ranks % dp == 0 else 1
     tp = ranks // dp
     with hi.Fusion("mlp_2d") as fusion:
@@ -322,7 +322,7 @@ def _reshard(
     target: tuple[int, ...],
     on: tuple[int | None, int | None],
 ) -> hi.Fusion:
-    """A tensor on one mesh of devices, resharded to another; `on` says which axis is sharded before and after."""
+    """Reshard a tensor from one mesh of devices to another. `on` has the sharded axes before and after."""
     with hi.Fusion(name) as fusion:
         x = hi.tensor("x", [M, N], dtype)
         y = hi.reshard(x)
@@ -336,33 +336,33 @@ def _reshard(
 
 
 def gather(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """All parts to the first device."""
+    """Gather all parts on the first device."""
     return _reshard("gather", ranks, M, N, dtype, tuple(range(ranks)), (0,), (0, None))
 
 
 def scatter(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """From the first device, a part to each."""
+    """Scatter parts from the first device."""
     return _reshard("scatter", ranks, M, N, dtype, (0,), tuple(range(ranks)), (None, 0))
 
 
 def broadcast(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """From the first device, all of it to each."""
+    """Broadcast the whole tensor from the first device."""
     return _reshard("broadcast", ranks, M, N, dtype, (0,), tuple(range(ranks)), (None, None))
 
 
 def alltoall(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """From sharded on the rows to sharded on the columns."""
+    """Reshard from rows to columns."""
     return _reshard("alltoall", ranks, M, N, dtype, tuple(range(ranks)), tuple(range(ranks)), (0, 1))
 
 
 def sendrecv(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """From one half of the devices to the other, part by part."""
+    """Send each part from one half of the devices to the other."""
     half = max(ranks // 2, 1)
     return _reshard("sendrecv", ranks, M, N, dtype, tuple(range(half)), tuple(range(ranks - half, ranks)), (0, 0))
 
 
 def reduce_scatter(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """Partial sums, one on each rank, to the sum sharded on the rows: the collective alone."""
+    """Sum up a term of each rank, sharded on the rows: the collective alone."""
     with hi.Fusion("reduce_scatter") as fusion:
         x = hi.tensor("x", [M, N], dtype)
         y = hi.reshard(x)
@@ -374,7 +374,7 @@ def reduce_scatter(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32")
 
 
 def all_reduce(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """Partial sums, one on each rank, to the sum on all: the collective alone."""
+    """Sum up a term of each rank, on all ranks: the collective alone."""
     with hi.Fusion("all_reduce") as fusion:
         x = hi.tensor("x", [M, N], dtype)
         y = hi.reshard(x)
@@ -386,7 +386,7 @@ def all_reduce(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> 
 
 
 def all_gather(ranks: int = 4, M: int = 64, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """Rows sharded over the ranks, to all rows on each: the collective alone."""
+    """Gather the rows of all ranks on each rank: the collective alone."""
     devices = tuple(range(ranks))
     return _reshard("all_gather", ranks, M, N, dtype, devices, devices, (0, None))
 
@@ -418,11 +418,11 @@ PATTERNS = (
 )
 
 
-NORMED = (attention_output,)  # which nvFuser's form has no statement for
+NORMED = (attention_output,)  # nvFuser's form has no statement for it
 
 
 def _scale_shapes(scales: str, rows: list[int], K: int, N: int) -> tuple[list[int], list[int]]:
-    """The shapes of the scales of both sides: of the `tensor`, of `rows` and columns, or of `blocks`."""
+    """Return the shapes of both sides' scales: one for the `tensor`, for `rows` and columns, or for `blocks`."""
     return {
         "tensor": ([1] * (len(rows) + 1), [1, 1]),
         "rows": ([*rows, 1], [1, N]),
@@ -439,7 +439,7 @@ def scaled_allgather_matmul(
     scales: str = "rows",
     fast: bool = False,
 ) -> hi.Fusion:
-    """Rows of fp8 gathered with their scales, and multiplied."""
+    """Rows of fp8 are gathered with their scales, and multiplied."""
     of_a, of_b = _scale_shapes(scales, [M], K, N)
     with hi.Fusion("scaled_allgather_matmul") as fusion:
         a, b = hi.tensor("a", [M, K], "f8e4m3"), hi.tensor("b", [K, N], "f8e4m3")
@@ -457,7 +457,7 @@ def scaled_allgather_matmul(
 def quantized_rows(
     ranks: int = 4, M: int = 48, K: int = 256, N: int = 128, dtype: str = "bf16", scales: str = "rows"
 ) -> hi.Fusion:
-    """Each rank quantizes its rows; fp8 and scales are gathered instead of bf16. The weight is sharded on N."""
+    """Each rank quantizes its rows. fp8 and scales are gathered instead of bf16. The weight is sharded on N."""
     with hi.Fusion("quantized_rows") as fusion:
         x, b = hi.tensor("x", [M, K], "bf16"), hi.tensor("b", [K, N * ranks], "f8e4m3")
         scale_b = hi.tensor("scale_b", _scale_shapes(scales, [M], K, N * ranks)[1], "f32")
@@ -482,9 +482,9 @@ def scaled_row_parallel(
     fast: bool = False,
     bias: bool = True,
 ) -> hi.Fusion:
-    """K is sharded; each rank has quantized its own part of it, with scales of its own; partial sums are scattered."""
+    """K is sharded. Each rank has quantized its part of K, with its own scales. Partial sums are scattered."""
     of_a, of_b = _scale_shapes(scales, [M], K * ranks, N)
-    if scales != "blocks":  # one for each rank's part of K
+    if scales != "blocks":  # a scale for each rank's part of K
         of_a, of_b = [*of_a[:-1], ranks], [ranks, *of_b[1:]]
     with hi.Fusion("scaled_row_parallel") as fusion:
         a, b = hi.tensor("a", [M, K * ranks], "f8e4m3"), hi.tensor("b", [K * ranks, N], "f8e4m3")
@@ -509,7 +509,7 @@ def scaled_batch_gathered(
     batch: int = 2,
     fast: bool = False,
 ) -> hi.Fusion:
-    """`[batch, M, K]`, or `[M, batch, K]`; M is gathered; rows are flat in the matmul. The weight is sharded on N."""
+    """`[batch, M, K]` or `[M, batch, K]`. M is gathered, and flattened in the matmul. The weight is sharded on N."""
     sizes = [batch, M] if axis else [M, batch]
     of_a, of_b = _scale_shapes(scales, sizes, K, N * ranks)
     with hi.Fusion("scaled_batch_gathered") as fusion:
@@ -538,7 +538,7 @@ def scaled_batch_scattered(
     batch: int = 2,
     fast: bool = False,
 ) -> hi.Fusion:
-    """`[batch, M, K]`, or `[M, batch, K]`, with K sharded; rows are flat in the matmul; the sum is scattered on M."""
+    """`[batch, M, K]` or `[M, batch, K]`, flattened in the matmul. K is sharded. The sum is scattered on M."""
     sizes = [batch, M] if axis else [M, batch]
     of_a, of_b = _scale_shapes(scales, sizes, K * ranks, N)
     with hi.Fusion("scaled_batch_scattered") as fusion:
@@ -554,7 +554,7 @@ def scaled_batch_scattered(
     return fusion
 
 
-SCALED = (  # fp8: dtypes and sizes are not those of the others
+SCALED = (  # fp8: other dtypes and sizes than the patterns above
     scaled_allgather_matmul,
     quantized_rows,
     scaled_row_parallel,
@@ -564,7 +564,7 @@ SCALED = (  # fp8: dtypes and sizes are not those of the others
 
 
 def main() -> None:
-    """Prints what each pattern lowers to, in one line."""
+    """Print a line for each pattern: its streams and communications."""
     for pattern in (*PATTERNS, *NORMED, *SCALED):
         program = hi.lower(pattern())
         words = [s.keyword() for s in program.walk()]

@@ -1,10 +1,10 @@
 """Row-parallel linear: activations and weight are sharded on K, and the partial sums are reduced slice by slice.
 
     python examples/row_parallel.py                          4 simulated ranks
-    torchrun --nproc-per-node 4 examples/row_parallel.py     4 real ones: on GPUs where there are any, else on CPU
+    torchrun --nproc-per-node 4 examples/row_parallel.py     4 real ranks: on GPUs if available, otherwise on CPU
     hostir run examples/row_parallel.py --compare --strategy sequential
 
-A layer runs many times on parts that its ranks already hold, which is what an `Executor` is for.
+A layer runs many times on parts that its ranks already hold. An `Executor` is for such calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def row_parallel(
 
 
 def main() -> None:
-    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this rank of torchrun's job; None without torchrun
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         program = hi.lower(row_parallel(ranks))
         executor = hi.Executor(program)  # plans once for each set of shapes

@@ -1,10 +1,10 @@
-"""A tensor-parallel MLP on rank-local tensors: each rank holds its shard of the weights and of the tokens, and no more.
+"""A tensor-parallel MLP on rank-local tensors: each rank holds only its shard of the weights and tokens.
 
     python examples/tensor_parallel.py                          one rank
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py     4 ranks: on GPUs where there are any, else on CPU
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py     4 ranks: on GPUs if available, otherwise on CPU
     hostir run examples/tensor_parallel.py --compare            the same fusion, on whole tensors
 
-The whole weights are drawn from one seed, where a model would read them from a checkpoint.
+The whole weights are drawn from one seed. A model would read them from a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def main(M: int = 512, K: int = 256, H: int = 1024) -> None:
         program = hi.lower(tensor_parallel(ranks, M, K, H))
         executor = hi.Executor(program, machine=None if job else "gloo")
 
-        # Weights: the shard goes to the device, the whole stays behind.
+        # Only the rank's shard of the weights goes to the device.
         torch.manual_seed(0)
         whole_up, whole_down = torch.randn(H, K) / K**0.5, torch.randn(K, H) / H**0.5
         up = whole_up.chunk(ranks, dim=0)[rank].bfloat16().to(device)
         down = whole_down.chunk(ranks, dim=1)[rank].contiguous().bfloat16().to(device)
 
         for step in range(3):
-            whole_x = torch.randn(M, K)  # the same on all ranks, as they share the seed
+            whole_x = torch.randn(M, K)  # the same on all ranks, because they share the seed
             x = whole_x.chunk(ranks, dim=0)[rank].bfloat16().to(device)
             (y,) = executor(x, up, down)  # [M/ranks, K]: this rank's rows
 
-            # Only to compare: the unsharded result, and the rows of all ranks put together.
+            # Only for the comparison: the unsharded result, and the rows of all ranks.
             exact = reference(*(t.bfloat16().double() for t in (whole_x, whole_up, whole_down)))
             mine = exact.chunk(ranks, dim=0)[rank]
             torch.testing.assert_close(y.cpu().double(), mine, rtol=2e-2, atol=2e-2)

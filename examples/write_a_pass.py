@@ -1,9 +1,9 @@
-"""A pass of your own: gathers on a stream of their own, so that none queues behind the matmul of an earlier round.
+"""A pass of your own: it puts gathers on another stream, so that no gather queues behind an earlier round's matmul.
 
     python examples/write_a_pass.py                          4 simulated ranks
-    torchrun --nproc-per-node 4 examples/write_a_pass.py     4 real ones: on GPUs where there are any, else on CPU
+    torchrun --nproc-per-node 4 examples/write_a_pass.py     4 real ranks: on GPUs if available, otherwise on CPU
 
-A pass is a pure function of a program. What it leaves is verified like what any other pass leaves.
+A pass is a pure function of a program. Its result is verified like the result of any other pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hostir.lower import Pass, passes_of, run_passes
 
 @dataclass(frozen=True)
 class GatherAhead(Pass):
-    """Issues the allgathers of every loop to one more stream."""
+    """Issues the allgathers of every loop to an additional stream."""
 
     name = "gather_ahead"
 
@@ -40,7 +40,7 @@ class GatherAhead(Pass):
         return replace(loop, body=tuple(self.apart(loop.body, spare)))
 
     def apart(self, body: tuple[Statement, ...], spare: int) -> Iterator[Statement]:
-        turn = body[0]  # the round's own `set_stream`
+        turn = body[0]  # the `set_stream` of the round
         for s in body:
             yield from (SetStream(Lit(spare)), s, turn) if isinstance(s, AllGather) else (s,)
 
@@ -59,14 +59,14 @@ def ag_matmul(ranks: int = 4, S: int = 8, M: int = 64, K: int = 256, N: int = 12
 
 
 def main() -> None:
-    with hi.session() as job:  # this process as a rank of torchrun's job; None outside of one
+    with hi.session() as job:  # this rank of torchrun's job; None without torchrun
         ranks, device = (job.size, job.device) if job else (4, "cpu")
         program = run_passes(ag_matmul(ranks).program(), [*passes_of("pipeline", streams=2), GatherAhead()])
 
         torch.manual_seed(0)
         a, b = torch.randn(8, ranks, 64, 256, device=device), torch.randn(256, 128, device=device)
         exact = a.double() @ b.double()
-        for seed in range(3):  # of the simulated ranks' schedule; real ranks choose their own
+        for seed in range(3):  # schedules of simulated ranks; real ranks have their own order
             (c,) = hi.run(program, a, b, seed=seed)
             if job is None or job.rank == 0:
                 print(f"relative error {(c - exact).norm() / exact.norm():.1e}")

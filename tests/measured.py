@@ -83,8 +83,27 @@ def overview() -> str:
 
 
 # Tables of pages --------------------------------------------------------------------------------------------------
+Rows = list[dict[str, Any]]
+
+
+def compiled_ratios(rows: Rows) -> list[float]:
+    """Return the time of the fastest peer issued alike, divided by the time of `hi.compile`, for each row."""
+    return [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
+
+
+def mode_ratios(rows: Rows, mode: str) -> list[float]:
+    """Return the time of the fastest peer, divided by the time of hostir's function, for each row in a mode."""
+    both = [row["modes"][mode] for row in rows]
+    return [m["score_ours"] / m["score_peer"] for m in both if m["score_ours"] and m["score_peer"]]
+
+
+def faster(ratios: list[float]) -> int:
+    """Count the rows in which hostir is faster."""
+    return sum(ratio > 1 for ratio in ratios)
+
+
 def compared(data: dict[str, Any]) -> str:
-    """What `hi.compile` gives against the peers."""
+    """Compares `hi.compile` with the peers."""
     rows = in_order(data["rows"])
     dropped = {"floor us", "error", "must reach", "goal", "met"}
     lines = [{name: text for name, text in cells(row).items() if name not in dropped} for row in rows]
@@ -92,12 +111,43 @@ def compared(data: dict[str, Any]) -> str:
     text = table([names.get(name, name) for name in lines[0]], [[*line.values()] for line in lines])
     if left := data["not_measured"]:
         text += f"\n\nNot measured, as time was short: {', '.join(left)}."
-    ratios = [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
+    ratios = compiled_ratios(rows)
     if not ratios:
         return text
-    faster = sum(ratio > 1 for ratio in ratios)
-    said = f"`hi.compile` is faster than the best peer issued alike in {faster} of {len(rows)} rows"
+    said = f"`hi.compile` is faster than the best peer issued alike in {faster(ratios)} of {len(rows)} rows"
     return f"{text}\n\n{said}; the median is {median(ratios):.2f} x."
+
+
+SUMMARY: Mapping[str, str] = {
+    "allgather_matmul_2": "all-gather + matmul",
+    "matmul_reduce_scatter_2": "matmul + reduce-scatter",
+    "mlp_2": "MLP: all-gather, two matmuls, reduce-scatter",
+    "matmul_all_reduce_2": "matmul + all-reduce",
+    "decode_2": "80 layers of matmul + all-reduce, up to 64 rows",
+    "scaled_matmul_2": "all-gather + fp8 matmul",
+    "scaled_matmul_scatter_2": "fp8 matmul + reduce-scatter",
+    "reshard_2": "collectives alone",
+}
+BY_MODE = {"graph": "functions of `hostir.torch`, replayed", "eager": "functions of `hostir.torch`, issued by Python"}
+BLOCK_WAYS = ("DTensor compiled", "DTensor compiled, async TP", "DTensor compiled, hostir's pass")
+
+
+def summary(results: Path = RESULTS / MACHINE) -> str:
+    """Summarise the results for the README: a row for each comparison with peers, and steps of a block of Llama-3."""
+
+    def rows_of(name: str) -> Rows:
+        return json.loads((results / f"{name}.json").read_text())["rows"]
+
+    functions = rows_of("torch_operators_2")
+    compared = {what: (compiled_ratios(rows_of(name)), len(rows_of(name))) for name, what in SUMMARY.items()}
+    compared |= {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
+    lines = [[what, f"{faster(rs)} of {rows}", f"{median(rs):.2f} x"] for what, (rs, rows) in compared.items() if rs]
+    text = table(["2 H100", "rows in which hostir is faster", "median speed-up"], lines)
+    steps = []
+    for row in rows_of("llama_block"):
+        plain, torch, ours = (f"{row['ways'][way][REPLAYED]['step'] / 1000:.1f} ms" for way in BLOCK_WAYS)
+        steps.append(f"{ours} with hostir's pass, {torch} with torch's async TP, {plain} with neither ({row['model']})")
+    return f"{text}\n\nA compiled Llama-3 block, forward and backward, replayed: {'; '.join(steps)}."
 
 
 def functions(data: dict[str, Any]) -> str:
@@ -109,13 +159,9 @@ def functions(data: dict[str, Any]) -> str:
         text += f"\n\nNot measured, as time was short: {', '.join(left)}."
     said = []
     for mode in rows[0]["modes"]:
-        both = [row["modes"][mode] for row in rows]
-        ratios = [m["score_ours"] / m["score_peer"] for m in both if m["score_ours"] and m["score_peer"]]
-        faster = sum(ratio > 1 for ratio in ratios)
-        if ratios:
-            said.append(
-                f"{mode}: faster than the best peer in {faster} of {len(rows)} rows, median {median(ratios):.2f} x"
-            )
+        if ratios := mode_ratios(rows, mode):
+            found = f"faster than the best peer in {faster(ratios)} of {len(rows)} rows"
+            said.append(f"{mode}: {found}, median {median(ratios):.2f} x")
     return f"{text}\n\n{'; '.join(said)}."
 
 
@@ -147,6 +193,7 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "overhead": hosts,
 }
 MARKED = re.compile(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+SUMMARISED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str, results: Path = RESULTS / MACHINE) -> str:

@@ -1,14 +1,14 @@
 """Runs the code of a Markdown page as a reader would, from the top.
 
-    ```python      runs; the blocks of a page share their names
-    ```python FILE is a part of that file, which has tests of its own
-    ```output      is what the block before it prints
-    ```hir         is a program that checks
-    ```hir NAME    is the case tests/cases/findings/NAME.hir, without what it says in comments
-    ```finding     is what is found in the case before it
-    ```console     holds commands behind `$ ` and, if anything, what they print
-    ```diff        changes hostir: the page runs with a copy that is so changed
-    ```text        is not run
+    ```python              runs; the blocks of a page share their names
+    ```python FILE         is a part of that file, which has tests of its own
+    ```python VERB NAME    changes hostir (tests/edits.py): the page runs with a changed copy
+    ```output              is what the block before it prints
+    ```hir                 is a program that checks
+    ```hir NAME            is the case tests/cases/findings/NAME.hir, without its comments
+    ```finding             is what is found in the case before it
+    ```console             holds commands after `$ ` and, optionally, their output
+    ```text                is not run
 
 `hostir` and the ranks of torchrun are forked from a process that has imported torch (tests/launch.py); the test of
 `make demo` starts the same commands anew. In outputs `...` stands for anything. The commands of a block with `gpu`
@@ -32,23 +32,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from tests.edits import edit
 from tests.launch import launch, python_path
 
 ROOT = Path(__file__).parent.parent
-LANGUAGES = {"python", "output", "hir", "finding", "console", "diff", "text"}
+LANGUAGES = {"python", "output", "hir", "finding", "console", "text"}
 COMMAND = re.compile(  # one that needs no shell and starts nothing but hostir
     r"(?P<variables>(?:export \w+=\w+; |\w+=\w+ )*)"
     r"(?:torchrun --standalone --nproc-per-node (?P<ranks>\d) |(?=hostir))(?P<words>[^;|&<>]+)"
     r"(?: > (?P<file>\S+))?\s*"
 )
-FENCE = re.compile(r"^```(\w*)(?: ([\w./]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*)(?: (?:(after|in|import) )?([\w./]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the word behind it, its text, and the line of the page that the text begins on."""
+    """A fenced block: its language, the verb of a change, the word after it, its text and the text's first line."""
 
     language: str
+    verb: str
     word: str
     text: str
     line: int
@@ -56,7 +58,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = [Block(m[1], m[2] or "", m[3], text[: m.start(3)].count("\n") + 1) for m in FENCE.finditer(text)]
+    found = [
+        Block(m[1], m[2] or "", m[3] or "", m[4], text[: m.start(4)].count("\n") + 1) for m in FENCE.finditer(text)
+    ]
     unknown = [f"{page.name}:{b.line - 1}: {b.language!r}" for b in found if b.language not in LANGUAGES]
     assert not unknown, f"a block in no language that is run, {', '.join(unknown)}; expected one of {sorted(LANGUAGES)}"
     return found
@@ -65,7 +69,7 @@ def blocks(page: Path) -> list[Block]:
 def check_python(page: Path, folder: Path) -> None:
     """Runs the Python of a page in a process of its own, in `folder`, and compares what each block prints."""
     command = (__file__, str(page), str(folder / f"{page.stem}.py"))
-    if any(block.language == "diff" for block in blocks(page)):
+    if any(block.verb for block in blocks(page)):
         change(page, folder)
         env = environment() | {"PYTHONPATH": python_path(folder)}
         done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
@@ -75,6 +79,8 @@ def check_python(page: Path, folder: Path) -> None:
     printed = iter(json.loads(done.stdout))
     before = ""
     for block in blocks(page):
+        if block.verb:
+            continue
         if block.language == "python" and block.word:
             assert block.text in (ROOT / block.word).read_text(), (
                 f"{page.name}:{block.line}: {block.word} reads otherwise"
@@ -88,12 +94,9 @@ def check_python(page: Path, folder: Path) -> None:
 def change(page: Path, folder: Path) -> None:
     """Copies the package to `folder` and changes it as the page says."""
     shutil.copytree(ROOT / "hostir", folder / "hostir", ignore=shutil.ignore_patterns("__pycache__"))
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for block in blocks(page):
-        if block.language == "diff":
-            apply = ["git", "apply", "-"]
-            done = subprocess.run(apply, cwd=folder, input=block.text, text=True, env=env, capture_output=True)
-            assert done.returncode == 0, f"{page.name}:{block.line}: {done.stderr}"
+        if block.verb:
+            edit(folder, block.verb, block.word, block.text)
 
 
 def check_console(page: Path, folder: Path) -> None:

@@ -56,14 +56,14 @@ PAGE = """# The Python interface
 
 <!-- Made from signatures and docstrings by `pytest tests/test_docs.py --accept`. Change those, not this page. -->
 
-All of it is in `import hostir as hi`, which loads torch only with the first name that needs it. The
-[tutorial](tutorial.md) shows how the parts work together, [sharding.md](sharding.md) which rank holds what.
+All of it is in `import hostir as hi`. The import loads torch only with the first name that needs it. The
+[tutorial](tutorial.md) shows how the parts work together. [sharding.md](sharding.md) says which rank holds what.
 
-Shapes count elements, and are those of whole tensors unless a rank's part is named. Every mistake raises
-`hi.HostIRError`, whose text says where it is (for a fusion, at your line), what was expected and what to do.
+Shapes count elements. They are the shapes of whole tensors, unless the text names a rank's part. Every mistake raises
+`hi.HostIRError`. Its text says where the mistake is (for a fusion, at your line), what was expected and what to do.
 
 In signatures, `Extent` is a size: an integer, a name that the call binds (`"M"`), or a product or quotient of them
-(`"M/8"`). `HasProgram` is a fusion, `Watcher` a function of a pass's name and a program, `Part` a tensor or None.
+(`"M/8"`). `HasProgram` is a fusion. `Watcher` is a function of a pass's name and a program. `Part` is a tensor or None.
 """
 
 

@@ -1,15 +1,97 @@
-"""docs/extending.md: a statement touches few files. That the page's changes apply and run is for tests/test_docs.py."""
+"""docs/extending.md: a statement touches few files, and the page still runs after somebody has followed it.
+
+tests/test_docs.py tests that the changes of the page can be made, and that the result runs.
+"""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import pytest
 
 from benchmarks.structure import statements_of, touched
-from tests.pages import ROOT
+from tests.edits import anchor, edit
+from tests.pages import ROOT, blocks
 
+PAGE = ROOT / "docs/extending.md"
 MOST = {"An elementwise statement": 3, "A statement of another kind": 7}  # one of the three has the user's function
 
 
 @pytest.mark.parametrize("title", MOST)
 def test_a_statement_touches_few_files(title: str) -> None:
-    assert 2 <= len(touched(statements_of(ROOT)[title])) <= MOST[title]
+    assert 2 <= len(touched(ROOT, statements_of(ROOT)[title])) <= MOST[title]
+
+
+def test_changes_that_have_been_made_are_not_made_again(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "hostir", tmp_path / "hostir", ignore=shutil.ignore_patterns("__pycache__"))
+    changes = [block for block in blocks(PAGE) if block.verb]
+    followed: list[dict[Path, str]] = []
+    for _ in range(2):
+        for block in changes:
+            edit(tmp_path, block.verb, block.word, block.text)
+        followed.append({path: path.read_text() for path in tmp_path.rglob("*.py")})
+    assert len(changes) > 10
+    assert followed[0] == followed[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("Unheard", r"\[\]"), ("silu", r"fusion\.py.*aten\.py"), ("Silu.x", r"\[\]")]
+)
+def test_an_anchor_that_is_not_defined_exactly_once_is_named(name: str, where: str) -> None:
+    with pytest.raises(AssertionError, match=f"'{name}', which must be defined once; it is defined in .*{where}"):
+        anchor(ROOT, name)
+
+
+BEFORE = """import os
+
+TABLE = {
+    "red": 1,
+}
+NAMES = {n: n for n in ("red",)}
+
+
+class Red:
+    x = 1
+
+    def paint(self): ...
+
+    y = 2
+"""
+AFTER = """import os
+from hostir.deep.shapes import Circle
+
+TABLE = {
+    "red": 1,
+    "blue": 2,
+}
+NAMES = {n: n for n in ("red",
+    "blue",)}
+
+
+class Red:
+    x = 1
+
+    def paint(self): ...
+
+    def mix(self): ...
+
+    y = 2
+
+
+class Blue: ...
+"""
+
+
+def test_definitions_methods_entries_and_imports_go_beside_their_anchors(tmp_path: Path) -> None:
+    module = tmp_path / "hostir/deep/colours.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(BEFORE)
+    (module.parent / "shapes.py").write_text("class Circle: ...\n")
+    edit(tmp_path, "after", "Red", "class Blue: ...\n")
+    edit(tmp_path, "in", "Red", "    def mix(self): ...\n")
+    edit(tmp_path, "in", "TABLE", '"blue": 2\n')
+    edit(tmp_path, "in", "colours.NAMES", '"blue"\n')
+    edit(tmp_path, "import", "TABLE", "Circle\n")
+    edit(tmp_path, "import", "TABLE", "Red\n")  # the module defines it
+    assert module.read_text() == AFTER

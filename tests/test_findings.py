@@ -1,13 +1,14 @@
 """A small program for everything that `hostir check` finds, under tests/cases/findings, each with a repaired twin.
 
-A case says in comments what is found in it, and what simulated ranks make of two calls:
+Comments of a case say which findings it has, and how simulated ranks run two calls of it:
 
-    // error: 12:3: message     place and headline of a finding, exactly; `warning:` likewise; one line for each
-    // run: guilty              some order hangs, raises, or gives other values than another, or NaN; so unless said
-    // run: alike               every order gives the same, and the finding is about something else
-    // run: refused             it is not sound enough to run
+    // error: 12:3: message     the place and the headline of a finding, exactly; a warning begins with `warning:`
+    // run: guilty              the default: some order hangs, raises, gives NaN, or differs from another order
+    // run: alike               every order gives the same values: the finding is about something else
+    // run: refused             the program is not sound enough to run
 
-The twin `NAME.fixed.hir` has no finding, and gives the same in every order. docs/findings.md shows the cases.
+The twin `NAME.fixed.hir` has no finding, and gives the same values in every order. docs/findings.md links every
+case, and shows one of them with its output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import hostir as hi
 from hostir.__main__ import main
 from tests.golden import Golden
 from tests.mutation import convicted
-from tests.pages import ROOT
+from tests.pages import FENCE, ROOT
 
 FOLDER = Path(__file__).parent / "cases" / "findings"
 TWINS = sorted(FOLDER.glob("*.fixed.hir"))
@@ -30,6 +31,8 @@ SAID = re.compile(r"^// (error|warning): (\d+:\d+): (.*)$", re.MULTILINE)
 RUN = re.compile(r"^// run: (.*)$", re.MULTILINE)
 HEAD = re.compile(r"\A(?://.*\n)+")
 SHOWN = re.compile(r"^```hir (\w+)\n.*?^```\n\n```finding\n.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"^\[(\w+)\]: (\S+)$", re.MULTILINE)
+USE = re.compile(r"\[([a-z0-9]+(?:_[a-z0-9]+)*)\](?![(:])")
 SEEDS = 20
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
 
@@ -76,7 +79,14 @@ def test_every_case_has_a_twin_and_says_what_it_shows() -> None:
         assert run_of(case) in ("guilty", "alike", "refused")
 
 
-def test_the_page_of_findings_shows_cases_and_what_is_printed_for_them(
+def test_the_page_of_findings_links_every_case() -> None:
+    page = (ROOT / "docs/findings.md").read_text()
+    links = dict(LINK.findall(page))
+    assert links == {case.stem: f"../tests/cases/findings/{case.name}" for case in CASES}
+    assert sorted(USE.findall(FENCE.sub("", page))) == sorted(links), "each case is named once"
+
+
+def test_the_page_of_findings_shows_a_case_and_its_output(
     pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -89,5 +99,5 @@ def test_the_page_of_findings_shows_cases_and_what_is_printed_for_them(
 
     docs = Golden(ROOT / "docs", accept=pytestconfig.getoption("accept"))
     page = (docs.folder / "findings.md").read_text()
-    assert len(SHOWN.findall(page)) == page.count("```hir ") == page.count("```finding") > 20
+    assert len(SHOWN.findall(page)) == page.count("```hir ") == page.count("```finding") == 1
     docs("findings.md", SHOWN.sub(fresh, page))

@@ -42,6 +42,12 @@ def test_the_tables_of_the_page_on_speed_are_what_was_measured(pages: Golden) ->
     pages("docs/performance.md", filled(page))
 
 
+def test_the_summary_of_the_readme_is_what_was_measured(pages: Golden) -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(measured.SUMMARISED.findall(readme)) == 1
+    pages("README.md", measured.SUMMARISED.sub(lambda _: measured.summary(), readme))
+
+
 def result(folder: Path, name: str, data: dict[str, Any]) -> str:
     """What a page shows of a result."""
     (folder / f"{name}.json").write_text(json.dumps(data))

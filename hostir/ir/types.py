@@ -251,10 +251,15 @@ def join(
                 summed.append((value, axis.resized(summed[0][1].extent) if summed else axis))
             elif to >= 0 and axes[to] is None:
                 axes[to] = axis.resized(shape[to])
-            elif (to >= 0 and axes[to] != axis.resized(shape[to])) or (to < -1 and axis.marks):
+            elif to >= 0 and axes[to] != axis.resized(shape[to]):
                 raise op.fail(
                     f"{value} is sharded unlike the other operands: {axis} meets {axes[to]}",
                     hint=MEET,
+                )
+            elif to < -1 and axis.marks:
+                raise op.fail(
+                    f"each rank reads an axis of {value} as a whole, and it is sharded: {axis}",
+                    hint="gather the axis first",
                 )
     if any(axis != summed[0][1] for _, axis in summed):
         raise op.fail(
