@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 # what benchmarks/allgather_matmul.py recorded, as are `host_lead` and `quick`: of hosts that have nothing else to do.
 # They vary by a factor of three, from row to row and from run to run.
 #
-# Those of H100 are fitted all at once, by coordinate descent, to the times of the candidates in benchmarks/results/2xH100
-# from CUDA graphs, of 1 to 16,384 rows, and to layers of a decoder in one graph: the mean square of log(estimate / time), where candidates near the fastest of their
-# row count most. `python -m benchmarks.regret` prints what the choice by these estimates loses.
+# Those of H100 are fitted all at once, by coordinate descent, to the results of 2 H100 in benchmarks/results/2xH100: to
+# the times of all candidates from CUDA graphs, of 1 to 16,384 rows, and of layers of a decoder in one graph. What is
+# minimised is the mean square of log(estimate / time), where candidates near the fastest of their row count most.
+# `python -m benchmarks.regret` prints what the choice by these estimates loses.
 #
 # tests/choice/peers_reduce_scatter.json has what reduce-scatters and all-reduces took behind a matmul on 2 GPUs: the
 # constants are not fitted to it. Estimates of NCCL behind cuBLAS are 0.99 to 1.08 of it from 128 rows on; those of
