@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -256,8 +257,11 @@ class CudaPlan:
                 *(unrolled, self.memory, machine.device, self.registers, self.streams),
                 *(machine.kernels, machine.kernel, machine.timeouts, machine.words),
             )
+        self.unnoticed = sys.maxsize  # how many steps, from the first, neither peers nor the next run notice
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
+        if self.one_sided is not None and self.one_sided.credits_taken is not None:
+            self.unnoticed = 0
         kept = self.kept_to_the_end() if self.one_sided else set()
         for op in unrolled.ops:
             if op.frees not in kept:
@@ -266,6 +270,7 @@ class CudaPlan:
             self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
             self.append(unrolled.ops[-1], self.switch(CALLER))
+        self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
@@ -317,26 +322,39 @@ class CudaPlan:
                 given[i].copy_(registers[register])
             return tuple(given)
         except BaseException as problem:
-            self.abandon()
+            self.abandon(capturing)
             if not isinstance(problem, Exception):
                 raise
             raise self.unrolled.failure(self.in_flight()[0], problem) from problem
         finally:
             registers[:] = self.blank
 
-    def abandon(self) -> None:
-        """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
+    def abandon(self, capturing: bool) -> None:
+        """End a run whose latest step failed: note whether peers can notice, and order the caller behind the rest.
+
+        So memory that is freed now is not reused too early.
+        """
         caller = self.streams[CALLER]
-        if self.memory is not None and not torch.cuda.is_current_stream_capturing():
+        if self.memory is not None and not capturing and self.noticed:
             self.memory.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
                 caller.wait_stream(stream)
         torch.cuda.set_stream(caller)
 
+    @property
+    def issued(self) -> int:
+        """The number of steps that the latest run has begun to issue."""
+        return len(self.ops) - operator.length_hint(self.cursor)
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the latest run has begun a step that peers can notice, or that changes flags of the next run."""
+        return self.issued > self.unnoticed
+
     def in_flight(self) -> list[Op]:
         """Return the operation that the host issued last."""
-        issued = len(self.ops) - operator.length_hint(self.cursor)
+        issued = self.issued
         return self.ops[issued - 1 : issued] if issued else []
 
     def describe(self, op: Op) -> str:
@@ -385,6 +403,8 @@ class CudaPlan:
 
     def add(self, op: Op) -> None:
         """Bind one operation to its stream."""
+        if op.by_group or op.raised_flags or self.unrolled.touches_peer(op):
+            self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.before(op) if self.one_sided else ():
             self.append(op, step)
         BIND[type(op)](self, op)

@@ -440,6 +440,41 @@ def test_after_a_call_that_failed_midway_no_other_begins(gpus: Gpus, monkeypatch
     assert "@ag cannot run again: a call failed" in str(plan.problem())
 
 
+class StrikeError(Exception):
+    """What a step raises that fails."""
+
+
+def strike() -> None:
+    raise StrikeError("on strike")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+def test_a_failure_before_peers_can_notice_hurts_no_later_call(
+    strategy: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = hi.lower(patterns.row_parallel_scattered(3, 1, 12, 4 * 3, 6), strategy)
+    whole = random_inputs(program, {})
+    parts = [[shard(x, v.tensor, r, {}) for x, v in zip(whole, program.inputs, strict=True)] for r in range(3)]
+    expected = rehearse(program, [whole], {}, "aten").run()[0]
+    made = layers(gpus, program, parts, monkeypatch, None, 2)
+    failing, callers = made[0][0], [Stream() for _ in made]
+    assert failing.unnoticed > 0
+    for k in range(failing.unnoticed):
+        step, failing.steps[k] = failing.steps[k], strike
+        gpus.current = callers[0]
+        with pytest.raises(HostIRError, match=r"rank 0, '.*': StrikeError: on strike"):
+            failing.run(parts[0])
+        failing.steps[k] = step
+        assert [plan.problem() for plan in made[0]] == [None, None]
+        for again in range(2):
+            outs = []
+            for rank, gpus.current in enumerate(callers):
+                outs += made[rank][again * (rank == 0)].run(parts[rank])
+            gpus.run(Random(k))
+            for out, want in zip(outs, expected[0], strict=True):
+                torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
 NEVER = """hostir 1
 mesh @mesh [didx] = 0
 program @never(%a: f32[2, 4, 8], %b: f32[8, 5]) -> (%c) {
