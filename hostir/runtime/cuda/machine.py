@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import (
 )
 
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError
 from hostir.runtime.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
-from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
+from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts, uses_flags
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.layout import Words
@@ -322,21 +322,21 @@ class CudaPlan:
                 given[i].copy_(registers[register])
             return tuple(given)
         except BaseException as problem:
-            self.abandon(capturing)
+            self.join_workers()
+            if not (at := self.in_flight()):  # interrupted before the first step
+                raise
+            failure = self.unrolled.failure(at[0], problem)
+            if self.noticed and not capturing:
+                self.machine.groups.abandoned = headline(failure)
             if not isinstance(problem, Exception):
                 raise
-            raise self.unrolled.failure(self.in_flight()[0], problem) from problem
+            raise failure from problem
         finally:
             registers[:] = self.blank
 
-    def abandon(self, capturing: bool) -> None:
-        """End a run whose latest step failed: note whether peers can notice, and order the caller behind the rest.
-
-        So memory that is freed now is not reused too early.
-        """
+    def join_workers(self) -> None:
+        """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
         caller = self.streams[CALLER]
-        if self.memory is not None and not capturing and self.noticed:
-            self.memory.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
                 caller.wait_stream(stream)
@@ -349,7 +349,7 @@ class CudaPlan:
 
     @property
     def noticed(self) -> bool:
-        """Whether the latest run has begun a step that peers can notice, or that changes flags of the next run."""
+        """Whether the latest run has begun a step that peers can notice, or that waits for a flag or raises one."""
         return self.issued > self.unnoticed
 
     def in_flight(self) -> list[Op]:
@@ -367,15 +367,13 @@ class CudaPlan:
         """Do nothing: what is issued runs on."""
 
     def problem(self) -> HostIRError | None:
-        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
-        if self.memory is not None and self.memory.broken:
-            return error(
-                f"@{self.unrolled.program.name} cannot run again: {self.memory.broken}", hint="start all ranks anew"
-            )
+        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask.
+
+        What peers signal late to a kernel that gave up waiting would count for the next call, so the call is abandoned.
+        """
         found = self.machine.timeouts.problem()
-        if found is not None:
-            why = "a kernel gave up waiting, and what its peers signal late would count for this call"
-            self.machine.symmetric.give_up(self.unrolled.program.digest, why)
+        if found is not None and self.memory is not None and len(self.memory.offers) > 1:
+            self.machine.groups.abandoned = headline(found)
         return found
 
     def reported_problem(self) -> str:
@@ -403,7 +401,7 @@ class CudaPlan:
 
     def add(self, op: Op) -> None:
         """Bind one operation to its stream."""
-        if op.by_group or op.raised_flags or self.unrolled.touches_peer(op):
+        if op.by_group or uses_flags(self.unrolled, op):
             self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.before(op) if self.one_sided else ():
             self.append(op, step)
