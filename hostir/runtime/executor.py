@@ -368,8 +368,7 @@ class Executor:
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
-            self._calls.check_order()
-            self.watchdog.resume()
+            self._resume()
         given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         call = self.latest
         if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
@@ -384,9 +383,11 @@ class Executor:
                 torch._C._set_grad_enabled(False)  # torch.no_grad() would take 1 us longer
             outputs = self._issue(call, inputs, given)
         except HostIRError as failure:
-            if self.watchdog is None:
-                raise
-            raise self.watchdog.blame(failure) from failure.__cause__
+            raise self._blamed(failure) from failure.__cause__
+        except BaseException:
+            if self._machine.groups.abandoned:
+                self._blamed(error(f"rank {self.rank} was interrupted in @{self.program.name}"))
+            raise
         finally:
             if gradients:
                 torch._C._set_grad_enabled(True)
@@ -435,6 +436,8 @@ class Executor:
         if self.machine == "local":
             return tuple(None for _ in inputs)
         with self._calls.lock:
+            if self.watchdog is not None and self.watchdog.disturbed:
+                self._resume()
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
@@ -488,7 +491,12 @@ class Executor:
         self._raise_problem()
 
     def _raise_problem(self) -> None:
-        """Raise what the device has reported so far."""
+        """Raise what the device has reported so far, and if a call was abandoned, which the device may wait for."""
+        if self.session is not None and self.session.has_lost_call:
+            raise self.session.lost_call()
+        if abandoned := self._machine.groups.abandoned:
+            what = f"@{self.program.name} cannot be waited for: {abandoned}"
+            raise error(what, hint="make the next call on all ranks: it begins anew")
         plan = self.latest.plan if self.latest is not None else None
         if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
             raise self._blamed(self._noted(problem))
@@ -500,7 +508,32 @@ class Executor:
         return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
-        return self.watchdog.blame(failure) if self.watchdog is not None else failure
+        """Report a failure to the other ranks; return the error to raise. A rank alone renews its memory at once."""
+        groups = self._machine.groups
+        if self.watchdog is not None:
+            return self.watchdog.blame(failure, bool(groups.abandoned))
+        if groups.abandoned:
+            groups.renew(self.timeout)
+            self._renew()
+        return failure
+
+    def _resume(self) -> None:
+        """Go on after a failure on some rank; if a call was abandoned, raise or, once all have raised, begin anew."""
+        assert self.session is not None
+        assert self.watchdog is not None
+        self._calls.check_order()
+        self.watchdog.resume()
+        if self.session.has_lost_call:
+            raise self.session.lost_call()
+        if not (abandoned := self._machine.groups.abandoned):
+            return
+        if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
+            what = f"@{self.program.name} is captured after a call that ended midway: {abandoned}"
+            raise error(what, hint="make a call outside the capture first, on all ranks")
+        try:
+            self.session.renew()
+        except HostIRError as refused:
+            raise self._blamed(refused) from refused.__cause__
 
     def _stuck(self) -> HostIRError:
         plan = next(reversed(self.plans.values()), None)
@@ -610,11 +643,20 @@ class Executor:
         """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
         self._drop(is_stale)
 
+    def _renew(self) -> None:
+        """Drop all plans, and agree anew on the next call of each kind: the ranks begin anew after a failure."""
+        self._end_plans()
+        self._agreement.restart()
+
     def _leave(self, reason: str) -> None:
         """Make no more calls, and refuse later ones for this reason. Drop the plans, which hold process groups."""
         self._ended = reason
         if self._graphs is not None:
             self._graphs.release(reason)
+        self._end_plans()
+
+    def _end_plans(self) -> None:
+        """Drop all plans, and end the threads that run them on CPU."""
         for plan in self.plans.values():
             if isinstance(plan, GlooPlan):
                 plan.end()

@@ -156,6 +156,15 @@ class Calls:
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
 
+    def restart(self, store: Any, number: int) -> None:
+        """Count calls from `number` on in another store, as all ranks do."""
+        self.store, self.number = store, number
+        self.slots = [""] * SLOTS
+        self.made = self.trail = self.asked = 0
+        self.posted.clear()
+        self.store.set(f"turn/{self.rank}", str(number // (SLOTS // 2)))
+        self.moved.notify_all()
+
     def use(self, digest: str) -> None:
         """Record that this thread has made an executor of a program, and may call it."""
         with self.lock:
@@ -345,6 +354,9 @@ class Member(Protocol):
     def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released."""
 
+    def _renew(self) -> None:
+        """Drop all plans, and agree anew on the next call of each kind."""
+
 
 class Session:
     """This process as one of the ranks that run programs together: what `with hi.session() as job` gives.
@@ -407,6 +419,7 @@ class Session:
         self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check)
         self.meetings = Meetings(self)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
+        self.first_store = self.store
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
@@ -439,10 +452,15 @@ class Session:
         timeout: float | None = None,
         note: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        """Poll until all ranks have arrived; raise HostIRError naming those that have not, each with its note."""
+        """Poll until all ranks have arrived; raise HostIRError naming those that have not, each with its note.
+
+        Raises the error for a call that another rank has abandoned, too: that rank does not arrive.
+        """
         everyone, pause = range(self.size), MIN_PAUSE
         deadline = time.monotonic() + (timeout or self.timeout)
         while not arrived(everyone):
+            if self.has_lost_call and not arrived(everyone):  # it may have arrived before it abandoned a call
+                raise self.lost_call()
             self.check(where)
             if time.monotonic() > deadline:
                 late = [rank for rank in everyone if not arrived([rank])]
@@ -463,6 +481,55 @@ class Session:
     def check(self, where: str) -> None:
         """Raise if a rank is lost for which this one waits. Of the job's, the watchdog ends them all."""
 
+    # Calls that end midway --------------------------------------------------------------------------------------------
+    # After a call that a rank has abandoned, all ranks raise once, and renew what they share at their next calls.
+    #
+    # A call is abandoned if it ends on a rank when peers may have noticed its beginning. They may wait for the rest,
+    # and what is left in flags, in process groups and in the counts of calls does not fit together any more. So every
+    # rank raises an error to its caller: the rank itself, and the others in the call under way or at the next. At the
+    # first call after that they meet. All have raised then, so that nobody takes the results of what is released now
+    # for good ones. When their devices are idle, the memory gets its first contents again, and so do all counts.
+
+    @property
+    def has_lost_call(self) -> bool:
+        """Whether another rank has abandoned a call, and this rank's caller does not know yet."""
+        watchdog = vars(self).get("watchdog")  # there is none while the session begins
+        return watchdog is not None and watchdog.abandoned is not None and not self.groups.abandoned
+
+    def lost_call(self) -> HostIRError:
+        """Return the error that tells this rank's caller that another rank has abandoned a call; to be raised."""
+        event = self.watchdog.abandoned
+        assert event is not None
+        self.groups.abandoned = event.words
+        return self.watchdog.blame(self.watchdog.lost_call(event), abandoned=True)
+
+    def renew(self) -> None:
+        """Meet all ranks, and give what they share its first state again; each has raised because of the same call.
+
+        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls.
+        """
+        if broken := self.groups.broken:
+            raise error(f"rank {self.rank} makes no more calls: {broken}", hint=ANEW)
+        where, memory = f"the first call after one that ended midway ({self.groups.abandoned})", self.groups.memory
+        mine = self.calls.number, self.meetings.number, memory.meetings if memory is not None else 0
+        try:
+            texts = self.exchange("renewal", json.dumps(mine), where=where)
+            numbers = [max(each) for each in zip(*map(json.loads, texts), strict=True)]
+            self.store = PrefixStore(f"renewal {self.watchdog.renewals}", self.first_store)
+            self.exchanges.clear()
+            self.calls.restart(self.store, numbers[0])
+            self.meetings.restart(numbers[1])
+            if memory is not None:
+                memory.meetings = numbers[2]
+            self.groups.renew(min(self.timeout, TIMEOUT.get()))
+        except HostIRError as problem:
+            self.groups.broken = self.groups.broken or headline(problem)
+            raise
+        for member in list(self.members):
+            member._renew()
+        self.watchdog.renewed()
+        LOG.info("renewed what the ranks share, after a call that ended midway")
+
     def crossing(self) -> tuple[tuple[None, str], ...]:
         """Return a note for an error of waiting too long, if calls of other groups may wait for this rank's."""
         return ()
@@ -470,7 +537,7 @@ class Session:
     def first(self, what: str) -> bool:
         """Whether no rank has asked this before, for messages that one rank prints for all."""
         with contextlib.suppress(RuntimeError):  # the store may have gone
-            return bool(self.store.add(f"said/{what}", 1) == 1)
+            return bool(self.first_store.add(f"said/{what}", 1) == 1)
         return True
 
     def close(self, done: bool, timeout: float | None = None) -> None:
@@ -497,7 +564,8 @@ class Session:
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
         self.groups.end(done, default=self.owner)
-        self.store = self.calls.store = None  # closes the connections: executors may outlive the session
+        # Closes the connections: executors may outlive the session.
+        self.store = self.first_store = self.calls.store = None
 
 
 _torchs_own = dist.init_process_group
@@ -733,6 +801,10 @@ class Meetings:
         self.number = 0
         self.refusal = ""
 
+    def restart(self, number: int) -> None:
+        """Count meetings from `number` on, as all ranks do."""
+        self.number, self.refusal = number, ""
+
     def meet(self, call: Call, where: str, concerns: Callable[[Call], bool], numbered: bool) -> list[Call]:
         """Return every rank's call, or its refusal; `concerns` tells whether a refusal is one of this call.
 
@@ -802,6 +874,11 @@ class Agreement:
         self.agreed: set[Hashable] = set()  # kinds of sizes
         self.made = 0
         self.failed = 0, 0  # the latest call that failed, as a number of calls made before it, and how often
+
+    def restart(self) -> None:
+        """Agree anew on calls of every kind, as all ranks do."""
+        self.agreed.clear()
+        self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
         """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls.

@@ -44,11 +44,17 @@ PAUSE = 0.02  # seconds between two attempts, or polls
 
 
 class RankEvent(NamedTuple):
-    """An event of a rank: it `failed`, came `back` to calls, is `done`, or `died`; `words` has details."""
+    """An event of a rank: it `failed`, `abandoned` a call, came `back` to calls, is `done`, or `died`.
+
+    Fields:
+        words: details.
+        renewals: for `abandoned`, how often the ranks had renewed their shared state before.
+    """
 
     what: str
     rank: int
     words: str = ""
+    renewals: int = 0
 
 
 class Link:
@@ -144,9 +150,9 @@ class Links:
                 if ended:
                     self.drop(link, ended)
 
-    def announce(self, what: str, words: str = "") -> RankEvent:
+    def announce(self, what: str, words: str = "", renewals: int = 0) -> RankEvent:
         """Send all ranks an event of this one."""
-        event = RankEvent(what, self.rank, words[:LONGEST])
+        event = RankEvent(what, self.rank, words[:LONGEST], renewals)
         self.pump()
         with self.changing:
             if self.rank == 0 or (self.linked and not self.links):  # without rank 0 only this one hears of it
@@ -276,9 +282,15 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 # A failed call is its caller's, who may try again. Where it has failed on every rank, all is as before. Else each rank
 # has HOSTIR_TIMEOUT seconds to make its next call; if one of them does not, all end with the first failure's
 # message.
+#
+# A call is abandoned if it ends on a rank when peers may have noticed its beginning and wait for the rest. Then the
+# call under way on each other rank raises, or else its next call does. Once all ranks have raised, their next calls
+# renew what they share: see `Session.renew`.
 
 PERIOD = 0.5  # seconds between two checks
+STILL = 0.1  # seconds that a run may stand still once another rank has abandoned a call
 LAST_WORDS = 1.0  # seconds that a rank between runs has, once another has died, to end with an error of its own
+RENEWAL = "results of earlier calls that were not waited for may be lost; the next call of each rank begins anew"
 ASKED = b"!"  # what our handler of SIGTERM writes for the thread: no signal has this number
 
 
@@ -331,7 +343,9 @@ class Watchdog:
         self.failed: set[int] = set()  # ranks that have failed since
         self.away: set[int] = set()  # those that have not made another call since
         self.since = 0.0
-        self.disturbed = False  # whether this rank must report that it makes its next call
+        self.disturbed = False  # whether this rank's next call has more to do than run
+        self.renewals = 0  # how often the ranks have renewed their shared state
+        self.abandoned: RankEvent | None = None  # a call that a rank has abandoned since
         self.raised: HostIRError | None = None  # raised to this rank's caller, who may be printing it
         self.acknowledged = False  # whether the caller knows the error of the latest plan
         self.wake, self.signalled = os.pipe()
@@ -359,13 +373,17 @@ class Watchdog:
         else:
             self.replaced.clear()
 
-    def blame(self, failure: HostIRError) -> HostIRError:
-        """Report this rank's failure to all ranks; if another failed first, the error that it returns says so."""
-        self.links.await_own(self.links.announce("failed", headline(failure)))
+    def blame(self, failure: HostIRError, abandoned: bool = False) -> HostIRError:
+        """Report this rank's failure to all ranks; if another failed first, the error that it returns says so.
+
+        `abandoned`: peers may wait for the rest of a call of this rank.
+        """
+        what, self.raised = "abandoned" if abandoned else "failed", failure
+        self.links.await_own(self.links.announce(what, headline(failure), self.renewals))
         self.learn()
         theirs = self.first is not None and self.first.rank != self.rank
         cause = self.first.words if theirs and self.first is not None else self.loss()
-        if cause:
+        if cause and cause not in failure.diagnostics[0].message:
             first, *rest = failure.diagnostics
             failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
         self.raised, self.acknowledged, self.disturbed = failure, True, True
@@ -376,6 +394,13 @@ class Watchdog:
         self.disturbed, self.raised = False, None
         if self.first is not None:
             self.links.announce("back")
+
+    def renewed(self) -> None:
+        """Forget the call that was abandoned: the ranks have renewed their shared state."""
+        with self.links.changing:
+            self.renewals += 1
+            if self.abandoned is not None and self.abandoned.renewals < self.renewals:
+                self.abandoned = None
 
     def leave(self) -> None:
         """Report to all ranks that this one has made its last call: from here on its exit is no failure."""
@@ -405,7 +430,7 @@ class Watchdog:
     def watch(self) -> None:
         last = time.monotonic()
         while not self.closing.is_set():
-            self.links.serve(PERIOD, self.wake)
+            self.links.serve(PERIOD if self.abandoned is None else STILL / 2, self.wake)
             heard = self.heard()
             if self.closing.is_set():
                 return
@@ -418,6 +443,8 @@ class Watchdog:
             cause = self.cause()
             with self.inspecting:
                 cause = cause or self.standstill() or self.reported()
+                if not cause:
+                    self.end_lost_run()
             if cause:
                 self.end(cause)
 
@@ -436,14 +463,35 @@ class Watchdog:
             self.done.add(event.rank)
         elif event.what == "back":
             self.away.discard(event.rank)
-        elif self.first is None:
-            self.first, self.since = event, self.clock
-            self.failed, self.away = {event.rank}, set(self.everyone)
-            self.disturbed = True
         else:
-            self.failed.add(event.rank)
+            self.take_failure(event)
         if self.first is not None and (self.everyone <= self.failed | self.done or self.away <= self.done):
             self.first = None
+
+    def take_failure(self, event: RankEvent) -> None:
+        if event.what == "abandoned" and event.renewals >= self.renewals:
+            if self.abandoned is None or self.abandoned.renewals < event.renewals:
+                self.abandoned = event
+            self.disturbed = True
+        if self.first is not None:
+            self.failed.add(event.rank)
+            return
+        self.first, self.since = event, self.clock
+        self.failed, self.away = {event.rank}, set(self.everyone)
+        self.disturbed = True
+
+    def end_lost_run(self) -> None:
+        """Raise from the run under way if it stands still since another rank has abandoned a call."""
+        event, plan = self.abandoned, self.plan
+        if event is None or event.rank == self.rank or plan is None or not plan.in_flight():
+            return
+        if self.clock - self.stood[1] >= STILL:
+            plan.give_up(self.lost_call(event))
+
+    def lost_call(self, event: RankEvent) -> HostIRError:
+        """Return the error for this rank's calls that may wait for one that another rank has abandoned."""
+        what = f"a call ended midway on another rank, and what rank {self.rank} has issued may wait for its rest"
+        return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 
     def cause(self) -> str:
         """Return why this rank must end because of another; empty if it need not."""
@@ -574,6 +622,10 @@ class GuestWatchdog(Watchdog):
         if lost := self.loss():
             raise HostIRError(Diagnostic(f"rank {self.rank} makes no more calls with its group: {lost}"))
         super().resume()
+
+    def renewed(self) -> None:
+        super().renewed()
+        self.gave_up = False
 
     def cause(self) -> str:
         """Return nothing: only a call that stands still is ended because of another rank."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
-from hostir.runtime.session import Call, Calls
+from hostir.runtime.session import SLOTS, Call, Calls
 
 SLOW = """hostir 1
 mesh @mesh [didx] = 0
@@ -47,6 +47,28 @@ def calls_in_turn(first: Calls, second: Calls, planned: bool) -> None:
     else:
         second.begin(lambda: call(8), planned=True)
         first.begin(lambda: call(8), planned=True)
+
+
+def test_calls_are_compared_from_one_number_on_after_a_restart() -> None:
+    store = dist.HashStore()
+    first, second = both = [Calls(store, rank, (0, 1), timeout=1.0) for rank in (0, 1)]
+    with first.lock, second.lock:
+        for number in range(4):
+            first.begin(lambda: call(8), planned=True)
+            first.went(number)
+            first.compare_new(call(number))
+        second.begin(lambda: call(8), planned=True)
+        later = dist.PrefixStore("later", store)
+        for each in both:
+            each.restart(later, 4)
+        for number in range(2 * SLOTS):  # as many as reuse slots, one rank ahead of the other in turns
+            for each in both[:: 1 if number % 2 else -1]:
+                each.begin(lambda: call(number), planned=True)  # noqa: B023
+        for each in both:
+            each.compare_new(call(8))
+        second.begin(lambda: call(8), planned=False)
+        with pytest.raises(hi.HostIRError, match="do not line up: rank 1 calls @ag with M=8, rank 0 with M=12"):
+            first.begin(lambda: call(12), planned=True)
 
 
 def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:

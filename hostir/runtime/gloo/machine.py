@@ -43,6 +43,7 @@ from hostir.runtime.unroll import (
     WaitSignalOp,
     message_teams_of,
 )
+from hostir.runtime.watchdog import headline
 
 # Collectives and messages ---------------------------------------------------------------------------------------------
 # Collectives, transfers and messages between CPU processes by gloo.
@@ -166,9 +167,10 @@ class GlooMachine:
         return self.queues[key]
 
     def end(self) -> None:
-        """End the threads, once the last call has returned. An executor may outlive its session."""
+        """End the threads, once the last call has returned. Later plans get others."""
         for end in self.threads:
             end()
+        self.threads.clear()
         self.queues.clear()
 
 
@@ -191,7 +193,8 @@ class GlooPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.homes = homes(unrolled)
         self.problem: tuple[Op, BaseException] | None = None
-        self.begun = False  # whether an operation that peers see has begun in the latest run
+        self.begun = False  # whether an operation that peers see may have begun in the latest run
+        self.given_up: HostIRError | None = None  # the error with which the watchdog ended a run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
         self.memory = machine.symmetric.of(unrolled, self, kind, limit)
@@ -261,11 +264,12 @@ class GlooPlan:
     def refuse(self, op: Op, problem: BaseException) -> NoReturn:
         """Raise the error that ended the run."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
-        if self.begun and shared:
-            self.machine.groups.broken = f"{self.unrolled.describe(op)} failed earlier"
+        failure = self.unrolled.failure(op, problem)
+        if shared and (self.begun or problem is self.given_up):
+            self.machine.groups.abandoned = headline(failure)
         if not isinstance(problem, Exception):
             raise problem
-        raise self.unrolled.failure(op, problem) from problem
+        raise failure from problem
 
     def fail(self, op: Op, problem: BaseException) -> None:
         """Record the first failure, and release the lanes that wait for events that will not occur."""
@@ -276,6 +280,7 @@ class GlooPlan:
 
     def give_up(self, problem: HostIRError) -> None:
         """End the run under way with this error, on whichever threads it waits."""
+        self.given_up = problem
         for op in self.in_flight()[:1]:
             self.fail(op, problem)
 
@@ -305,7 +310,9 @@ class GlooPlan:
         return ""  # failures are raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
-        """Return a value that changes whenever a lane progresses; None while none waits for a peer."""
+        """Return a value that changes when a lane progresses; None while none waits for a peer, and after a failure."""
+        if self.problem:
+            return None
         at = {lane: lane.position for lane in self.lanes.values()}
         if not any(i >= 0 and lane.waits[i] is Waits.PEER for lane, i in at.items()):
             return None
