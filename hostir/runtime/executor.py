@@ -48,7 +48,7 @@ from hostir.runtime.groups import Groups
 from hostir.runtime.guest import session_of
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
-from hostir.runtime.session import Agreement, CallRunsError, Session, forked_from, launched
+from hostir.runtime.session import Agreement, Session, forked_from, launched
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
@@ -368,6 +368,7 @@ class Executor:
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
+            self._calls.broken = self._calls.broken or self.watchdog.misaligned
             self._calls.check_order()
             self.watchdog.resume()
         given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
@@ -375,7 +376,7 @@ class Executor:
         if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
             call = self._bind(inputs, out)
         elif self._compare:
-            self._begin(call.plan.unrolled.sizes, planned=True)
+            self._agreement.begin(call.plan.unrolled.sizes, planned=True)
             if is_stale(call.plan):  # meanwhile another thread's call released its memory
                 call = self._bind(inputs, out, begun=True)
         gradients = torch.is_grad_enabled()
@@ -480,6 +481,8 @@ class Executor:
         deadline = time.monotonic() + self.timeout
         while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
+            if self.session is not None:
+                self.session.check(f"the end of @{self.program.name}")
             if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
@@ -515,17 +518,6 @@ class Executor:
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
-    def _refused(self, refusal: HostIRError) -> HostIRError:
-        """Tell the other ranks that this one does not run the call; return the error to raise."""
-        return self._blamed(refusal) if self._compare and self._agreement.refuse(refusal) else refusal
-
-    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Begin a call: raise if other ranks make another one, and tell a rank that may already run it."""
-        try:
-            self._agreement.begin(sizes, planned=planned, places=places)
-        except CallRunsError as refused:
-            raise self._blamed(refused) from refused.__cause__
-
     def _bind(self, inputs: tuple[Any, ...], out: Any, begun: bool = False) -> BoundCall:
         """Begin the call on this rank, and return the bound call for these tensors; make one if there is none.
 
@@ -542,7 +534,7 @@ class Executor:
         else:
             self._refuse_elsewhere()
             if not begun:
-                self._begin(call.plan.unrolled.sizes, planned=True)
+                self._agreement.begin(call.plan.unrolled.sizes, planned=True)
             if is_stale(call.plan):
                 return self._bind(inputs, out, begun=True)
             self.plans.pop(kind, None)
@@ -584,9 +576,11 @@ class Executor:
             try:
                 self._check(plan.unrolled, inputs, out)
             except HostIRError as refusal:
-                raise self._refused(refusal) from refusal.__cause__
+                if self._compare:
+                    self._agreement.refuse(refusal)
+                raise
             if not begun:
-                self._begin(plan.unrolled.sizes, planned=True, places=places)
+                self._agreement.begin(plan.unrolled.sizes, planned=True, places=places)
             if is_stale(plan):
                 return self._choose(kind, inputs, out, places, begun=True)
         if kind is not None:
@@ -658,16 +652,12 @@ class Executor:
             self._check_limit(unrolled.memory[1], sizes)
             self._check(unrolled, inputs, out)
         except HostIRError as refusal:
-            if self._agreement.refuse(refusal):
-                raise self._blamed(refusal) from refusal.__cause__
+            self._agreement.refuse(refusal)
             raise
         kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
         if not begun:
-            self._begin(sizes, planned=kind in self._agreement.agreed, places=places)
-        try:
-            self._agreement.reach(sizes, kind)
-        except CallRunsError as refused:
-            raise self._blamed(refused) from refused.__cause__
+            self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
+        self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
         shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
         if self._order is not None:

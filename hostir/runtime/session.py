@@ -30,7 +30,7 @@ from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
 from hostir.runtime.groups import ANEW, Groups, world
 from hostir.runtime.unroll import teams_of
-from hostir.runtime.watchdog import Watchdog, headline
+from hostir.runtime.watchdog import ALIKE, PAGE, MisalignedError, Watchdog, headline
 
 # Calls ----------------------------------------------------------------------------------------------------------------
 # The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
@@ -40,8 +40,6 @@ from hostir.runtime.watchdog import Watchdog, headline
 # Nobody waits: ranks may be calls apart. Threads of a rank take turns, in the order of the ranks that were first.
 
 SLOTS = 512  # of the store: no rank is as many calls ahead of another
-ALIKE = "the same calls, in the same order, on every rank"
-PAGE = "docs/calls.md says what the ranks of a job must do alike"
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,6 @@ def describe(by_rank: Mapping[int, Call]) -> str:
     return ", ".join(parts)
 
 
-class CallRunsError(HostIRError):
-    """Raised on a rank that refuses a call which another rank may already run."""
-
-
 class Calls:
     """The calls of one team, as seen by one of its ranks.
 
@@ -120,6 +114,7 @@ class Calls:
         rank, ranks: this rank, and all of the team.
         timeout: seconds to wait for what another rank or thread must do first.
         check: raises, while this rank waits at a place, if another is lost.
+        report: tells all ranks why one may run a call that another does not make; returns the first such report.
 
     Fields:
         lock: held by the thread whose call runs.
@@ -134,12 +129,14 @@ class Calls:
         ranks: Sequence[int] = (0,),
         timeout: float = 0.0,
         check: Callable[[str], None] = lambda where: None,
+        report: Callable[[str], str] = lambda why: why,
     ) -> None:
         self.store = store
         self.rank = rank
         self.others = [other for other in ranks if other != rank]
         self.timeout = timeout
         self.check = check
+        self.report = report
         self.unlock()
         self.number = 0
         # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
@@ -167,8 +164,8 @@ class Calls:
         `asked` returns the call, again after other threads have called: if one of them may be about to make the call
         that is next on the other ranks, this thread waits for it.
 
-        Raises HostIRError, naming both calls, if they differ: CallRunsError if the rank that got there first had
-        `planned`, and so may already run its call.
+        Raises HostIRError, naming both calls, if they differ. If the rank that got there first had `planned`, it may
+        already run its call: then every rank raises MisalignedError.
         """
         if not self.others:
             return
@@ -190,20 +187,16 @@ class Calls:
                 raise error(f"{what}: {theirs.refusal}")
             if not self._made_by_other_thread(theirs, deadline):
                 self._move()
-                said = describe({first: theirs, self.rank: call})
-                refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
-                if not running:
-                    raise refused
-                self.broken = said
-                raise CallRunsError(*refused.diagnostics)
+                said = f"the calls of the ranks do not line up: {describe({first: theirs, self.rank: call})}"
+                raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
 
-    def refuse(self, asked: Callable[[], Call]) -> bool:
+    def refuse(self, asked: Callable[[], Call]) -> None:
         """Report, when its turn has come, that this rank does not make a call; the caller holds the lock.
 
-        `asked` returns the call, as for `begin`. Returns whether another rank may already run it.
+        `asked` returns the call, as for `begin`. A rank that may already run it raises what the refusal says.
         """
         if not self.others:
-            return False
+            return
         self.check_order()
         deadline = time.monotonic() + self.timeout
         while True:
@@ -213,8 +206,8 @@ class Calls:
             if call.is_by(theirs) or not self._made_by_other_thread(theirs, deadline):
                 self._move()
                 if running:
-                    self.broken = describe({self.rank: call})
-                return running
+                    self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
+                return
 
     def went(self, kind: int) -> None:
         """Count a call that was not compared; `kind` is a number of its program and sizes."""
@@ -224,7 +217,7 @@ class Calls:
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
 
-        Raises CallRunsError if another rank got here first with another one that is new there, or after other calls.
+        Raises MisalignedError if another rank got here first with another one that is new there, or after other calls.
         """
         if not self.others:
             return
@@ -241,21 +234,21 @@ class Calls:
             raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
         if (trail, text) == (str(self.trail), str(call)):
             return
-        self.broken = describe({int(first): Call.of(text), self.rank: call})
+        said = describe({int(first): Call.of(text), self.rank: call})
         if text == str(call):
-            self.broken = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
+            said = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
         hint = f"{PAGE}; HOSTIR_COMPARE_CALLS=1 compares each before it runs"
-        refused = error(f"the calls of the ranks do not line up: {self.broken}", expected=ALIKE, hint=hint)
-        raise CallRunsError(*refused.diagnostics)
+        raise self._misaligned(f"the calls of the ranks do not line up: {said}", hint)
 
     def check_order(self) -> None:
-        """Raise once another rank may run a call that this one did not make: all later calls would be off by one."""
+        """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
         if self.broken:
-            raise error(
-                f"rank {self.rank} makes no call any more, since another rank runs one without it: {self.broken}",
-                expected=ALIKE,
-                hint=PAGE,
-            )
+            raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
+
+    def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
+        """Make no call any more, and let no other rank make one; return the error that all of them raise."""
+        self.broken = self.report(why)
+        return MisalignedError(self.broken, hint=hint)
 
     def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
         """Post this rank's next call unless another rank was first. Return the first rank, `planned`, and its call."""
@@ -361,6 +354,7 @@ class Session:
     rank: int
     size: int
     store: Any
+    watchdog: Watchdog
     limit = Watchdog.limit
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -404,7 +398,8 @@ class Session:
         teams = PrefixStore("teams", self.store.clone())  # another connection: joining a group blocks one
         teams.set_timeout(patience)
         self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
-        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check)
+        report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # there is no watchdog yet
+        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check, report)
         self.meetings = Meetings(self)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
@@ -461,7 +456,9 @@ class Session:
         return self.groups.memory.bytes if self.groups.memory is not None else 0
 
     def check(self, where: str) -> None:
-        """Raise if a rank is lost for which this one waits. Of the job's, the watchdog ends them all."""
+        """Raise if a rank for which this one waits is lost, or runs another call. The watchdog ends a job's ranks."""
+        if hasattr(self, "watchdog") and self.watchdog.misaligned:  # there is one once all ranks have begun
+            raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
         """Return a note for an error of waiting too long, if calls of other groups may wait for this rank's."""
@@ -496,7 +493,7 @@ class Session:
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
-        self.groups.end(done, default=self.owner)
+        self.groups.end(done and not self.watchdog.misaligned, default=self.owner)  # peers may be within a call
         self.store = self.calls.store = None  # closes the connections: executors may outlive the session
 
 
@@ -816,14 +813,11 @@ class Agreement:
             self._announce(refused)
             raise
 
-    def refuse(self, refusal: HostIRError) -> bool:
-        """Report to ranks that are about to compare what they run that this one does not run it.
-
-        Returns whether another rank is known to run it already.
-        """
-        running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
+    def refuse(self, refusal: HostIRError) -> None:
+        """Report to ranks that run a call, or are about to compare it, that this one does not run it."""
+        if self.compare:
+            self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
         self._announce(refusal)
-        return running
 
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
         """Raise on every rank if one refuses, or if programs, sizes or kernels differ; once for each kind of sizes.

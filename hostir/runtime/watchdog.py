@@ -37,14 +37,27 @@ if TYPE_CHECKING:
 # sender included. So all ranks see the same events in the same order, sooner or later.
 
 LONGEST = 4000  # characters of an event's words
+ALIKE = "the same calls, in the same order, on every rank"
+PAGE = "docs/calls.md says what the ranks of a job must do alike"
 PATIENCE = 1.0  # seconds that a rank waits for rank 0 to return its event
 CONNECTING = 2.0  # seconds that an attempt may take
 TRYING = 10.0  # seconds of failed attempts after which a warning is printed
 PAUSE = 0.02  # seconds between two attempts, or polls
 
 
+class MisalignedError(HostIRError):
+    """Raised on every rank once one may run a call that another does not make: no later call could line up."""
+
+    def __init__(self, why: str, *notes: str, hint: str = PAGE) -> None:
+        super().__init__(Diagnostic(why, None, ALIKE, hint, tuple((None, note) for note in notes)))
+
+
 class RankEvent(NamedTuple):
-    """An event of a rank: it `failed`, came `back` to calls, is `done`, or `died`; `words` has details."""
+    """An event of a rank; `words` has details.
+
+    It `failed`, came `back` to calls, is `done`, `died`, or found calls `misaligned`: a rank may run one that another
+    does not make.
+    """
 
     what: str
     rank: int
@@ -331,6 +344,7 @@ class Watchdog:
         self.failed: set[int] = set()  # ranks that have failed since
         self.away: set[int] = set()  # those that have not made another call since
         self.since = 0.0
+        self.misaligned = ""  # how the calls of the ranks differ, of which one may run: the first report
         self.disturbed = False  # whether this rank must report that it makes its next call
         self.raised: HostIRError | None = None  # raised to this rank's caller, who may be printing it
         self.acknowledged = False  # whether the caller knows the error of the latest plan
@@ -361,6 +375,8 @@ class Watchdog:
 
     def blame(self, failure: HostIRError) -> HostIRError:
         """Report this rank's failure to all ranks; if another failed first, the error that it returns says so."""
+        if isinstance(failure, MisalignedError):  # which all ranks know
+            return failure
         self.links.await_own(self.links.announce("failed", headline(failure)))
         self.learn()
         theirs = self.first is not None and self.first.rank != self.rank
@@ -370,6 +386,12 @@ class Watchdog:
             failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
         self.raised, self.acknowledged, self.disturbed = failure, True, True
         return failure
+
+    def misalign(self, why: str) -> str:
+        """Report to all ranks that one may run a call that another does not make; return the first such report."""
+        self.links.await_own(self.links.announce("misaligned", why))
+        self.learn()
+        return self.misaligned or why
 
     def resume(self) -> None:
         """Report to all ranks, if any waits for that, that this one makes another call."""
@@ -417,6 +439,7 @@ class Watchdog:
             self.learn()
             cause = self.cause()
             with self.inspecting:
+                self.stop_misaligned()
                 cause = cause or self.standstill() or self.reported()
             if cause:
                 self.end(cause)
@@ -436,6 +459,8 @@ class Watchdog:
             self.done.add(event.rank)
         elif event.what == "back":
             self.away.discard(event.rank)
+        elif event.what == "misaligned":
+            self.misaligned, self.disturbed = self.misaligned or event.words, True
         elif self.first is None:
             self.first, self.since = event, self.clock
             self.failed, self.away = {event.rank}, set(self.everyone)
@@ -450,8 +475,17 @@ class Watchdog:
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
-        idle = self.plan is None or not self.plan.in_flight()
-        return "" if idle and self.clock - self.died_at < LAST_WORDS else self.loss()
+        idle = self.misaligned or self.plan is None or not self.plan.in_flight()  # a misaligned run is stopped
+        if idle and self.clock - self.died_at < LAST_WORDS:
+            return ""
+        lost = self.loss()
+        return self.misaligned if lost and self.misaligned else lost
+
+    def stop_misaligned(self) -> None:
+        """Raise in the run under way if it may be one that another rank does not make."""
+        if self.misaligned and self.plan is not None and (ops := self.plan.in_flight()):
+            at = f"rank {self.rank} was at {self.plan.describe(ops[0])}"
+            self.plan.give_up(MisalignedError(self.misaligned, at))
 
     def loss(self) -> str:
         """Return which rank has died, and how that is known; empty if none has."""
@@ -465,8 +499,8 @@ class Watchdog:
             self.stood = (at_hand, self.clock)
         if self.clock - self.stood[1] < self.timeout:
             return ""
-        if self.first is not None:
-            return self.first.words
+        if words := self.misaligned or (self.first.words if self.first is not None else ""):
+            return words
         what = f"has stood still for {self.clock - self.stood[1]:.0f} s; {self.limit} sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
         self.links.announce("failed", f"rank {self.rank}, {at}: {what}")

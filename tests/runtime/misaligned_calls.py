@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hostir as hi
 from hostir.runtime import symmetric
@@ -78,6 +80,75 @@ def other_sizes() -> None:
 
 def other_sizes_at_first() -> None:
     hi.Executor(hi.parse(GATHER))(rows(8 if RANK == 0 else 12))
+
+
+def said(call: Callable[[], object]) -> str:
+    """The message that a call raises, without its notes, which this rank prints too."""
+    with pytest.raises(hi.HostIRError) as raised:
+        call()
+    message = raised.value.diagnostics[0].message
+    print(f"SAID {message}", flush=True)
+    return message
+
+
+def known_sizes(text: str, group: str, *sizes: int) -> None:
+    """Sizes that all ranks have called before, another one on each rank: both ranks raise, then and later."""
+    if group == "group":  # whose timeout is half an hour
+        dist.init_process_group("gloo")
+    executor = hi.Executor(hi.parse(text), group=dist.group.WORLD if group == "group" else None)
+    for m in (*sizes, *sizes):
+        executor(rows(m))
+    mine = sizes if RANK == 0 else sizes[::-1]
+    first = said(lambda: executor(rows(mine[0])))
+    assert said(lambda: executor(rows(mine[1]))) == first
+
+
+def one_side_has_ended_its_call() -> None:
+    """Rank 0's call communicates with nobody: its next one raises."""
+    executor = hi.Executor(hi.parse(RELU))
+    for m in (8, 12):
+        executor(rows(m))
+    if RANK == 0:
+        executor(rows(8))
+        executor._agreement.session.store.set("called", "")  # type: ignore[union-attr]
+        while not executor.watchdog.misaligned:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        said(lambda: executor(rows(8)))
+    else:
+        executor._agreement.session.store.wait(["called"])  # type: ignore[union-attr]
+        said(lambda: executor(rows(12)))
+
+
+def one_side_refuses_its_input() -> None:
+    """Rank 1 refuses its input of a call that rank 0 is in."""
+    executor = hi.Executor(hi.parse(GATHER))
+    executor(rows(8))
+    if RANK == 0:
+        said(lambda: executor(rows(8)))
+    else:
+        while not executor._calls.store.check(["call/1"]):
+            time.sleep(0.01)
+        refused(executor)
+    said(lambda: executor(rows(8)))
+
+
+def a_rank_that_was_in_its_call_exits_before_the_other() -> None:
+    dist.init_process_group("gloo")
+    executor = hi.Executor(hi.parse(GATHER), group=dist.group.WORLD)
+    for m in (8, 12):
+        executor(rows(m))
+    store = executor._calls.store
+    if RANK == 0:
+        store.set("process", str(os.getpid()))
+        said(lambda: executor(rows(8)))
+        return
+    while not store.check(["call/2"]):
+        time.sleep(0.01)
+    said(lambda: executor(rows(12)))
+    process, deadline = Path("/proc", store.get("process").decode()), time.monotonic() + 20
+    while process.exists():
+        assert time.monotonic() < deadline, "it waits for its collective, of which this rank has no part"
+        time.sleep(0.05)
 
 
 def another_order() -> None:
@@ -301,4 +372,5 @@ def many_calls() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    name, *given = sys.argv[1:]
+    globals()[name](*[int(word) if word.isdigit() else globals().get(word, word) for word in given])
