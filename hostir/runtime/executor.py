@@ -251,7 +251,7 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine, group, timeout)
-        self._calls = self._agreement.calls
+        self.calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
@@ -329,7 +329,7 @@ class Executor:
             return tuple(parts)
         # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. The last one reads the words to
         # which kernels report timeouts, orders the call after the last one, and calls Graphs.launch or CudaPlan.run.
-        calls, me = self._calls, threading.get_ident()
+        calls, me = self.calls, threading.get_ident()
         with calls.lock:
             if me in calls.callers:
                 raise _nested(self.program)
@@ -368,8 +368,8 @@ class Executor:
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
-            self._calls.broken = self._calls.broken or self.watchdog.misaligned
-            self._calls.check_order()
+            self.calls.broken = self.calls.broken or self.watchdog.misaligned
+            self.calls.check_order()
             self.watchdog.resume()
         given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         call = self.latest
@@ -393,7 +393,7 @@ class Executor:
                 torch._C._set_grad_enabled(True)
         self._agreement.made += 1
         if not self._compare:
-            self._calls.went(call.kind)
+            self.calls.went(call.kind)
         return outputs
 
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
@@ -435,7 +435,7 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        with self._calls.lock:
+        with self.calls.lock:
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
@@ -730,7 +730,7 @@ def _forked() -> None:
     """Make the next call of each executor in a forked child take the slow path, which refuses it there."""
     for executor in _with_threads:
         executor.latest = None
-    for calls in {executor._calls for executor in _with_threads}:
+    for calls in {executor.calls for executor in _with_threads}:
         calls.unlock()
 
 

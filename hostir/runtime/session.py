@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ class Call:
         made: where ranks meet for it: how many calls came before it.
         tries: where ranks meet for it: how often this rank has refused it before, or has heard that another does.
         refusal: why this rank does not make it; empty if it does.
+        operator: the name of the operator of hostir.torch that makes it; empty for a caller of the executor itself.
+        backward: whether autograd makes it, in a backward pass.
     """
 
     program: str
@@ -62,6 +65,8 @@ class Call:
     made: int = 0
     tries: int = 0
     refusal: str = ""
+    operator: str = ""
+    backward: bool = False
 
     @staticmethod
     def of(text: str) -> Call:
@@ -97,6 +102,8 @@ def describe(by_rank: Mapping[int, Call]) -> str:
         words += [f"(its text has digest {call.digest})"] if differ("digest") and not differ("program") else []
         words += [f"with kernels {call.kernels}"] if differ("kernels") else []
         words += [f"after {call.made} calls of its executor"] if differ("made") else []
+        words += [f"for {call.operator or 'its own caller'}"] if differ("operator") else []
+        words += [f"in a {'backward' if call.backward else 'forward'} pass"] if differ("backward") else []
         if differ("executor") and not differ("digest"):
             known = call.executor is not None
             words.append(f"by the executor first called in call {call.executor}" if known else "by a new executor")
@@ -104,6 +111,20 @@ def describe(by_rank: Mapping[int, Call]) -> str:
         verb = "" if parts else "calls " if len(ranks) == 1 else "call "
         parts.append(f"{who} {verb}{' '.join(filter(None, words))}")
     return ", ".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _number(name: str) -> int:
+    """Return a number of a name, the same on all ranks."""
+    return crc32(name.encode())
+
+
+_graph_task = torch._C._current_graph_task_id
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs this thread."""
+    return _graph_task() != -1
 
 
 class Calls:
@@ -118,6 +139,7 @@ class Calls:
 
     Fields:
         lock: held by the thread whose call runs.
+        operator: the name of the operator of hostir.torch that is calling an executor; empty if none is.
         number: of the next call.
         made, trail: how many calls that are not compared were made, and a number that follows from which these were.
     """
@@ -138,6 +160,7 @@ class Calls:
         self.check = check
         self.report = report
         self.unlock()
+        self.operator = ""
         self.number = 0
         # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
         self.callers: dict[int, bool] = {}
@@ -212,7 +235,7 @@ class Calls:
     def went(self, kind: int) -> None:
         """Count a call that was not compared; `kind` is a number of its program and sizes."""
         self.made, self.asked = self.made + 1, 0
-        self.trail = hash((self.trail, kind))
+        self.trail = hash((self.trail, kind, _number(self.operator), _in_backward()))
 
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
@@ -856,7 +879,8 @@ class Agreement:
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""
-        return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
+        bound, operator = tuple(sorted(sizes.items())), self.calls.operator
+        return replace(self.call, sizes=bound, places=places, operator=operator, backward=_in_backward())
 
     def _announce(self, refusal: HostIRError) -> None:
         if self.session is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
+import hostir.torch
 from hostir.runtime import symmetric
 from hostir.runtime.session import session
 
@@ -126,7 +129,7 @@ def one_side_refuses_its_input() -> None:
     if RANK == 0:
         said(lambda: executor(rows(8)))
     else:
-        while not executor._calls.store.check(["call/1"]):
+        while not executor.calls.store.check(["call/1"]):
             time.sleep(0.01)
         refused(executor)
     said(lambda: executor(rows(8)))
@@ -137,7 +140,7 @@ def a_rank_that_was_in_its_call_exits_before_the_other() -> None:
     executor = hi.Executor(hi.parse(GATHER), group=dist.group.WORLD)
     for m in (8, 12):
         executor(rows(m))
-    store = executor._calls.store
+    store = executor.calls.store
     if RANK == 0:
         store.set("process", str(os.getpid()))
         said(lambda: executor(rows(8)))
@@ -149,6 +152,46 @@ def a_rank_that_was_in_its_call_exits_before_the_other() -> None:
     while process.exists():
         assert time.monotonic() < deadline, "it waits for its collective, of which this rank has no part"
         time.sleep(0.05)
+
+
+def a_backward_pass_fails_on_one_rank() -> None:
+    """Rank 1 goes on with a forward gather, whose program is that of the backward gather which rank 0 makes."""
+    dist.init_process_group("gloo")
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    ops = torch.ops.hostir
+    for _ in range(2):  # all calls are known then
+        x = torch.ones(4, 8, requires_grad=True)
+        ops.reduce_scatter(x, "sum", 0, name).sum().backward()
+        ops.all_gather(torch.ones(2, 8), 0, name)
+
+    def fail(gradient: torch.Tensor) -> None:
+        if RANK == 1:
+            raise RuntimeError("the data are on strike")
+
+    x = torch.ones(4, 8, requires_grad=True)
+    y = ops.reduce_scatter(x, "sum", 0, name)
+    y.register_hook(fail)
+
+    def step() -> None:
+        with contextlib.suppress(RuntimeError):
+            y.sum().backward()
+        ops.all_gather(torch.ones(2, 8), 0, name)
+
+    message = said(step)
+    assert re.search("rank 0 [^,]*, P0=8 in a backward pass", message), message
+    assert re.search("rank 1 [^,]*, P0=8 in a forward pass", message), message
+
+
+def operators_of_one_program() -> None:
+    """Without products, an all-gather + matmul is an all-gather, by the same executor. Rank 1 calls the other one."""
+    dist.init_process_group("gloo")
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    x, ops = torch.ones(2, 8), torch.ops.hostir
+    calls = [lambda: ops.all_gather(x, 0, name), lambda: ops.all_gather_matmul(x, [], 0, name, True)]
+    for call in calls:
+        call()
+    message = said(calls[RANK])
+    assert "for hostir::all_gather, " in message or "for hostir::all_gather_matmul, " in message, message
 
 
 def another_order() -> None:
@@ -346,7 +389,7 @@ def interrupted_while_it_waits_for_its_turn() -> None:
         gathers()
     else:
         time.sleep(1)  # rank 0 is first
-        moved = gather._calls.moved
+        moved = gather.calls.moved
         waits = moved.wait_for
 
         def interrupted(*given: Any) -> bool:

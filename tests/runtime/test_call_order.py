@@ -70,3 +70,18 @@ def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:
     assert "@slow is called while this thread runs another call" in str(refused[0])
     (y,) = executor(x)
     assert torch.equal(y, right)
+
+
+@pytest.mark.parametrize("operator", ["", "hostir::all_gather"])
+def test_calls_that_are_not_compared_leave_a_trail_of_their_operators(operator: str) -> None:
+    """Sizes that are new next show that rank 1 has made its call for another operator."""
+    store = dist.HashStore()
+    first, second = (Calls(store, rank, (0, 1)) for rank in (0, 1))
+    second.operator = operator
+    for calls in (first, second):
+        calls.went(1)
+    first.compare_new(call(8))
+    if not operator:
+        return second.compare_new(call(8))
+    with pytest.raises(hi.HostIRError, match="ranks 0 and 1 have made other calls before their call 1"):
+        second.compare_new(call(8))

@@ -54,9 +54,12 @@ KNOWN = [("GATHER", "job"), ("GATHER", "group"), ("PUT", "job"), ("PUT", "group"
     [(("known_sizes", *where, "8", "12"), APART, 4) for where in KNOWN]
     + [
         (("one_side_has_ended_its_call",), APART, 2),
+        (("a_backward_pass_fails_on_one_rank",), APART, 2),
+        (("operators_of_one_program",), APART, 2),
         (("a_rank_that_was_in_its_call_exits_before_the_other",), APART, 2),
         (("one_side_refuses_its_input",), "rank 1 does not run @ag: input %x of rank 1 has dtype", 3),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_every_rank_raises_the_same_message_while_one_is_in_a_call(
     case: tuple[str, ...], message: str, times: int
