@@ -329,21 +329,22 @@ class Executor:
             return tuple(parts)
         # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. The last one reads the words to
         # which kernels report timeouts, orders the call after the last one, and calls Graphs.launch or CudaPlan.run.
-        calls, me = self.calls, threading.get_ident()
+        calls, thread = self.calls, threading.current_thread()
+        entered = calls.entered
+        if (other := calls.inside) is not None:
+            calls.refuse_overlap(self.program.name, other)
         with calls.lock:
-            if me in calls.callers:
-                raise _nested(self.program)
-            calls.callers[me] = False
+            calls.enter(thread, entered, self.program.name)
             try:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
             except BaseException:
-                if calls.callers[me]:  # the others may run it
+                if calls.agreed:  # the others may run it
                     calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
                 raise
             finally:
-                del calls.callers[me]
+                calls.inside = None
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
@@ -377,8 +378,6 @@ class Executor:
             call = self._bind(inputs, out)
         elif self._compare:
             self._agreement.begin(call.plan.unrolled.sizes, planned=True)
-            if is_stale(call.plan):  # meanwhile another thread's call released its memory
-                call = self._bind(inputs, out, begun=True)
         gradients = torch.is_grad_enabled()
         try:
             if gradients:
@@ -435,7 +434,7 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        with self.calls.lock:
+        with self.calls.turn(self.program.name):
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
@@ -518,25 +517,19 @@ class Executor:
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
-    def _bind(self, inputs: tuple[Any, ...], out: Any, begun: bool = False) -> BoundCall:
-        """Begin the call on this rank, and return the bound call for these tensors; make one if there is none.
-
-        `begun`: the call has begun before, but while it waited for its turn another thread released its plan's memory.
-        """
+    def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
+        """Begin the call on this rank, and return the bound call for these tensors; make one if there is none."""
         given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
         where = addresses(tensors) if out is not None or self._written else None
         name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
         call = None if name is None or unwritable(given) else self.bound.pop(name, None)
         if call is None or kind is None:
-            plan = self._choose(kind, inputs, out, begun=begun)
+            plan = self._choose(kind, inputs, out)
             call = BoundCall(plan, tensors, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
-            if not begun:
-                self._agreement.begin(call.plan.unrolled.sizes, planned=True)
-            if is_stale(call.plan):
-                return self._bind(inputs, out, begun=True)
+            self._agreement.begin(call.plan.unrolled.sizes, planned=True)
             self.plans.pop(kind, None)
             self.plans[kind] = call.plan
         if out is not None and self._graphs is not None and self._order is None:
@@ -550,14 +543,7 @@ class Executor:
         self.latest = call
         return call
 
-    def _choose(
-        self,
-        kind: TensorsKey | None,
-        inputs: Sequence[Part],
-        out: Any = None,
-        places: bool = False,
-        begun: bool = False,
-    ) -> Plan:
+    def _choose(self, kind: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
         """Begin the call on this rank, and return the plan for inputs of this kind; make one if there is none."""
         self._refuse_elsewhere()
         plan = self.plans.get(kind) if kind is not None else None
@@ -566,7 +552,7 @@ class Executor:
             began, symmetric = time.perf_counter(), self._machine.symmetric
             released = symmetric.released
             try:
-                plan = self._make(inputs, out, places, begun)
+                plan = self._make(inputs, out, places)
             finally:
                 if symmetric.released != released:
                     for member in [self] if self.session is None else list(self.session.members):
@@ -579,10 +565,7 @@ class Executor:
                 if self._compare:
                     self._agreement.refuse(refusal)
                 raise
-            if not begun:
-                self._agreement.begin(plan.unrolled.sizes, planned=True, places=places)
-            if is_stale(plan):
-                return self._choose(kind, inputs, out, places, begun=True)
+            self._agreement.begin(plan.unrolled.sizes, planned=True, places=places)
         if kind is not None:
             self.plans.pop(kind, None)
             self.plans[kind] = plan
@@ -640,7 +623,7 @@ class Executor:
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
 
-    def _make(self, inputs: Sequence[Part], out: Any, places: bool, begun: bool) -> Plan:
+    def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -655,8 +638,7 @@ class Executor:
             self._agreement.refuse(refusal)
             raise
         kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
-        if not begun:
-            self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
+        self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
         self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
         shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
@@ -713,14 +695,6 @@ class Executor:
 def is_stale(plan: Plan) -> bool:
     """Whether a plan's symmetric memory was released to make room."""
     return plan.memory is not None and plan.memory.gone
-
-
-def _nested(program: Program) -> HostIRError:
-    return error(
-        f"@{program.name} is called while this thread runs another call",
-        expected="one call after another",
-        hint="in a signal handler, only record what to do, and make the call after the interrupted one has returned",
-    )
 
 
 _with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or with connections or a GPU: a forked child has none

@@ -8,12 +8,13 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,9 +39,14 @@ from hostir.runtime.watchdog import ALIKE, PAGE, MisalignedError, Watchdog, head
 #
 # Executors share their team's process groups, which match operations of ranks by their order alone. So the rank that
 # gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
-# Nobody waits: ranks may be calls apart. Threads of a rank take turns, in the order of the ranks that were first.
+# Nobody waits: ranks may be calls apart.
+#
+# A thread may call once another has ended its call. Calls that overlap have no order, and are refused. Where calls are
+# compared, so are the threads that make them, by names that are the same on all ranks: two threads that lock each other
+# out never overlap, but may come in another order on another rank.
 
 SLOTS = 512  # of the store: no rank is as many calls ahead of another
+SHOWING = 1.0  # seconds that a thread, in which another rank makes a call, has to make that call here as well
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Call:
         refusal: why this rank does not make it; empty if it does.
         operator: the name of the operator of hostir.torch that makes it; empty for a caller of the executor itself.
         backward: whether autograd makes it, in a backward pass.
+        thread: the common name of the thread that makes it; empty where calls are not compared.
     """
 
     program: str
@@ -67,6 +74,7 @@ class Call:
     refusal: str = ""
     operator: str = ""
     backward: bool = False
+    thread: str = ""
 
     @staticmethod
     def of(text: str) -> Call:
@@ -107,6 +115,7 @@ def describe(by_rank: Mapping[int, Call]) -> str:
         if differ("executor") and not differ("digest"):
             known = call.executor is not None
             words.append(f"by the executor first called in call {call.executor}" if known else "by a new executor")
+        words += [f"in thread '{call.thread}'"] if differ("thread") else []
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         verb = "" if parts else "calls " if len(ranks) == 1 else "call "
         parts.append(f"{who} {verb}{' '.join(filter(None, words))}")
@@ -127,6 +136,25 @@ def _in_backward() -> bool:
     return _graph_task() != -1
 
 
+_names: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+_alike = Counter[str]()  # threads so far, by their names without numbers
+_naming = threading.Lock()  # held while a thread gets a name, or this process another team
+
+
+def common_name(thread: threading.Thread) -> str:
+    """Return a name of a thread that is the same on all ranks if they start their threads of this kind in one order.
+
+    The numbers in Python's own names count threads of all kinds, of which a rank may have some more than another.
+    """
+    with _naming:
+        for each in (*threading.enumerate(), thread):  # in the order in which they started
+            if each not in _names:
+                kind = re.sub(r"\d+", "*", each.name)
+                _alike[kind] += 1
+                _names[each] = kind if _alike[kind] == 1 else f"{kind} number {_alike[kind]}"
+        return _names[thread]
+
+
 class Calls:
     """The calls of one team, as seen by one of its ranks.
 
@@ -139,6 +167,13 @@ class Calls:
 
     Fields:
         lock: held by the thread whose call runs.
+        inside: the thread whose call runs; None if none does.
+        agreed: whether the ranks have agreed on that call.
+        entered, latest: how many calls have begun, and the thread that made the latest.
+        caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
+            belongs to the thread that waits for them.
+        engine: the thread of autograd's own that called last.
+        callers: all threads that have called.
         operator: the name of the operator of hostir.torch that is calling an executor; empty if none is.
         number: of the next call.
         made, trail: how many calls that are not compared were made, and a number that follows from which these were.
@@ -160,32 +195,85 @@ class Calls:
         self.check = check
         self.report = report
         self.unlock()
+        self.agreed = False
+        self.entered = 0
+        self.latest: threading.Thread | None = None
+        self.caller: threading.Thread | None = None
+        self.engine: threading.Thread | None = None
+        self.name = ""
+        self.callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.same: set[tuple[str, str]] = set()  # names of one thread on another rank and here
+        with _naming:
+            _teams.add(self)
         self.operator = ""
         self.number = 0
-        # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
-        self.callers: dict[int, bool] = {}
         self.broken = ""  # why this rank's calls are not those of the others any more
         self.slots = [""] * SLOTS
         self.made = self.trail = 0
         self.asked = 0  # since the latest of these: a call that fails may be followed by one of other sizes
         self.posted = deque[str]()  # by this rank, for `compare_new`
-        self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
 
     def unlock(self) -> None:
-        """Create new locks, held by no thread: in a forked child, the parent's threads may have held the old ones."""
+        """Create a new lock, held by no thread: in a forked child, one of the parent's may have held the old one."""
         self.lock = threading.RLock()
-        self.moved = threading.Condition(self.lock)
+        self.inside: threading.Thread | None = None
 
-    def use(self, digest: str) -> None:
-        """Record that this thread has made an executor of a program, and may call it."""
+    @contextlib.contextmanager
+    def turn(self, program: str) -> Iterator[None]:
+        """Make a call of a program in this thread, whatever it is that counts as one."""
+        thread, entered = threading.current_thread(), self.entered
+        if (other := self.inside) is not None:
+            self.refuse_overlap(program, other)
         with self.lock:
-            self.users[digest].add(threading.current_thread())
+            self.enter(thread, entered, program)
+            try:
+                yield
+            finally:
+                self.inside = None
 
-    def begin(self, asked: Callable[[], Call], *, planned: bool) -> None:
+    def enter(self, thread: threading.Thread, entered: int, program: str) -> None:
+        """Begin a call of a program in a thread that holds the lock; `entered` of them had begun when it asked for it.
+
+        Raises MisalignedError on every rank if another thread has begun one since.
+        """
+        if thread is not self.latest or entered != self.entered:
+            if entered != self.entered and self.latest is not None and self.latest is not thread:
+                self.refuse_overlap(program, self.latest)
+            if thread is not self.caller and thread is not self.engine:
+                self._take_over(thread)
+            self.latest = thread
+        self.inside, self.agreed, self.entered = thread, False, self.entered + 1
+
+    def refuse_overlap(self, program: str, other: threading.Thread) -> None:
+        """Raise if a call would overlap the call of another thread, on every rank, or if it is within one of its own.
+
+        A rank alone lets its threads wait for each other: nobody else has to know their order.
+        """
+        mine = threading.current_thread()
+        if other is mine:
+            hint = (
+                "in a signal handler, only record what to do, and make the call after the interrupted one has returned"
+            )
+            what = f"@{program} is called while this thread runs another call"
+            raise error(what, expected="one call after another", hint=hint)
+        if self.others:
+            first = (
+                f"on rank {self.rank}, thread '{mine.name}' calls @{program} while thread '{other.name}' is in a call"
+            )
+            hint = f"give each thread a process group of its own, or let one of them make all calls; {PAGE}"
+            raise self._misaligned(f"{first} of the same ranks", hint)
+
+    def _take_over(self, thread: threading.Thread) -> None:
+        """Count calls as those of this thread from now on, unless it is one of autograd's own."""
+        if isinstance(thread, threading._DummyThread) and _in_backward():
+            self.engine = thread
+            return
+        self.caller = thread
+        self.callers.add(thread)
+        self.name = common_name(thread) if self.others else ""
+
+    def begin(self, call: Call, *, planned: bool) -> None:
         """Return if every rank that has reached this call makes the same one; the caller holds the lock.
-
-        `asked` returns the call, again after other threads have called: if one of them may be about to make the call
-        that is next on the other ranks, this thread waits for it.
 
         Raises HostIRError, naming both calls, if they differ. If the rank that got there first had `planned`, it may
         already run its call: then every rank raises MisalignedError.
@@ -193,44 +281,34 @@ class Calls:
         if not self.others:
             return
         self.check_order()
-        deadline = time.monotonic() + self.timeout
-        while True:
-            call = asked()
-            self.users[call.digest].add(threading.current_thread())
-            mine = str(call)
-            first, running, text = self._post(mine, planned)
-            if text == mine:
-                if (me := threading.get_ident()) in self.callers:  # else it only asks for places
-                    self.callers[me] = True
-                return self._move()
-            theirs = Call.of(text)
-            if theirs.refusal and call.is_by(theirs):
-                self._move()
-                what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
-                raise error(f"{what}: {theirs.refusal}")
-            if not self._made_by_other_thread(theirs, deadline):
-                self._move()
-                said = f"the calls of the ranks do not line up: {describe({first: theirs, self.rank: call})}"
-                raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
+        mine = str(call)
+        first, running, text = self._post(mine, planned)
+        theirs = call if text == mine else Call.of(text)
+        alike = theirs is call or (
+            replace(theirs, thread=call.thread) == call and self._is_same(theirs.thread, call.thread)
+        )
+        self._move()
+        if alike:
+            self.agreed = True
+            return
+        if theirs.refusal and call.is_by(theirs):
+            what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
+            raise error(f"{what}: {theirs.refusal}")
+        said = f"the calls of the ranks do not line up: {describe({first: theirs, self.rank: call})}"
+        raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
 
-    def refuse(self, asked: Callable[[], Call]) -> None:
-        """Report, when its turn has come, that this rank does not make a call; the caller holds the lock.
+    def refuse(self, call: Call) -> None:
+        """Report that this rank does not make a call; the caller holds the lock.
 
-        `asked` returns the call, as for `begin`. A rank that may already run it raises what the refusal says.
+        A rank that may already run it raises what the refusal says.
         """
         if not self.others:
             return
         self.check_order()
-        deadline = time.monotonic() + self.timeout
-        while True:
-            call = asked()
-            _, running, text = self._post(str(call), planned=False)
-            theirs = Call.of(text)
-            if call.is_by(theirs) or not self._made_by_other_thread(theirs, deadline):
-                self._move()
-                if running:
-                    self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
-                return
+        _, running, _ = self._post(str(call), planned=False)
+        self._move()
+        if running:
+            self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
 
     def went(self, kind: int) -> None:
         """Count a call that was not compared; `kind` is a number of its program and sizes."""
@@ -270,6 +348,7 @@ class Calls:
 
     def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
         """Make no call any more, and let no other rank make one; return the error that all of them raise."""
+        self.broken = why
         self.broken = self.report(why)
         return MisalignedError(self.broken, hint=hint)
 
@@ -291,23 +370,30 @@ class Calls:
         """Go on to the next call."""
         self.slots[self.number % SLOTS] = self.said
         self.number += 1
-        self.moved.notify_all()
 
-    def _made_by_other_thread(self, call: Call, deadline: float) -> bool:
-        """Release the lock to a thread that may be about to make this call; return whether one made a call."""
-        left = deadline - time.monotonic()
-        return self._may_be_made(call) and left > 0 and self._wait_for_move(left)
+    def _is_same(self, theirs: str, mine: str) -> bool:
+        """Return whether the threads of these common names, on another rank and here, may make the same calls.
 
-    def _wait_for_move(self, seconds: float) -> bool:
-        """Release the lock to other threads; return whether one made a call within so many seconds."""
-        number = self.number
-        return self.moved.wait_for(lambda: self.number != number, seconds)
-
-    def _may_be_made(self, call: Call) -> bool:
-        """Whether a thread other than this one uses executors of the program, or may be about to make one."""
-        me, users = threading.current_thread(), self.users.get(call.digest, ())
-        others = [thread for thread in users if thread.is_alive() and thread is not me]
-        return bool(others) or any(not thread.daemon and thread is not me for thread in threading.enumerate())
+        They may not if a thread here, of the name that the other rank says, calls this team as well. One that has not
+        yet done so gets some time; then it has to have called another team, of which it may be.
+        """
+        if (theirs, mine) in self.same:
+            return True
+        deadline = time.monotonic() + SHOWING
+        while (other := _running(theirs)) is not None:
+            self.check_order()
+            if other in self.callers:
+                return False
+            if time.monotonic() > deadline:
+                with _naming:
+                    teams = [*_teams]
+                if any(other in team.callers for team in teams):
+                    break
+                return False
+            time.sleep(0.005)
+        self.check_order()  # it may have called, been refused and ended
+        self.same.add((theirs, mine))
+        return True
 
     def _keep_up(self) -> None:
         """Wait until every rank has read the slots that are used next, half of all."""
@@ -321,6 +407,14 @@ class Calls:
                     raise error(late, expected=ALIKE, hint=PAGE)
                 self.check("the calls of the others")
                 time.sleep(0.005)
+
+
+_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # of this process
+
+
+def _running(name: str) -> threading.Thread | None:
+    """Return the running thread of this common name."""
+    return next((thread for thread in threading.enumerate() if common_name(thread) == name), None)
 
 
 # Sessions -------------------------------------------------------------------------------------------------------------
@@ -480,7 +574,9 @@ class Session:
 
     def check(self, where: str) -> None:
         """Raise if a rank for which this one waits is lost, or runs another call. The watchdog ends a job's ranks."""
-        if hasattr(self, "watchdog") and self.watchdog.misaligned:  # there is one once all ranks have begun
+        if not hasattr(self, "watchdog") or self.rank in self.watchdog.done:  # while the job begins, or ends
+            return
+        if self.watchdog.misaligned:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
@@ -817,7 +913,6 @@ class Agreement:
         self.calls = session.calls if session is not None else Calls()
         self.compare = compare and session is not None
         self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
-        self.calls.use(self.call.digest)
         self.program = program
         self.agreed: set[Hashable] = set()  # kinds of sizes
         self.made = 0
@@ -831,7 +926,7 @@ class Agreement:
         if not self.compare:
             return
         try:
-            self.calls.begin(lambda: self.of(sizes, places), planned=planned)
+            self.calls.begin(self.of(sizes, places), planned=planned)
         except HostIRError as refused:
             self._announce(refused)
             raise
@@ -839,7 +934,7 @@ class Agreement:
     def refuse(self, refusal: HostIRError) -> None:
         """Report to ranks that run a call, or are about to compare it, that this one does not run it."""
         if self.compare:
-            self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
+            self.calls.refuse(replace(self.call, refusal=headline(refusal)))
         self._announce(refusal)
 
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
@@ -860,7 +955,7 @@ class Agreement:
         while True:
             given = meetings.meet(call, where, partial(self._concerns, call), self.compare)
             most = max(it.tries for it in given)
-            calls = [replace(it, tries=0) for it in given]
+            calls = [replace(it, tries=0, thread="") for it in given]
             if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
                 raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
             if all(it == calls[0] for it in calls):
@@ -879,8 +974,10 @@ class Agreement:
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""
-        bound, operator = tuple(sorted(sizes.items())), self.calls.operator
-        return replace(self.call, sizes=bound, places=places, operator=operator, backward=_in_backward())
+        bound, calls = tuple(sorted(sizes.items())), self.calls
+        thread = calls.name if self.compare else ""
+        call = replace(self.call, sizes=bound, places=places, thread=thread)
+        return replace(call, operator=calls.operator, backward=_in_backward())
 
     def _announce(self, refusal: HostIRError) -> None:
         if self.session is not None:

@@ -111,7 +111,7 @@ class Links:
     """
 
     def __init__(self, store: Any, rank: int, size: int, keepalive: float) -> None:
-        self.store, self.rank, self.keepalive = store, rank, keepalive
+        self.store, self.rank, self.size, self.keepalive = store, rank, size, keepalive
         self.events: list[RankEvent] = []
         self.unsent: list[RankEvent] = []  # until this rank is linked
         self.links: list[Link] = []
@@ -169,6 +169,19 @@ class Links:
             else:
                 self.unsent.append(event)
         return event
+
+    def await_all(self, event: RankEvent) -> None:
+        """Wait briefly until every rank is connected and can get this event, and this one has received it."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.complete() and time.monotonic() < deadline:
+            time.sleep(PAUSE)
+            self.pump()
+        self.await_own(event)
+
+    def complete(self) -> bool:
+        """Return whether this rank is connected; rank 0, whether all others are."""
+        with self.changing:
+            return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
     def await_own(self, event: RankEvent) -> None:
         """Wait briefly until this rank has received its own event, and so all that came before."""
@@ -389,7 +402,7 @@ class Watchdog:
 
     def misalign(self, why: str) -> str:
         """Report to all ranks that one may run a call that another does not make; return the first such report."""
-        self.links.await_own(self.links.announce("misaligned", why))
+        self.links.await_all(self.links.announce("misaligned", why))
         self.learn()
         return self.misaligned or why
 

@@ -1,4 +1,4 @@
-"""Programs of two gloo ranks whose calls do not line up, or whose threads call at once; the argument names one."""
+"""Programs of two gloo ranks whose calls do not line up; the arguments name one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import contextlib
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +16,6 @@ import torch.distributed as dist
 
 import hostir as hi
 import hostir.torch
-from hostir.runtime import symmetric
-from hostir.runtime.session import session
 
 RANK = int(os.environ["RANK"])
 MESH = "hostir 1\nmesh @mesh [didx] = 0 1\n"
@@ -285,126 +280,12 @@ def refused_while_another_rank_ran_it() -> None:
     executor(rows(12))
 
 
-def side_by_side(calls: list[Callable[[], None]]) -> None:
-    """Each in a thread of its own."""
-    failures: list[BaseException] = []
-
-    def all_of(call: Callable[[], None]) -> None:
-        try:
-            for _ in range(100):
-                call()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=all_of, args=[call]) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 def expecting(executor: hi.Executor, m: int, expected: torch.Tensor) -> Callable[[], None]:
     def call() -> None:
         (y,) = executor(rows(m))
         assert torch.equal(y, expected), f"m={m}: {y}"
 
     return call
-
-
-def two_executors_in_two_threads() -> None:
-    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
-    side_by_side([expecting(gather, 8, gathered(8)), expecting(add, 8, torch.ones(4, 8))])
-
-
-def executors_made_in_two_threads() -> None:
-    def made_there(text: str, expected: torch.Tensor) -> Callable[[], None]:
-        made: list[Callable[[], None]] = []
-
-        def call() -> None:
-            if not made:
-                made.append(expecting(hi.Executor(hi.parse(text)), 8, expected))
-            made[0]()
-
-        return call
-
-    with session("cpu"):
-        side_by_side([made_there(GATHER, gathered(8)), made_there(SUM, torch.ones(4, 8))])
-
-
-def one_executor_in_two_threads() -> None:
-    executor = hi.Executor(hi.parse(GATHER))
-    side_by_side([expecting(executor, 8, gathered(8)), expecting(executor, 12, gathered(12))])
-
-
-def memory_goes_while_a_thread_waits_for_its_turn() -> None:
-    """The sizes that rank 0 calls first take the memory of those that a thread of rank 1 already waits to call."""
-    symmetric.KEPT_BYTES = 1
-    executor = hi.Executor(hi.parse(PUT))
-
-    def call(m: int, out: torch.Tensor | None = None) -> None:
-        (y,) = executor(rows(m), out=out)
-        assert torch.equal(y, gathered(m)), f"m={m}: {y}"
-
-    y = torch.empty(8, 8)
-    lately, bound, chosen = partial(call, 8), partial(call, 8, y), partial(call, 8, torch.empty(8, 8))
-    for before, waits in ((lately, lately), (bound, bound), (lately, bound), (bound, chosen)):
-        bound()
-        before()
-        if RANK == 0:
-            call(12)
-            waits()
-        else:
-            time.sleep(1)  # rank 0 is first
-            waiting = threading.Thread(target=waits)
-            waiting.start()
-            time.sleep(0.5)
-            call(12)
-            waiting.join()
-        call(8)
-
-
-def refused_in_one_of_two_threads() -> None:
-    """Every rank refuses calls of one thread, the other's go on."""
-    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
-    right = expecting(gather, 8, gathered(8))
-
-    def refused_and_right() -> None:
-        for odd in (rows(8)[:, :4], rows(8).double()):
-            with pytest.raises(hi.HostIRError, match="input %x"):
-                gather(odd)
-        right()
-
-    side_by_side([refused_and_right, expecting(add, 8, torch.ones(4, 8))])
-
-
-def interrupted_while_it_waits_for_its_turn() -> None:
-    """On rank 1 another thread makes the call that is next, and then an interrupt ends the wait: no call has begun."""
-    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
-    gathers, adds = expecting(gather, 8, gathered(8)), expecting(add, 8, torch.ones(4, 8))
-    gathers()
-    adds()
-    if RANK == 0:
-        gathers()
-    else:
-        time.sleep(1)  # rank 0 is first
-        moved = gather.calls.moved
-        waits = moved.wait_for
-
-        def interrupted(*given: Any) -> bool:
-            waits(*given)
-            raise KeyboardInterrupt
-
-        moved.wait_for = interrupted  # type: ignore[method-assign]
-        other = threading.Timer(0.5, gathers)
-        other.start()
-        with pytest.raises(KeyboardInterrupt):
-            adds()
-        moved.wait_for = waits  # type: ignore[method-assign]
-        other.join()
-    adds()
-    gathers()
 
 
 def many_calls() -> None:

@@ -36,17 +36,17 @@ def test_a_rank_whose_call_others_run_without_it_makes_no_other(planned: bool) -
 
 
 def calls_in_turn(first: Calls, second: Calls, planned: bool) -> None:
-    first.begin(lambda: call(8), planned=planned)
+    first.begin(call(8), planned=planned)
     with pytest.raises(hi.HostIRError, match="do not line up: rank 0 calls @ag with M=8, rank 1 with M=12"):
-        second.begin(lambda: call(12), planned=True)
+        second.begin(call(12), planned=True)
     if planned:  # its transfers would meet those of the call that rank 0 runs
         with pytest.raises(
             hi.HostIRError, match=r"do not line up: rank 0 calls @ag with M=8(.|\n)*rank 1 makes no call any more"
         ):
-            second.begin(lambda: call(8), planned=True)
+            second.begin(call(8), planned=True)
     else:
-        second.begin(lambda: call(8), planned=True)
-        first.begin(lambda: call(8), planned=True)
+        second.begin(call(8), planned=True)
+        first.begin(call(8), planned=True)
 
 
 def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Ranks make the same calls in the same order, or are told which differ; threads of a rank take turns."""
+"""Ranks make the same calls in the same order, or are told which differ."""
 
 from __future__ import annotations
 
@@ -71,20 +71,7 @@ def test_every_rank_raises_the_same_message_while_one_is_in_a_call(
     assert messages == [messages[0]] * times
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "two_executors_in_two_threads",
-        "executors_made_in_two_threads",
-        "one_executor_in_two_threads",
-        "memory_goes_while_a_thread_waits_for_its_turn",
-        "refused_in_one_of_two_threads",
-        "interrupted_while_it_waits_for_its_turn",
-        "many_calls",
-        "refused_alone_and_made_again",
-        "refused_by_one_and_by_all",
-    ],
-)
-def test_threads_and_ranks_that_are_calls_apart_are_right(case: str) -> None:
+@pytest.mark.parametrize("case", ["many_calls", "refused_alone_and_made_again", "refused_by_one_and_by_all"])
+def test_ranks_that_are_calls_apart_are_right(case: str) -> None:
     job = ranks(case)
     assert not job.returncode, job.stderr
