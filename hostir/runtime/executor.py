@@ -56,7 +56,7 @@ from hostir.runtime.started import SideStreams, Started
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
 from hostir.runtime.unroll import UnrolledProgram, message_teams_of, teams_of, unroll
-from hostir.runtime.watchdog import LAST_WORDS, Watchdog
+from hostir.runtime.watchdog import LAST_WORDS, MisalignedError, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -480,11 +480,12 @@ class Executor:
         deadline = time.monotonic() + self.timeout
         while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
-            if self.session is not None:
-                self.session.check(f"the end of @{self.program.name}")
-            if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
+            dog = self.watchdog
+            if dog is not None and (dog.died is not None or dog.misaligned):  # what needs no more of a rank ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
+                if dog is not None and dog.misaligned:
+                    raise MisalignedError(dog.misaligned, f"on rank {self.rank}, the device is in @{self.program.name}")
                 raise self._blamed(self._noted(self._stuck()))
             time.sleep(1e-4)
         self._raise_problem()

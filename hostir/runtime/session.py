@@ -8,7 +8,6 @@ import ctypes
 import itertools
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -31,6 +30,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
 from hostir.runtime.groups import ANEW, Groups, world
+from hostir.runtime.threads import ThreadPairs, common_name, is_foreign, running
 from hostir.runtime.unroll import teams_of
 from hostir.runtime.watchdog import ALIKE, PAGE, MisalignedError, Watchdog, headline
 
@@ -136,23 +136,8 @@ def _in_backward() -> bool:
     return _graph_task() != -1
 
 
-_names: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
-_alike = Counter[str]()  # threads so far, by their names without numbers
-_naming = threading.Lock()  # held while a thread gets a name, or this process another team
-
-
-def common_name(thread: threading.Thread) -> str:
-    """Return a name of a thread that is the same on all ranks if they start their threads of this kind in one order.
-
-    The numbers in Python's own names count threads of all kinds, of which a rank may have some more than another.
-    """
-    with _naming:
-        for each in (*threading.enumerate(), thread):  # in the order in which they started
-            if each not in _names:
-                kind = re.sub(r"\d+", "*", each.name)
-                _alike[kind] += 1
-                _names[each] = kind if _alike[kind] == 1 else f"{kind} number {_alike[kind]}"
-        return _names[thread]
+_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # of this process
+_joining = threading.Lock()  # held while there is another
 
 
 class Calls:
@@ -172,7 +157,6 @@ class Calls:
         entered, latest: how many calls have begun, and the thread that made the latest.
         caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
             belongs to the thread that waits for them.
-        engine: the thread of autograd's own that called last.
         callers: all threads that have called.
         operator: the name of the operator of hostir.torch that is calling an executor; empty if none is.
         number: of the next call.
@@ -199,11 +183,11 @@ class Calls:
         self.entered = 0
         self.latest: threading.Thread | None = None
         self.caller: threading.Thread | None = None
-        self.engine: threading.Thread | None = None
         self.name = ""
         self.callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self.same: set[tuple[str, str]] = set()  # names of one thread on another rank and here
-        with _naming:
+        self.threads = ThreadPairs()
+        self.paired: tuple[int, str, str] | None = None  # the latest pair: a rank, its thread, the thread here
+        with _joining:
             _teams.add(self)
         self.operator = ""
         self.number = 0
@@ -239,7 +223,7 @@ class Calls:
         if thread is not self.latest or entered != self.entered:
             if entered != self.entered and self.latest is not None and self.latest is not thread:
                 self.refuse_overlap(program, self.latest)
-            if thread is not self.caller and thread is not self.engine:
+            if thread is not self.caller:
                 self._take_over(thread)
             self.latest = thread
         self.inside, self.agreed, self.entered = thread, False, self.entered + 1
@@ -265,12 +249,13 @@ class Calls:
 
     def _take_over(self, thread: threading.Thread) -> None:
         """Count calls as those of this thread from now on, unless it is one of autograd's own."""
-        if isinstance(thread, threading._DummyThread) and _in_backward():
-            self.engine = thread
+        if is_foreign(thread) and _in_backward():
             return
         self.caller = thread
         self.callers.add(thread)
-        self.name = common_name(thread) if self.others else ""
+        if self.others:
+            self.name = common_name(thread)
+            self.threads.callers.add(self.name)
 
     def begin(self, call: Call, *, planned: bool) -> None:
         """Return if every rank that has reached this call makes the same one; the caller holds the lock.
@@ -284,17 +269,18 @@ class Calls:
         mine = str(call)
         first, running, text = self._post(mine, planned)
         theirs = call if text == mine else Call.of(text)
-        alike = theirs is call or (
-            replace(theirs, thread=call.thread) == call and self._is_same(theirs.thread, call.thread)
-        )
+        same = theirs is call or replace(theirs, thread=call.thread) == call
+        self.agreed = same and self._same_thread(first, theirs.thread)
         self._move()
-        if alike:
-            self.agreed = True
+        if self.agreed:
             return
         if theirs.refusal and call.is_by(theirs):
             what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
             raise error(f"{what}: {theirs.refusal}")
-        said = f"the calls of the ranks do not line up: {describe({first: theirs, self.rank: call})}"
+        said = describe({first: theirs, self.rank: call})
+        if theirs is call:
+            said = f"rank {first} calls @{call.program} in thread '{call.thread}', which was another thread here before"
+        said = f"the calls of the ranks do not line up: {said}"
         raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
 
     def refuse(self, call: Call) -> None:
@@ -371,29 +357,31 @@ class Calls:
         self.slots[self.number % SLOTS] = self.said
         self.number += 1
 
-    def _is_same(self, theirs: str, mine: str) -> bool:
-        """Return whether the threads of these common names, on another rank and here, may make the same calls.
+    def _same_thread(self, rank: int, theirs: str) -> bool:
+        """Return whether the thread that makes this call on another rank, of this common name, can be this one here.
 
-        They may not if a thread here, of the name that the other rank says, calls this team as well. One that has not
-        yet done so gets some time; then it has to have called another team, of which it may be.
+        It is not if a thread of that name calls this team here as well. One that has not yet done so gets some time;
+        then it has to have called another team.
         """
-        if (theirs, mine) in self.same:
+        if rank == self.rank or self.paired == (rank, theirs, self.name):
+            return True
+        if self.threads.known(rank, theirs, self.name):
+            self.paired = rank, theirs, self.name
             return True
         deadline = time.monotonic() + SHOWING
-        while (other := _running(theirs)) is not None:
+        while theirs != self.name and (other := running(theirs)) is not None:
             self.check_order()
             if other in self.callers:
                 return False
             if time.monotonic() > deadline:
-                with _naming:
+                with _joining:
                     teams = [*_teams]
-                if any(other in team.callers for team in teams):
-                    break
-                return False
+                if not any(other in team.callers for team in teams):
+                    return False
+                break
             time.sleep(0.005)
         self.check_order()  # it may have called, been refused and ended
-        self.same.add((theirs, mine))
-        return True
+        return self.threads.add(rank, theirs, self.name)
 
     def _keep_up(self) -> None:
         """Wait until every rank has read the slots that are used next, half of all."""
@@ -407,14 +395,6 @@ class Calls:
                     raise error(late, expected=ALIKE, hint=PAGE)
                 self.check("the calls of the others")
                 time.sleep(0.005)
-
-
-_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # of this process
-
-
-def _running(name: str) -> threading.Thread | None:
-    """Return the running thread of this common name."""
-    return next((thread for thread in threading.enumerate() if common_name(thread) == name), None)
 
 
 # Sessions -------------------------------------------------------------------------------------------------------------

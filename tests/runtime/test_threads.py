@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import hostir as hi
 from hostir.runtime import session
-from hostir.runtime.session import Calls, common_name
+from hostir.runtime.session import Calls
+from hostir.runtime.threads import ThreadPairs, common_name
 from tests.launch import environment, launch
 
 SCRIPT = Path(__file__).with_name("thread_cases.py")
@@ -54,6 +55,7 @@ def test_calls_of_two_threads_that_overlap_raise_in_all_threads_of_all_ranks(cas
     [
         ("another_order_on_another_rank", 4, ("Thread-* (answer)", "Thread-* (answer) number 2")),
         ("another_order_of_threads_that_have_called", 2, ("Thread-* (answer)", "Thread-* (answer) number 2")),
+        ("one_that_has_ended_before_the_other_starts", 2, ("Thread-* (answer) number 2", "Thread-* (answer)")),
         ("a_thread_or_the_main_thread", 2, ("MainThread", "Thread-* (answer)")),
     ],
 )
@@ -132,12 +134,56 @@ def test_what_autograd_s_thread_calls_belongs_to_the_thread_that_waits(monkeypat
 
 def test_names_are_those_of_the_order_of_start_whoever_asks_first() -> None:
     gate = threading.Event()
-    threads = [threading.Thread(target=gate.wait, name=f"{kind} {n}") for n in (7, 9) for kind in ("alike", "other")]
+    ordered = [f"{kind} {n}" for n in (7, 9) for kind in ("alike", "other")]
+    threads = [threading.Thread(target=gate.wait, args=[60], name=name) for name in ordered]
     for thread in threads:
         thread.start()
     names = [common_name(thread) for thread in reversed(threads)]
-    assert names == ["other * number 2", "alike * number 2", "other *", "alike *"]
     gate.set()
     for thread in threads:
         thread.join()
-    assert [common_name(thread) for thread in reversed(threads)] == names
+    assert names == ["other * number 2", "alike * number 2", "other *", "alike *"]
+    assert [common_name(thread) for thread in reversed(threads)] == names, "which they keep"
+
+
+class Worker(threading.Thread):
+    """A thread of a class of its own."""
+
+    def run(self) -> None:
+        """Do nothing."""
+
+
+def test_numbers_are_those_of_a_class_and_a_function() -> None:
+    assert {common_name(Worker()).partition(" number")[0] for _ in range(2)} == {"Worker Thread-*"}
+    assert common_name(threading.current_thread()) == "MainThread"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "fits"),
+    [
+        ("1-1 2-2 3-3 1-1", True),
+        ("2-2 1-1 3-3", True),  # whoever calls first
+        ("2-1 3-2 4-3 2-1", True),  # a rank has a further thread of this kind
+        ("2-1 1-2", False),
+        ("2-1 1-1", False),
+        ("1-1 1-2", False),
+        ("1-1 3-3 2-4", False),
+        ("1-1 4-3 3-2 2-1", False),
+    ],
+)
+def test_threads_of_one_kind_are_paired_in_one_order(pairs: str, fits: bool) -> None:
+    threads = ThreadPairs()
+    every = [pair.split("-") for pair in pairs.split()]
+    names = {"1": "Thread-* (work)", **{str(n): f"Thread-* (work) number {n}" for n in range(2, 5)}}
+    for theirs, ours in every[:-1]:
+        assert threads.add(1, names[theirs], names[ours])
+    assert threads.add(1, *(names[number] for number in every[-1])) is fits
+    assert threads.add(2, names["3"], names["1"]), "another rank's threads have other numbers"
+
+
+def test_a_name_that_has_called_here_is_no_thread_of_another_kind() -> None:
+    threads = ThreadPairs()
+    threads.callers |= {"left"}
+    assert threads.add(1, "right", "left")
+    assert threads.known(1, "right", "left")
+    assert not threads.add(1, "left", "right")
