@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import sys
 import threading
@@ -132,6 +133,8 @@ class Groups:
         self._messages = None
         if not done:
             _abandoned.extend(groups)
+            for group in groups if self.device.type == "cpu" else ():  # gloo's destructor waits for its collectives
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         elif groups or default:
             _destroy(groups, default)
 

@@ -37,14 +37,26 @@ if TYPE_CHECKING:
 # sender included. So all ranks see the same events in the same order, sooner or later.
 
 LONGEST = 4000  # characters of an event's words
+ALIKE = "the same calls, in the same order, on every rank"
+PAGE = "docs/calls.md says what the ranks of a job must do alike"
 PATIENCE = 1.0  # seconds that a rank waits for rank 0 to return its event
 CONNECTING = 2.0  # seconds that an attempt may take
 TRYING = 10.0  # seconds of failed attempts after which a warning is printed
 PAUSE = 0.02  # seconds between two attempts, or polls
 
 
+class MisalignedError(HostIRError):
+    """Raised on every rank once one may run a call that another does not make: no later call could line up."""
+
+    def __init__(self, why: str, *notes: str, hint: str = PAGE) -> None:
+        super().__init__(Diagnostic(why, None, ALIKE, hint, tuple((None, note) for note in notes)))
+
+
 class RankEvent(NamedTuple):
-    """An event of a rank: it `failed`, `abandoned` a call, came `back` to calls, is `done`, or `died`.
+    """An event of a rank.
+
+    It `failed`, `abandoned` a call, came `back` to calls, is `done`, `died`, or found calls `misaligned`: a rank may
+    run one that another does not make.
 
     Fields:
         words: details.
@@ -104,7 +116,7 @@ class Links:
     """
 
     def __init__(self, store: Any, rank: int, size: int, keepalive: float) -> None:
-        self.store, self.rank, self.keepalive = store, rank, keepalive
+        self.store, self.rank, self.size, self.keepalive = store, rank, size, keepalive
         self.events: list[RankEvent] = []
         self.unsent: list[RankEvent] = []  # until this rank is linked
         self.links: list[Link] = []
@@ -162,6 +174,19 @@ class Links:
             else:
                 self.unsent.append(event)
         return event
+
+    def await_all(self, event: RankEvent) -> None:
+        """Wait briefly until every rank is connected and can get this event, and this one has received it."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.complete() and time.monotonic() < deadline:
+            time.sleep(PAUSE)
+            self.pump()
+        self.await_own(event)
+
+    def complete(self) -> bool:
+        """Return whether this rank is connected; rank 0, whether all others are."""
+        with self.changing:
+            return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
     def await_own(self, event: RankEvent) -> None:
         """Wait briefly until this rank has received its own event, and so all that came before."""
@@ -343,6 +368,7 @@ class Watchdog:
         self.failed: set[int] = set()  # ranks that have failed since
         self.away: set[int] = set()  # those that have not made another call since
         self.since = 0.0
+        self.misaligned = ""  # how the calls of the ranks differ, of which one may run: the first report
         self.disturbed = False  # whether this rank's next call has more to do than run
         self.renewals = 0  # how often the ranks have renewed their shared state
         self.abandoned: RankEvent | None = None  # a call that a rank has abandoned since
@@ -378,6 +404,8 @@ class Watchdog:
 
         `abandoned`: peers may wait for the rest of a call of this rank.
         """
+        if isinstance(failure, MisalignedError):  # which all ranks know
+            return failure
         what, self.raised = "abandoned" if abandoned else "failed", failure
         self.links.await_own(self.links.announce(what, headline(failure), self.renewals))
         self.learn()
@@ -388,6 +416,12 @@ class Watchdog:
             failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
         self.raised, self.acknowledged, self.disturbed = failure, True, True
         return failure
+
+    def misalign(self, why: str) -> str:
+        """Report to all ranks that one may run a call that another does not make; return the first such report."""
+        self.links.await_all(self.links.announce("misaligned", why))
+        self.learn()
+        return self.misaligned or why
 
     def resume(self) -> None:
         """Report to all ranks, if any waits for that, that this one makes another call."""
@@ -442,6 +476,7 @@ class Watchdog:
             self.learn()
             cause = self.cause()
             with self.inspecting:
+                self.stop_misaligned()
                 cause = cause or self.standstill() or self.reported()
                 if not cause:
                     self.end_lost_run()
@@ -463,6 +498,8 @@ class Watchdog:
             self.done.add(event.rank)
         elif event.what == "back":
             self.away.discard(event.rank)
+        elif event.what == "misaligned":
+            self.misaligned, self.disturbed = self.misaligned or event.words, True
         else:
             self.take_failure(event)
         if self.first is not None and (self.everyone <= self.failed | self.done or self.away <= self.done):
@@ -498,8 +535,17 @@ class Watchdog:
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
-        idle = self.plan is None or not self.plan.in_flight()
-        return "" if idle and self.clock - self.died_at < LAST_WORDS else self.loss()
+        idle = self.misaligned or self.plan is None or not self.plan.in_flight()  # a misaligned run is stopped
+        if idle and self.clock - self.died_at < LAST_WORDS:
+            return ""
+        lost = self.loss()
+        return self.misaligned if lost and self.misaligned else lost
+
+    def stop_misaligned(self) -> None:
+        """Raise in the run under way if it may be one that another rank does not make."""
+        if self.misaligned and self.plan is not None and (ops := self.plan.in_flight()):
+            at = f"rank {self.rank} was at {self.plan.describe(ops[0])}"
+            self.plan.give_up(MisalignedError(self.misaligned, at))
 
     def loss(self) -> str:
         """Return which rank has died, and how that is known; empty if none has."""
@@ -513,8 +559,8 @@ class Watchdog:
             self.stood = (at_hand, self.clock)
         if self.clock - self.stood[1] < self.timeout:
             return ""
-        if self.first is not None:
-            return self.first.words
+        if words := self.misaligned or (self.first.words if self.first is not None else ""):
+            return words
         what = f"has stood still for {self.clock - self.stood[1]:.0f} s; {self.limit} sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
         self.links.announce("failed", f"rank {self.rank}, {at}: {what}")

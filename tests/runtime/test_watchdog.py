@@ -117,3 +117,32 @@ def test_calls_abandoned_before_a_renewal_are_forgotten_and_later_ones_are_not(d
     assert dog.abandoned == (after if early else None)
     dog.take(after)
     assert dog.abandoned == after
+
+
+class Waiting(Plan):
+    """A plan that waits for a peer. `raised`: the error that was raised from its run."""
+
+    raised: HostIRError | None = None
+
+    def in_flight(self) -> list[object]:
+        return ["a barrier"] if self.raised is None else []
+
+    def describe(self, op: object) -> str:
+        return str(op)
+
+    def give_up(self, problem: HostIRError) -> None:
+        self.raised = problem
+
+
+def test_a_run_that_another_rank_does_not_make_is_stopped_also_one_that_began_too_late_to_know(dog: Watchdog) -> None:
+    dog.links.spread(RankEvent("misaligned", 1, "rank 0 calls @a, rank 1 @b"))
+    dog.links.spread(RankEvent("misaligned", 2, "rank 0 calls @a, rank 2 @b"))
+    assert dog.misalign("rank 0 calls @a, rank 1 @c") == "rank 0 calls @a, rank 1 @b", "the first report is for all"
+    plan = Waiting([])
+    dog.observe(plan)
+    deadline = time.monotonic() + 20
+    while plan.raised is None and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert plan.raised is not None
+    assert plan.raised.diagnostics[0].message == "rank 0 calls @a, rank 1 @b"
+    assert "rank 0 was at a barrier" in str(plan.raised)
