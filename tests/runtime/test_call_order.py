@@ -54,21 +54,21 @@ def test_calls_are_compared_from_one_number_on_after_a_restart() -> None:
     first, second = both = [Calls(store, rank, (0, 1), timeout=1.0) for rank in (0, 1)]
     with first.lock, second.lock:
         for number in range(4):
-            first.begin(lambda: call(8), planned=True)
+            first.begin(call(8), planned=True)
             first.went(number)
             first.compare_new(call(number))
-        second.begin(lambda: call(8), planned=True)
+        second.begin(call(8), planned=True)
         later = dist.PrefixStore("later", store)
         for each in both:
             each.restart(later, 4)
         for number in range(2 * SLOTS):  # as many as reuse slots, one rank ahead of the other in turns
             for each in both[:: 1 if number % 2 else -1]:
-                each.begin(lambda: call(number), planned=True)  # noqa: B023
+                each.begin(call(number), planned=True)
         for each in both:
             each.compare_new(call(8))
-        second.begin(lambda: call(8), planned=False)
+        second.begin(call(8), planned=False)
         with pytest.raises(hi.HostIRError, match="do not line up: rank 1 calls @ag with M=8, rank 0 with M=12"):
-            first.begin(lambda: call(12), planned=True)
+            first.begin(call(12), planned=True)
 
 
 def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:

@@ -148,7 +148,7 @@ def test_synchronize_raises_when_a_call_was_abandoned(executor: Executor) -> Non
 
 def test_ranks_do_not_begin_anew_within_a_capture(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     called(executor, 1)
-    watchdog = types.SimpleNamespace(disturbed=True, resume=lambda: None)
+    watchdog = types.SimpleNamespace(disturbed=True, misaligned="", resume=lambda: None)
     session = types.SimpleNamespace(has_lost_call=False, renew=lambda: pytest.fail("it would wait for the device"))
     monkeypatch.setattr(executor, "watchdog", watchdog)
     monkeypatch.setattr(executor, "session", session)
