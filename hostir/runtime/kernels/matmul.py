@@ -632,7 +632,11 @@ def _prepare(
         tile = INTERPRETER
     elif tile is None:
         fitting = candidates(
-            gemm.dtype, descriptors=described is not None, shared_memory=bounds.shared_memory, result=result
+            gemm.dtype,
+            descriptors=described is not None,
+            shared_memory=bounds.shared_memory,
+            result=result,
+            adds=adds,
         )
         tile = choose(alike(gemm, fitting), sms, fitting)
     if blockwise and (SCALE_BLOCK % tile.n or SCALE_BLOCK % tile.k):
@@ -641,15 +645,6 @@ def _prepare(
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
         described = _described((a, b, out, own), rows, use_descriptors)
-    biased_batch = bias is not None and grid.batches > 1
-    if biased_batch or adds:
-        tile = tile.fitting(
-            *(a.element_size(), bounds.shared_memory),
-            descriptors=described is not None,
-            biased_batch=biased_batch,
-            result=result,
-            adds=adds,
-        )
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
