@@ -84,6 +84,11 @@ class Tile:
     rate_waiting: float | None = None
     early_blocks: int = 0
 
+    @property
+    def unsplit(self) -> Tile:
+        """The same tile as `candidates` returns it: none is split."""
+        return replace(self, split=0, parts=MAX_PARTS, early_blocks=0)
+
     def shared_memory(self, itemsize: int, *, descriptors: bool, result: int | None = None, adds: bool = False) -> int:
         """Return the most bytes of shared memory that it takes for operands of `itemsize` bytes, results of `result`.
 

@@ -297,6 +297,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     # Whatever has been issued holds its tensors: nothing is reused before it has run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
     monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
     monkeypatch.setattr(
         cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
