@@ -690,7 +690,8 @@ class Executor:
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace, *shared)
-            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None, *shared)
+            timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
+            return machine.plan(unrolled, timeline, *shared, inputs)
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
         """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""

@@ -28,7 +28,7 @@ from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts, uses_flags
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.layout import Words
-from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
+from hostir.runtime.kernels.table import BY_CUBLAS, IN_TRITON, Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, homes, late_streams
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import KindOfSizes, shares_memory
@@ -205,10 +205,14 @@ class CudaMachine:
         timeline: Timeline | None = None,
         kind: KindOfSizes = None,
         limit: int | None = None,
+        first: Sequence[torch.Tensor | None] = (),
     ) -> CudaPlan:
-        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
+        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`.
+
+        `first`: the inputs of the first call. Kernels are loaded for such addresses.
+        """
         self.connect([team for team in self.teams if team not in self.messages.made])
-        return CudaPlan(self, unrolled, timeline, kind, limit)
+        return CudaPlan(self, unrolled, timeline, kind, limit, first)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create this rank's groups for messages, and connect them: NCCL would else do it at the first message."""
@@ -230,6 +234,7 @@ class CudaPlan:
         timeline: Timeline | None,
         kind: KindOfSizes = None,
         limit: int | None = None,
+        first: Sequence[torch.Tensor | None] = (),
     ) -> None:
         self.machine = machine
         self.unrolled = unrolled
@@ -239,6 +244,7 @@ class CudaPlan:
         self.steps: list[Step] = []
         self.in_captures: dict[int, Step] = {}  # by position: the steps that are others during a capture
         self.ops: list[Op] = []  # the operation of each step
+        self.launches: list[tuple[Op, Step]] = []  # what launches kernels of Triton, and issues nothing else
         self.cursor: Iterator[Step] = iter(self.steps)
         self.current = CALLER
         self.late = late_streams(unrolled)
@@ -274,6 +280,48 @@ class CudaPlan:
         for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
+        self.load(first)
+
+    def load(self, first: Sequence[torch.Tensor | None]) -> None:
+        """Compile and load the kernels of Triton that a run launches, for inputs with the addresses of `first`.
+
+        Raises HostIRError for the statement of a kernel that is too large, on all ranks with such tensors. Nothing of a
+        call has been issued then.
+        """
+        launches = [*self.launches, *(self.one_sided.launches if self.one_sided else ())]
+        if not launches:
+            return
+        from hostir.runtime.kernels.devices import loading  # which needs Triton
+
+        self.registers[:] = self.stand_ins(dict(zip(self.unrolled.inputs, first, strict=False)))
+        try:
+            with loading():
+                for op, step in launches:
+                    self.load_for(op, step)
+        finally:
+            self.registers[:] = self.blank
+
+    def load_for(self, op: Op, step: Step) -> None:
+        """Load the kernels of an operation by its step."""
+        try:
+            step()
+        except Exception as problem:
+            raise self.unrolled.failure(op, problem) from problem
+
+    def stand_ins(self, inputs: Mapping[int, torch.Tensor | None]) -> list[Any]:
+        """Return a stand-in for the tensor in each register, the inputs by their registers.
+
+        What is in memory that a run allocates is as aligned as its place there.
+        """
+        from hostir.runtime.kernels.devices import StandIn  # which needs Triton
+
+        made = list(self.registers)
+        for register, (buffer, shape, strides, offset) in self.unrolled.layouts.items():
+            dtype, x, base = torch_dtype(self.unrolled.dtypes[buffer]), self.registers[register], inputs.get(buffer)
+            begin = offset * dtype.itemsize + (0 if base is None else base.data_ptr())
+            address = begin if x is None else x.data_ptr()
+            made[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
+        return made
 
     def kept_to_the_end(self) -> set[int]:
         """Return the buffers that are dropped with the run, when the caller's stream has joined all others."""
@@ -449,7 +497,10 @@ class CudaPlan:
                 kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind],
                 self.machine.kernel(op),
             )
-            self.here(op, bind_compute(op, self.registers, kernel))
+            compute = bind_compute(op, self.registers, kernel)
+            self.here(op, compute)
+            if kernel in IN_TRITON:
+                self.launches.append((op, compute))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.registers, captured)
 

@@ -307,6 +307,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     # Whatever has been issued holds its tensors: nothing is reused before it has run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
     for module in (cuda_onesided, cuda_memory):
         monkeypatch.setattr(module, "in_batches", these.in_batches)
         monkeypatch.setattr(module, "write", _write)
