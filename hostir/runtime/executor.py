@@ -151,7 +151,7 @@ class Executor:
     Under torchrun, `a` and `b` are this rank's parts of the inputs, and `outputs` its parts of the outputs; a part is
     None if the rank holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a
     call returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the
-    same shapes; on CPU it returns when everything is done. The calls of a process run one at a time.
+    same shapes; on CPU it returns when everything is done. The calls of the same ranks come from one thread at a time.
 
     The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and they
     share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
@@ -178,8 +178,8 @@ class Executor:
             proved for the sizes of each new call; at once if all sizes are known.
         timeout: seconds that `synchronize` waits; by default the group's, or else the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
-        compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
-            ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
+        compare_calls: whether ranks compare each call, and the thread that makes it, before it runs; on gloo they
+            always do. See the knob HOSTIR_COMPARE_CALLS.
         symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
             HOSTIR_SYMMETRIC_LIMIT.
 

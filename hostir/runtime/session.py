@@ -962,7 +962,7 @@ class Agreement:
     def __init__(self, session: Session | None, program: Program, kernels: str, compare: bool) -> None:
         self.session = session
         self.calls = session.calls if session is not None else Calls()
-        self.compare = compare and session is not None
+        self.compare = compare and session is not None and session.size > 1
         self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
         self.program = program
         self.agreed: set[Hashable] = set()  # kinds of sizes

@@ -53,7 +53,7 @@ def _split(name: str) -> tuple[str, int]:
 
 
 class ThreadPairs:
-    """Which threads here have made the same calls as which threads of other ranks.
+    """The pairs of a thread here and a thread of another rank that have made the same calls.
 
     Fields:
         callers: the common names of all threads here that have called.
