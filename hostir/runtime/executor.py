@@ -526,15 +526,23 @@ class Executor:
         self.calls.broken = self.calls.broken or self.watchdog.misaligned
         self.calls.check_order()
         self.watchdog.resume()
-        if self.session.has_lost_call:
-            raise self.session.lost_call()
+        try:
+            self._begin_anew(self.session)
+        except BaseException:
+            self.watchdog.disturbed = True  # the next call comes here again
+            raise
+
+    def _begin_anew(self, session: Session) -> None:
+        """Raise for a call that another rank has abandoned, or if all ranks have raised, renew what they share."""
+        if session.has_lost_call:
+            raise session.lost_call()
         if not (abandoned := self._machine.groups.abandoned):
             return
         if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
             what = f"@{self.program.name} is captured after a call that ended midway: {abandoned}"
             raise error(what, hint="make a call outside the capture first, on all ranks")
         try:
-            self.session.renew()
+            session.renew()
         except HostIRError as refused:
             raise self._blamed(refused) from refused.__cause__
 

@@ -425,7 +425,8 @@ class Watchdog:
 
     def resume(self) -> None:
         """Report to all ranks, if any waits for that, that this one makes another call."""
-        self.disturbed, self.raised = False, None
+        with self.links.changing:  # a report that has just come is for the next call
+            self.disturbed, self.raised = bool(self.misaligned), None
         if self.first is not None:
             self.links.announce("back")
 

@@ -148,13 +148,35 @@ def test_synchronize_raises_when_a_call_was_abandoned(executor: Executor) -> Non
 
 def test_ranks_do_not_begin_anew_within_a_capture(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     called(executor, 1)
-    watchdog = types.SimpleNamespace(disturbed=True, misaligned="", resume=lambda: None)
-    session = types.SimpleNamespace(has_lost_call=False, renew=lambda: pytest.fail("it would wait for the device"))
+    renewed: list[bool] = []
+    watchdog = types.SimpleNamespace(disturbed=True, misaligned="", plan=None, replaced=[], observe=lambda *_: None)
+    watchdog.resume = lambda: setattr(watchdog, "disturbed", False)
+    session = types.SimpleNamespace(has_lost_call=False, renew=lambda: renewed.append(True))
     monkeypatch.setattr(executor, "watchdog", watchdog)
     monkeypatch.setattr(executor, "session", session)
     monkeypatch.setattr(executor._machine.groups, "abandoned", "rank 0, 'relu %a -> %c': on strike")
     Device.callers_capture = True
     assert "@p is captured after a call that ended midway: rank 0, 'relu" in said(lambda: executor(torch.ones(1)))
+    assert not renewed  # it would wait for the device
+    Device.callers_capture = False
+    executor(torch.ones(1))
+    assert renewed
+
+
+def test_a_renewal_that_is_interrupted_is_not_forgotten(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    called(executor, 1)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    watchdog = types.SimpleNamespace(disturbed=True, misaligned="")
+    watchdog.resume = lambda: setattr(watchdog, "disturbed", False)
+    monkeypatch.setattr(executor, "watchdog", watchdog)
+    monkeypatch.setattr(executor, "session", types.SimpleNamespace(has_lost_call=False, renew=stop))
+    monkeypatch.setattr(executor._machine.groups, "abandoned", "rank 0, 'relu %a -> %c': on strike")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            executor(torch.ones(1))
 
 
 def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,12 @@ def test_a_call_that_another_rank_abandons_ends_the_run_under_way(
     assert dog.disturbed
 
 
+def test_calls_that_turn_out_to_be_misaligned_while_one_begins_disturb_the_next(dog: Watchdog) -> None:
+    dog.take(RankEvent("misaligned", 1, "the calls of the ranks do not line up"))
+    dog.resume()
+    assert dog.disturbed
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_calls_abandoned_before_a_renewal_are_forgotten_and_later_ones_are_not(dog: Watchdog, early: bool) -> None:
     before, after = RankEvent("abandoned", 1, "before", 0), RankEvent("abandoned", 1, "after", 1)
