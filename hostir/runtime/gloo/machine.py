@@ -235,8 +235,6 @@ class GlooPlan:
         if given is not None:
             place(given, self.homes, self.registers)
         self.runs += 1
-        if self.memory is not None:
-            self.memory.calls += 1
         self.problem = None
         for event in self.events:
             event.clear()
@@ -261,6 +259,8 @@ class GlooPlan:
         if self.problem:
             return
         self.begun = True
+        if self.memory is not None:
+            self.memory.calls += 1
         inference = torch.is_inference_mode_enabled()  # the mode is a thread's own, too
         for lane, queue in self.workers:
             lane.done.clear()

@@ -229,6 +229,26 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
     assert plan.progress() is None
 
 
+def test_a_call_that_fails_before_peers_can_notice_it_is_not_counted() -> None:
+    """The other ranks wait in it for this rank, which makes it again: flags of both count the same call."""
+    body = "%f: flag[1] = allocate_symmetric\n%y: f32[8] = allocate\nrelu %x -> %y\nsignal %f[0] = 1 at 0 over didx"
+    executor = Executor(alone(body, "%x: f32[8]", "%y"), machine="gloo", check=False)
+    x = torch.randn(8)
+    executor(x)
+    (plan,) = executor.plans.values()
+    assert isinstance(plan, GlooPlan)
+    assert plan.memory is not None
+
+    def strike() -> None:
+        raise RuntimeError("no memory")
+
+    step, plan.host.steps[0] = plan.host.steps[0], strike
+    assert "no memory" in said(lambda: executor(x))
+    plan.host.steps[0] = step
+    executor(x)
+    assert plan.memory.calls == 2
+
+
 def test_flags_rise_from_call_to_call() -> None:
     assert flag_value(1, 1) > flag_value(1, 0) > 0
     assert flag_value(8, 1) > flag_value(7, EPOCHS - 1)
