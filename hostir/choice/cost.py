@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from math import inf, log2, prod
 from typing import Any
 
@@ -444,6 +444,12 @@ class Costs:
         doublings = max(0.0, log2(work / COOL)) if work else 0.0
         rates = self.family.rates.scaled(max(1 - hardware.throttle * doublings, SLOWEST))
         self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes, as a matmul stores as well
+        # A simulation asks for these at each event. What they remember goes with this object.
+        self.fastest = cache(self.fastest)  # type: ignore[method-assign]
+        self.tiles = cache(self.tiles)  # type: ignore[method-assign]
+        self.alone = cache(self.alone)  # type: ignore[method-assign]
+        self.speed_during = cache(self.speed_during)  # type: ignore[method-assign]
+        self.width = cache(self.width)  # type: ignore[method-assign]
 
     def launch(self, kind: str) -> float:
         """Return the host's microseconds to issue something."""
@@ -467,7 +473,6 @@ class Costs:
             took[task.rank] = took.get(task.rank, self.launch("call")) + each
         return max(took.values(), default=0.0)
 
-    @cache  # noqa: B019  # the object lives as long as one simulation, which asks at each event
     def alone(self, task: CostTask) -> float:
         """Return the microseconds of a task if nothing else runs."""
         what, h = task.what, self.hardware
@@ -526,12 +531,10 @@ class Costs:
         what = replace(what, block=None, separate=False, overlapped=False)
         return self.family.start + max(self.tiles(what, self.fastest(what)), self.streaming(what))
 
-    @lru_cache(maxsize=1 << 10)  # noqa: B019  # a program has few different matmuls, and every step asks for them
     def fastest(self, what: Gemm, sms: int | None = None) -> Tile:
         """Return the tile, with its best split, with which a matmul is fastest on `sms` SMs, by default all."""
         return choose(what, sms or self.hardware.sms, self.family.tiles[what.dtype], self.family.rates)
 
-    @lru_cache(maxsize=1 << 10)  # noqa: B019  # likewise
     def tiles(self, what: Gemm, tile: Tile, sms: int | None = None) -> float:
         """Return the microseconds of all tiles of a matmul whose rows are ready."""
         return duration(tile, what, sms or self.hardware.sms, self.rates)[1]
@@ -541,7 +544,6 @@ class Costs:
         moved = (what.m * what.k + what.k * what.n + what.m * what.n) * what.itemsize
         return moved / self.hardware.memory / 1e3
 
-    @cache  # noqa: B019  # as above
     def speed_during(self, task: CostTask, kind: str) -> float:
         """Return the speed of a computation beside a collective of this kind, relative to its speed alone."""
         what, left = task.what, self.hardware.sms - self.family.busy_sms.get(kind, 0)
@@ -552,7 +554,6 @@ class Costs:
         fewer = self.family.start + max(self.tiles(what, tile, left), self.streaming(what))
         return self.alone(task) / fewer
 
-    @cache  # noqa: B019  # as above
     def width(self, task: CostTask) -> float:
         """Return the share of the SMs, or if that is more of the memory's rate, that a computation can use."""
         what = task.what

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from math import inf
 
@@ -469,3 +471,13 @@ def test_aten_is_charged_every_pass_of_a_sum_whose_own_rows_are_apart() -> None:
     assert (total.bytes, total.passes, total.in_aten) == (6 * elements, 3, 22 * elements)
     times = {kernels: Costs(H200, kernels, 0.0).moving(total) for kernels in ("aten", "cublas", "triton")}
     assert times["cublas"] == times["triton"] == pytest.approx(times["aten"] * 6 / 22)
+
+
+def test_a_simulation_leaves_nothing_behind() -> None:
+    tasks = tasks_of(hi.lower(patterns.allgather_matmul_rows(2), "ring"), {"M": 64, "K": 64, "N": 64})
+    costs = Costs(H200, "triton", flops(tasks))
+    Simulation(tasks, costs).run()
+    held = weakref.ref(costs)
+    del costs
+    gc.collect()
+    assert held() is None
