@@ -98,11 +98,12 @@ class Operator:
 
     def _call(self, executor: Executor, call: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> Any:
         """Make a call of the executor in the name of this operator: ranks pair calls of the same operators only."""
-        executor.calls.operator = self.name
+        calls = executor.calls
+        before, calls.operator = calls.operator, self.name  # a refused call may be within one, in a signal handler
         try:
             return call(*inputs, **options)
         finally:
-            executor.calls.operator = ""
+            calls.operator = before
 
     def _executor(
         self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str, dtype: str = ""
