@@ -50,7 +50,7 @@ def test_several_tests_at_a_time_run_where_a_benchmark_plugin_warns_of_that(tmp_
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: benchmark-plugin\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[pytest11]\nbenchmark = benchmark_plugin\n")
-    command = [sys.executable, "-m", "pytest", "-n", "1", "tests/ir/test_near.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "1", "tests/ir/test_types.py"]
     env = environment(PYTHONPATH=python_path(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
