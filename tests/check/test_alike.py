@@ -19,8 +19,8 @@ from hostir.check.proof import analyse, analyse_quickly, findings_of
 from hostir.check.signature import small_sizes
 from hostir.ir import Program
 from hostir.lower import STRATEGIES
-from tests.mutants import mutants
-from tests.mutation import on_grid, originals
+from tests.judging.mutants import mutants
+from tests.judging.mutation import on_grid, originals
 
 HEAD = """hostir 1
 mesh @mesh [didx] = 0 1 2 3
@@ -261,13 +261,13 @@ def same_verdicts(program: Program, random: Random, most: int) -> int:
     edits, compared = mutants(program), 0
     for mutant in random.sample(edits, min(most, len(edits))):
         try:
-            edited = hi.parse(mutant.text, mutant.of)
+            edited = hi.parse(mutant.text, mutant.name)
         except hi.HostIRError:
             continue
         sizes = small_sizes(edited, {})
         order = None if sizes is None or check_structure(edited) else alike(edited, sizes, 2)
         if order is not None:
-            assert bool(findings_of(edited, order)) == bool(analyse(edited, calls=2).findings), mutant.what
+            assert bool(findings_of(edited, order)) == bool(analyse(edited, calls=2).findings), mutant.change
             compared += 1
     return compared
 

@@ -14,8 +14,8 @@ from hostir.check.repair import repair
 from hostir.check.tracer import Buffer, View, dense, rows_of
 from hostir.ir import Program
 from tests.check.test_alike import assert_one_rank_stands_for_all
-from tests.mutation import convicted
-from tests.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
+from tests.judging.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
+from tests.judging.simulated import failure_of
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=["pieces", "slices"])
 ORDERING = ("signal", "wait_signal", "barrier", "synchronize")
@@ -124,14 +124,14 @@ def relay(ready: int, done: int, wait: str = "%i") -> Program:
 def test_the_numbers_of_blocks_that_wait_and_of_blocks_that_set_flags_may_differ(ready: int, done: int) -> None:
     program = relay(ready, done)
     assert hi.check(program) == []
-    assert convicted(program, 10) == ""
+    assert failure_of(program, 10) == ""
 
 
 @pytest.mark.parametrize(("ready", "done"), [(2, 2), (2, 8), (8, 2), (8, 4)])
 def test_a_flag_orders_nothing_in_another_block(ready: int, done: int) -> None:
     program = relay(ready, done, f"{done - 1} - %i")
     assert {finding.kind for finding in hi.check(program)} == {"race"}  # type: ignore[attr-defined]
-    assert convicted(program, 20)
+    assert failure_of(program, 20)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -213,7 +213,7 @@ program @sums(%x: SHAPE) -> (%y) streams 1 {
 def test_a_sum_over_any_axis_sets_flags_after_its_blocks(shape: str, axis: int, wait: str, race: bool) -> None:
     program = hi.parse(SUM.replace("SHAPE", shape).replace("AXIS", str(axis)).replace("WAIT", wait))
     assert bool(hi.check(program)) is race
-    assert bool(convicted(program, 20)) is race
+    assert bool(failure_of(program, 20)) is race
 
 
 # Blocks of rows in memory -----------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_rows_that_cannot_be_cut_are_refused_with_a_hint() -> None:
 
 
 def test_a_program_in_pieces_gives_equal_bits_in_every_order() -> None:
-    assert convicted(hi.parse(reduce_scatter(IN_PIECES, 3)), 10) == ""
+    assert failure_of(hi.parse(reduce_scatter(IN_PIECES, 3)), 10) == ""
 
 
 def test_an_arrow_leads_from_a_matmul_to_each_wait_for_one_of_its_blocks() -> None:

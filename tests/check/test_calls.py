@@ -14,8 +14,9 @@ from hostir.check.proof import JOIN, analyse
 from hostir.ir import Program, parse
 from hostir.ir.source import UNCHECKED
 from hostir.lower import lower
-from tests.mutants import mutants
-from tests.mutation import errors, originals
+from tests.judging.mutants import mutants
+from tests.judging.mutation import originals
+from tests.judging.simulated import errors
 
 # The signal of a call waits for the relu of two calls before: `z` of the previous call waits for `y`, which waits for
 # the relu. A kernel of call 3 may hold the SMs that the relu of call 1 needs. Then the signal of the other rank waits.
@@ -101,12 +102,12 @@ def test_more_calls_change_no_verdict(seed: int) -> None:
     program = random.choice(waiting())
     for mutant in random.sample(mutants(program), 6):
         try:
-            edited = hi.parse(mutant.text, mutant.of)
+            edited = hi.parse(mutant.text, mutant.name)
         except hi.HostIRError:
             continue
         findings = hi.check(edited)
         if all(d.kind != UNCHECKED for d in findings):
-            assert bool(errors(findings)) == bool(errors(hi.check(edited, calls=program.ranks + 2))), mutant.what
+            assert bool(errors(findings)) == bool(errors(hi.check(edited, calls=program.ranks + 2))), mutant.change
 
 
 # Calls of other sizes ---------------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 import hostir as hi
 from hostir.ir import Program
-from hostir.ir.source import HostIRError
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import run_calls
+from tests.judging import simulated
+from tests.judging.simulated import failure_of, outcome, rehearsal
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nmesh @turned [didx] = 1 0\nmesh @other [didx] = 2 3\n"
 
@@ -23,25 +21,7 @@ def program(body: str, inputs: str = "%x: f32[2@didx, 8]", outputs: str = "", st
 
 
 def errors(program: Program) -> list[str]:
-    return [d.message for d in hi.check(program) if d.level == "error"]
-
-
-def outcome(program: Program, seed: int) -> str | list[torch.Tensor | None]:
-    """Return the results of two calls of simulated ranks, rank by rank, or the error that ends them."""
-    inputs = [random_inputs(program, {}, seed=call) for call in range(2)]
-    try:
-        return [part for call in run_calls(program, inputs, seed=seed) for ranks in call for part in ranks]
-    except HostIRError as ended:
-        return ended.diagnostics[0].message
-
-
-def goes_wrong(program: Program) -> bool:
-    """Return True if the orders that simulated ranks try give an error, a NaN, or different bits."""
-    outcomes = [outcome(program, seed) for seed in range(20)]
-    if any(isinstance(o, str) or any(x is not None and x.isnan().any() for x in o) for o in outcomes):
-        return True
-    bits = {tuple(None if x is None else x.numpy().tobytes() for x in o) for o in outcomes if not isinstance(o, str)}
-    return len(bits) > 1
+    return list(simulated.errors(hi.check(program)))
 
 
 # When memory is accessed ------------------------------------------------------------------------------------------
@@ -58,10 +38,10 @@ def test_a_collective_may_read_its_input_as_soon_as_it_is_issued() -> None:
     early = program(EARLY_READ.format(between=""), outputs="%y")
     put, gather = "'put %x -> %s at (%r + 1) % 2 over didx' of another rank", "'%h = allgather %s -> %y over didx'"
     assert errors(early) == [f"race on %s: {gather} reads it, while {put} may still write it"]
-    assert goes_wrong(early)
+    assert failure_of(early, 20)
     ordered = program(EARLY_READ.format(between="  barrier of %x over didx\n"), outputs="%y")
     assert errors(ordered) == []
-    assert not goes_wrong(ordered)
+    assert failure_of(ordered, 20) == ""
 
 
 SHARED_RESULT = """  %t: f32[{rows}] = allocate
@@ -103,9 +83,9 @@ def test_a_collective_may_write_its_result_as_soon_as_it_is_issued(collective: s
         f"race on %t: {second} writes it, while 'relu %t -> %y' may still read it",
         f"race on %t: 'gelu %t -> %z' reads it, while {first} may still write it",
     ]
-    assert goes_wrong(racing)
+    assert failure_of(racing, 20)
     assert errors(ordered) == []
-    assert not goes_wrong(ordered)
+    assert failure_of(ordered, 20) == ""
 
 
 def test_collectives_of_one_rank_may_overlap() -> None:
@@ -138,7 +118,7 @@ program @alone(%x: f32[8, 8], %a: f32[8, 8]) -> (%o, %y) streams 2 {
         f"race on %buf: {second} writes it, while 'matmul %a, %a -> %buf' may still write it",
         f"race on %buf: {second} writes it, while '%g = allreduce %q -> %o over didx' may still read it",
     ]
-    assert goes_wrong(alone)
+    assert failure_of(alone, 20)
 
 
 AFTER_ONE = """  %s: f32[2@didx, 8] = allocate_symmetric
@@ -157,13 +137,13 @@ def test_after_a_collective_other_ranks_may_still_read_their_inputs() -> None:
     """When the collective of one rank has ended, all ranks have started theirs, but may still be sending."""
     reads = program(AFTER_ONE.format(then="get %s from (%r + 1) % 2 over didx -> %z"), outputs="%y, %z")
     assert errors(reads) == []
-    assert not goes_wrong(reads)
+    assert failure_of(reads, 20) == ""
     writes = program(AFTER_ONE.format(then="relu %x -> %z   put %x -> %s at (%r + 1) % 2 over didx"), outputs="%y, %z")
     assert errors(writes) == [
         "race on %s: 'put %x -> %s at (%r + 1) % 2 over didx' of another rank writes it, while "
         "'%h = allgather %s -> %y over didx' may still read it"
     ]
-    assert goes_wrong(writes)
+    assert failure_of(writes, 20)
 
 
 # When a communication ends ----------------------------------------------------------------------------------------
@@ -182,7 +162,7 @@ def test_a_transfer_between_meshes_does_not_order_its_senders() -> None:
         "race on %s: 'get %s from (%r + 1) % 2 over didx -> %z' of another rank reads it, while "
         "'copy %x -> %s' may still write it"
     ]
-    assert goes_wrong(moved)
+    assert failure_of(moved, 20)
     between = "  %h = gather %x -> %y\n  wait %h\n  barrier of %x over didx\n"
     assert errors(program(MOVED.format(between=between), outputs="%y, %z")) == []
 
@@ -211,7 +191,7 @@ def test_a_receive_ends_after_the_send_has_started() -> None:
     body = "  relu %x -> %z\n  if %r == 0 { put %x -> %s at 1 over didx }\n  %h = broadcast %v -> %w\n  wait %h\n"
     got = chained(body + "  if %r == 1 { copy %s -> %z }\n  if %r == 1 { get %s from 1 over didx -> %z }\n")
     assert errors(got) == []
-    assert not goes_wrong(got)
+    assert failure_of(got, 20) == ""
 
 
 def test_a_send_may_block_until_the_receive_starts() -> None:
@@ -226,7 +206,7 @@ def test_a_send_may_block_until_the_receive_starts() -> None:
     notes = " ".join(text for _, text in finding.notes)
     assert "rank 0, the caller's stream, call 1: '%h = broadcast %v -> %w'" in notes
     assert "rank 1, the caller's stream, call 1: 'wait_signal %f[0] >= 1'" in notes
-    outcomes = [outcome(held, seed) for seed in range(20)]
+    outcomes = [outcome(rehearsal(held), seed) for seed in range(20)]
     stuck = [o for o in outcomes if isinstance(o, str)]
     assert 0 < len(stuck) < 20, "some schedules block the sender, others do not"
     assert all(message.startswith("deadlock") for message in stuck)
@@ -241,7 +221,7 @@ def test_the_end_of_a_send_orders_nothing_on_the_receiver() -> None:
     assert errors(program) == [
         "race on %s: 'get %s from 1 over didx -> %z' of another rank reads it, while 'copy %x -> %s' may still write it"
     ]
-    assert goes_wrong(program)
+    assert failure_of(program, 20)
 
 
 # Teams ------------------------------------------------------------------------------------------------------------
@@ -273,10 +253,10 @@ def test_meshes_of_the_same_ranks_in_another_order_share_one_team() -> None:
         (10, f"rank 0, the caller's stream, call 1: '{PLAIN}'"),
         (16, f"rank 1, the caller's stream, call 1: '{BACKWARDS}'"),
     ]
-    assert "differ in communication 1 of their team" in str(outcome(swapped, 0))
+    assert "differ in communication 1 of their team" in failure_of(swapped, 1)
     alike = program(TWO_ORDERS.format(first=PLAIN, second=BACKWARDS), TURNED, "%y, %v")
     assert errors(alike) == []
-    assert not goes_wrong(alike)
+    assert failure_of(alike, 20) == ""
 
 
 # Handles ----------------------------------------------------------------------------------------------------------

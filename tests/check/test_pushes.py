@@ -11,6 +11,7 @@ from hostir.ir import HostIRError
 from hostir.ir.onesided_ops import Put
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.simulated.machine import rehearse
+from tests.judging.simulated import outcome
 
 HEAD = """hostir 1
 mesh @mesh [x] = 0 1
@@ -39,13 +40,8 @@ def kinds(*lines: str) -> set[str]:
     """Return the kinds of the checker's findings; simulated ranks must find an error if and only if it does."""
     drawn = program(*lines)
     findings = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
-    observed = ""
     machine = rehearse(drawn, [random_inputs(drawn, {}, seed) for seed in (1, 2)])
-    try:
-        for seed in range(3):
-            machine.run(seed, watch=True)
-    except HostIRError as problem:
-        observed = str(problem)
+    observed = [error for seed in range(3) if isinstance(error := outcome(machine, seed, watch=True), str)]
     assert bool(findings) == bool(observed), f"checker: {findings}; simulated ranks: {observed}"
     return findings
 

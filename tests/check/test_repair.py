@@ -17,8 +17,9 @@ from hostir.ir.host_ops import For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
 from hostir.ir.op import Lit, Statement
 from hostir.ir.program import Program
-from tests.mutants import called
-from tests.mutation import originals, outcome, rehearsal, sample, tiny
+from tests.judging.mutants import called
+from tests.judging.mutation import originals, sample, tiny
+from tests.judging.simulated import outcome, rehearsal
 
 CASES = Path(__file__).parents[1] / "cases"
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
@@ -79,7 +80,7 @@ def chain(of: Program) -> int:
 
 
 def synchronising(of: Program) -> list[Statement]:
-    """Return the statements that order others, the frees, and the loops of such statements."""
+    """Return the statements that order others, the frees, and loops of ordering statements."""
     loops = [s for s in of.walk() if isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)]
     return [s for s in of.walk() if isinstance(s, (*ORDERING, FreeBuffer)) or s in loops]
 
@@ -100,9 +101,7 @@ def test_a_repair_of_deleted_synchronisation_is_proved_and_its_chain_is_not_long
 
 
 @pytest.mark.parametrize(("name", "deleted"), [("onesided/get_workers", For), ("onesided/ring_put_4", WaitSignal)])
-def test_a_repaired_program_gives_the_original_result_in_every_order(
-    name: str, deleted: type[Statement]
-) -> None:
+def test_a_repaired_program_gives_the_original_result_in_every_order(name: str, deleted: type[Statement]) -> None:
     original = program(name)
     gone = next(s for s in synchronising(original) if isinstance(s, deleted))
     repaired = again(repair(again(original.with_body(without(original.body, (gone,))))))
@@ -187,7 +186,7 @@ def test_repairs_of_deleted_synchronisation_have_no_longer_chains() -> None:
     pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
     for mutant in sample([mutant for _, mutant in pairs.values()], 16):
         result = repaired(*pairs[mutant.text])
-        assert result.good, f"@{mutant.of} {mutant.what}: {result.before} to {result.after} {result.why}"
+        assert result.good, f"@{mutant.name} {mutant.change}: {result.before} to {result.after} {result.why}"
 
 
 def test_a_missing_signal_of_several_statements_is_not_invented() -> None:

@@ -10,7 +10,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.ir.onesided_ops import Signal
-from tests.mutation import convicted
+from tests.judging.simulated import failure_of
 
 SEEDS = 40
 PUTS = """  for %i in 0..{others} {
@@ -49,7 +49,7 @@ program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 3 {{
 def kinds(drawn: hi.Program) -> set[str]:
     """Return the kinds of the checker's findings; simulated ranks must agree, and hang if it reports held SMs."""
     findings = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
-    guilt = convicted(drawn, SEEDS)
+    guilt = failure_of(drawn, SEEDS)
     assert bool(findings) == bool(guilt), f"checker: {findings}; simulated ranks: {guilt}"
     assert ("deadlock" in guilt) == ("SMs held" in findings)
     return findings

@@ -43,7 +43,7 @@ def test_a_number_agrees_with_its_noun() -> None:
     assert [counted(n, "input") for n in range(3)] == ["0 inputs", "1 input", "2 inputs"]
 
 
-# The user's line ------------------------------------------------------------------------------------------------------
+# The user's line --------------------------------------------------------------------------------------------------
 WARNING = Diagnostic("it is slow", level="warning")
 
 

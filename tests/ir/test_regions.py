@@ -157,7 +157,7 @@ def test_a_dense_tensor_has_the_strides_of_torch() -> None:
         assert is_dense(shape, dense_strides(shape))
 
 
-# The index of regions ------------------------------------------------------------------------------------------------
+# The index of regions ---------------------------------------------------------------------------------------------
 def region_of_few_elements(random: Random) -> Region:
     """Return a random view of a small buffer: a block, a row, a column or a single element."""
     offset, inner, step = random.randrange(200), random.choice([1, 1, 3, 8]), random.choice([8, 16, 40])

@@ -9,7 +9,7 @@ import pytest
 
 import hostir as hi
 from hostir.ir import HostIRError, Program, Statement
-from hostir.ir.host_ops import For, Synchronize
+from hostir.ir.host_ops import For, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Get, If, Put, Signal, WaitSignal
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
@@ -52,7 +52,7 @@ def lowerable(
 def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
     """Yield every body with one ordering or moving statement left out."""
     for n, s in enumerate(body):
-        if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
+        if isinstance(s, (Signal, Wait, WaitSignal, Barrier, Synchronize, Get, Put)):
             yield s, (*body[:n], *body[n + 1 :])
         if isinstance(s, (For, If)):
             for missing, inner in without_each(s.body):

@@ -21,6 +21,7 @@ from hostir.lower.fused import Fused, Pieces, Push
 from hostir.lower.ring import Ring
 from hostir.lower.strategies import EXPLICIT, FINISH
 from hostir.runtime.sharding import random_inputs
+from tests.judging.simulated import failure_of
 from tests.lower.held import (
     assert_correct,
     assert_each_statement_is_needed,
@@ -30,7 +31,6 @@ from tests.lower.held import (
     without_each,
 )
 from tests.lower.scattered import scattered
-from tests.mutation import convicted
 from tests.runtime.whole import run_whole
 
 Dtype = str
@@ -143,7 +143,7 @@ def test_the_checker_reports_every_statement_left_out(form: Pass, ranks: int) ->
     assert {Put, Signal} <= types
     assert types & {Barrier, Synchronize, WaitSignal, Get}
     if ranks in (2, 4):
-        assert convicted(program, 2) == ""
+        assert failure_of(program, 2) == ""
 
 
 @every_form
@@ -213,7 +213,7 @@ fusion @stack(%a: f32[12, 6@tp], %b0: f32[6@tp, 4], %x: f32[12, 4], %s: f32[4], 
     norms = [s.out.tensor.local_shape[0].value for s in program.walk() if isinstance(s, RmsNorm)]
     assert norms == [4] * (between == "all")
     assert_correct(fusion, program, range(3))
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
 
 
 @every_form
@@ -249,7 +249,7 @@ def test_an_allreduce_without_a_matmul_holds_no_sm_during_copies(strategy: str) 
         assert (total.ready is None) == (sends != "push") == any(isinstance(s, WaitSignal) for s in form.walk())
         assert_correct(fusion, form, range(2))
         assert [str(s) for s, body in without_each(form.body) if not hi.check(form.with_body(body))] == []
-    assert convicted(chunked, 2) == ""
+    assert failure_of(chunked, 2) == ""
 
 
 def test_the_number_of_steps_and_blocks_follows_from_the_size() -> None:

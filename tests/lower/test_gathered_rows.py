@@ -21,6 +21,7 @@ from hostir.ir.tensor_ops import Contraction, DenseCopy, TensorOp
 from hostir.ir.types import DTYPES
 from hostir.runtime.reference import reference
 from hostir.runtime.sharding import random_inputs, torch_dtype
+from tests.judging.simulated import failure_of
 from tests.lower.gathered import gathered
 from tests.lower.held import (
     assert_correct,
@@ -29,7 +30,6 @@ from tests.lower.held import (
     lowerable,
     one_sided,
 )
-from tests.mutation import convicted
 from tests.runtime.whole import run_whole
 
 Pattern = Callable[..., hi.Fusion]
@@ -51,7 +51,7 @@ def test_a_pattern_gives_the_unsharded_result_in_every_schedule(pattern: Pattern
     program = hi.lower(fusion, strategy)
     assert one_sided(program) or (pattern is patterns.mlp_2d and ranks == 2)
     assert_correct(fusion, program, range(3))
-    assert convicted(program, 4) == ""
+    assert failure_of(program, 4) == ""
 
 
 @every_strategy
@@ -198,7 +198,7 @@ def test_two_gathers_over_the_same_ranks_share_the_barrier_after_the_previous_ca
     program = hi.lower(fusion, strategy)
     assert sum(isinstance(s, Barrier) for s in program.walk()) == (3 if strategy == "ring" else 1)
     assert_correct(fusion, program, range(3))
-    assert convicted(program, 4) == ""
+    assert failure_of(program, 4) == ""
 
 
 def test_a_matmul_that_waits_by_blocks_goes_before_a_statement_that_needs_all_rows() -> None:
@@ -313,7 +313,7 @@ def test_a_sum_over_a_gathered_axis_rounds_once_with_the_same_bits_on_every_rank
     inputs = random_inputs(fusion, {}, seed=1)
     for strategy in ("ring", "fused"):
         program = hi.lower(fusion, strategy)
-        assert convicted(program, 2) == ""
+        assert failure_of(program, 2) == ""
         assert_correct(fusion, program, range(2))
         first = run_whole(program, inputs, seed=0)  # which compares the results of all ranks
         assert all(map(torch.equal, first, run_whole(program, inputs, seed=3)))

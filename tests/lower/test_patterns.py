@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import hostir as hi
 from examples import patterns
-from hostir.ir import HostIRError, Program, Statement
+from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
-from hostir.ir.host_ops import For, Synchronize, Wait
+from hostir.ir.host_ops import For
 from hostir.ir.tensor_ops import TensorOp
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
-from tests.mutation import SENT
+from tests.judging.mutation import SENT
+from tests.judging.simulated import failure_of
+from tests.lower.held import without_each
 from tests.runtime.whole import run_whole
 from tests.symbolic import PATTERNS, lowered
 
@@ -124,37 +125,14 @@ def test_a_copy_of_a_non_contiguous_slice_has_a_note() -> None:
 
 
 # Statements that are needed ---------------------------------------------------------------------------------------
-def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
-    """Yield each wait and synchronize with the body without it."""
-    for n, s in enumerate(body):
-        if isinstance(s, (Wait, Synchronize)):
-            yield s, (*body[:n], *body[n + 1 :])
-        if isinstance(s, For):
-            for missing, inner in without_each(s.body):
-                yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])
-
-
-def gives_a_wrong_result(program: Program, inputs: list[torch.Tensor], seeds: range) -> bool:
-    exact = reference(program, inputs)
-    for seed in seeds:
-        try:
-            got = run_whole(program, inputs, seed=seed)
-        except HostIRError:  # the copies of an output differ
-            return True
-        if not torch.allclose(got[0].double(), exact[0], rtol=1e-4, atol=1e-4):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("streams", [1, 2, 4])
 def test_each_wait_and_synchronize_of_the_pipeline_is_needed(streams: int) -> None:
     program = hi.lower(patterns.allgather_matmul(ranks=2, S=4, M=32, K=8, N=8), "pipeline", streams)
-    inputs = random_inputs(program, {}, seed=5)
-    assert not gives_a_wrong_result(program, inputs, range(20))
+    assert failure_of(program, 20) == ""
     mutants = list(without_each(program.body))
     assert len(mutants) == 3  # the fork, the wait in the loop, the join
     for missing, body in mutants:
-        assert gives_a_wrong_result(program.with_body(body), inputs, range(200)), f"'{missing.keyword()}' is not needed"
+        assert failure_of(program.with_body(body), 200), f"'{missing.keyword()}' is not needed"
 
 
 def test_a_tensor_that_would_be_sliced_along_two_axes_is_computed_outside_the_loop() -> None:

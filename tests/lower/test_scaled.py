@@ -15,8 +15,8 @@ from hostir.ir.onesided_ops import Put
 from hostir.ir.scaled_ops import ScaledMatmul
 from hostir.lower import STRATEGIES
 from hostir.torch.scaled import ScaledProduct, gathered_program
+from tests.judging.simulated import failure_of
 from tests.lower.held import assert_correct, every_strategy, one_sided, without_each
-from tests.mutation import convicted
 
 Pattern = Callable[..., hi.Fusion]
 SCALES = ("tensor", "rows", "blocks")
@@ -59,7 +59,7 @@ def test_products_overlap_with_every_communication(pattern: Pattern, strategy: s
 @every_strategy
 def test_the_checker_reports_scales_that_are_not_sent(strategy: str) -> None:
     program = hi.lower(patterns.scaled_allgather_matmul(ranks=2), strategy)
-    assert convicted(program, 4) == ""
+    assert failure_of(program, 4) == ""
     mutants = [(s, body) for s, body in without_each(program.body)]
     unnoticed = [s for s, body in mutants if not hi.check(program.with_body(body))]
     assert any(isinstance(s, Put) and s.x.tensor.dtype.name == "f32" for s, _ in mutants)

@@ -23,9 +23,9 @@ from hostir.lower import run_passes
 from hostir.lower.fused import Fused, Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
 from hostir.runtime.sharding import random_inputs
+from tests.judging.simulated import failure_of
 from tests.lower.held import assert_correct, assert_each_statement_is_needed, every_strategy, lowerable
 from tests.lower.scattered import scattered
-from tests.mutation import convicted
 from tests.runtime.whole import run_whole
 
 RANKS = pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -91,7 +91,7 @@ def test_rows_of_every_layout_are_summed_on_their_ranks(
     assert len(waiting(program)) == 1
     assert len(raising(program)) == (strategy == "fused")
     assert_correct(fusion, program, range(3))
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
 
 
 @every_strategy
@@ -233,7 +233,7 @@ def test_two_reduce_scatters_share_the_barrier_after_the_previous_call(strategy:
     assert len(waiting(program)) == 2
     assert sum(isinstance(s, Barrier) for s in program.walk()) == 1
     assert_correct(fusion.program(), program, range(3))
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
 
 
 @every_strategy
@@ -254,7 +254,7 @@ fusion @both(%x: f32[{slices}12@dp, 6@tp], %w: f32[6@tp, 4]) -> (%y) {{
     assert [s for s in raising(program) if s.ready is not None] == raising(program)
     assert len(raising(program)) == (strategy == "fused")
     assert_correct(fusion, program, range(4))
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
 
 
 @every_strategy
@@ -509,7 +509,7 @@ fusion @sequence(%a: f32[2, 6, 9@tp], %b: f32[9@tp, 4]) -> (%z) {
     program = hi.lower(fusion, strategy)
     assert not [s for s in program.walk() if s.keyword() in ("copy", "dense")]
     assert_correct(fusion, program, range(3))
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
 
 
 @every_strategy
@@ -540,7 +540,7 @@ fusion @alone(%p: f32[6, 4] partial(tp)) -> (%y) {
     assert [s.sms for s in program.walk() if isinstance(s, Put)] == ([16] if strategy == "push" else [0, 0])
     assert len(waiting(program)) == (strategy == "push") == (not any(isinstance(s, WaitSignal) for s in program.walk()))
     assert_correct(fusion, program, range(3))
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
 
 
 @pytest.mark.parametrize("strategy", ["fused", "push"])
@@ -552,6 +552,6 @@ def test_the_last_of_several_summed_products_adds_to_the_others_and_is_overlappe
     assert raising(program) == (adding[-1:] if strategy == "fused" else [])
     assert "not overlapped" not in str(program)
     assert not any(isinstance(s, Add) for s in program.walk())
-    assert convicted(program, 2) == ""
+    assert failure_of(program, 2) == ""
     with pytest.raises(HostIRError, match="it adds to %b0, but its result is"):
         verify(parse(str(program).replace(f"plus {first.out}", "plus %b0", 1)))

@@ -315,7 +315,7 @@ def test_a_program_is_named_after_its_file() -> None:
     assert names == {"a/b-c.txt": "b_c", "3606.txt": "dump_3606", "<text>": "text", "é.txt": "dump"}
 
 
-# Statements without a meaning here ------------------------------------------------------------------------------------
+# Statements without a meaning here --------------------------------------------------------------------------------
 X = "T0_g_float[iS0{4}, iS1{n}] (DeviceMesh{0 1})"
 Y = "T1_g_float[iS2{4}, iS3{n}] (DeviceMesh{0 1})"
 D = "T2_g_float[ideviceIdx.x4{2}, iS5{n}] (DeviceMesh{0 1})"

@@ -1,4 +1,4 @@
-"""What every rank of a script of cases shares: the registry of cases, and tensors that all ranks hold.
+"""Registry of the cases of a script, and tensors and comparisons for its ranks.
 
     torchrun --standalone --nproc-per-node 2 tests/torch/operator_cases.py [NAME ...]
 

@@ -1,7 +1,8 @@
-"""Whether the checker notices what goes wrong: programs that are right, and the verdict on each of their mutants.
+"""Correct programs, their mutants, and the verdicts of the checker and of the simulated ranks on each mutant.
 
-A mutant is guilty when the simulated ranks say so, who know nothing of the checker: over as many calls as the proof
-looks at, some schedule that the memory model allows hangs, raises or gives NaN, or two of them give different bits.
+A mutant is guilty if the simulated ranks, which share no code with the checker, show it to be wrong: over as many calls
+as the proof analyses, a schedule that the memory model allows hangs, raises or gives NaN, or two schedules give
+different bits.
 """
 
 from __future__ import annotations
@@ -10,30 +11,26 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
-
-import torch
 
 import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
 from hostir import knobs
 from hostir.check import check, check_structure
-from hostir.check.proof import Finding, analyse_quickly
+from hostir.check.proof import Finding
 from hostir.ir.program import Program, format_program
-from hostir.ir.source import Diagnostic, HostIRError
-from hostir.ir.tensor_ops import ByBlocks
+from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Push
 from hostir.lower.strategies import EXPLICIT, FINISH
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import LocalMachine, rehearse
-from tests.mutants import Mutant, mutants
-from tests.reduce_scatters import FORMS, reduce_scatter
+from tests.judging.mutants import Mutant, mutants
+from tests.judging.reduce_scatters import FORMS, reduce_scatter
+from tests.judging.simulated import errors, failure_of, outcome, rehearsal
+from tests.launch import ROOT
 
-ONESIDED = Path(__file__).parent / "cases" / "onesided"
-SENT = (  # rows that peers send one another by copies
+ONESIDED = ROOT / "tests" / "cases" / "onesided"
+SENT = (  # patterns that send rows to peers by copies
     patterns.allgather_matmul,
     patterns.allgather_matmul_kept,
     patterns.column_parallel,
@@ -42,15 +39,15 @@ SENT = (  # rows that peers send one another by copies
     patterns.mlp_replicated,
     patterns.row_parallel_scattered,
 )
-SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, blocks as small as they like
-TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two
+SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, with blocks of any size
+TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two steps
 SUMMED = ((Fused(2, steps=SMALL), 2), (Fused(2, steps=TWO), 4), (Fused(1, steps=TWO), 3), (Push(TWO), 3))
 
 
-# Programs that are right ------------------------------------------------------------------------------------------
+# Correct programs -------------------------------------------------------------------------------------------------
 @cache
 def originals() -> tuple[Program, ...]:
-    """What the compiler makes of every pattern and example on tiny tensors, and one-sided programs by hand."""
+    """Return every pattern and example, lowered on tiny tensors, and hand-written one-sided programs."""
     programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
     programs += [hi.parse(reduce_scatter(form, *sizes)) for form in FORMS for sizes in ((2, 2), (3, 1), (4, 1))]
     return tuple({p.digest: p for p in programs}.values())
@@ -75,7 +72,7 @@ def _lowered() -> Iterator[Program]:
 
 
 def scaled() -> Iterator[Program]:
-    """Every pattern of fp8 products: rows, and their scales or the largest of all, go ahead of what multiplies them."""
+    """Yield every pattern of fp8 products, with scales of rows and of tensors."""
     for pattern in patterns.SCALED:
         for scales, strategies in (("rows", ("ring", "fused", "push")), ("tensor", ("sequential",))):
             fusion = pattern(ranks=2, M=4, K=4, N=4, scales=scales)
@@ -90,7 +87,7 @@ def _examples() -> Iterator[Program]:
 
 
 def on_grid(dp: int, tp: int) -> list[Program]:
-    """Programs on a mesh of two axes, on which ranks are alike: every strategy of an MLP, and some by hand."""
+    """Return programs with equal ranks on a mesh of two axes: an MLP by every strategy, and hand-written ones."""
     numbers = range(dp * tp)
     rows = " ".join(f"({' '.join(map(str, numbers[n * tp : n * tp + tp]))})" for n in range(dp))
     sizes = {"DP": dp, "TP": tp, "OTHERS": dp - 1, "ALL": dp * tp, "GRID": rows, "FLAT": " ".join(map(str, numbers))}
@@ -100,7 +97,7 @@ def on_grid(dp: int, tp: int) -> list[Program]:
     return [*lowered, *(hi.parse(text) for text in texts)]
 
 
-GRIDS = (  # rows go to all ranks along tp, then along dp; the ranks' flags are waited for by a stream, or by a matmul
+GRIDS = (  # rows go to all ranks along tp, then along dp; a stream or a matmul waits for the flags
     """hostir 1
 mesh @grid [dp, tp] = GRID
 program @along_both(%x: f32[DP@dp, TP@tp, 2]) -> (%y) {
@@ -179,39 +176,39 @@ program @collectives_of_both(%x: f32[DP@dp, TP@tp, 2], %z: f32[2] partial(didx) 
 
 
 def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int, **more: int) -> hi.Fusion:
-    """The fusion with one row in each slice of each rank, and columns for each rank."""
+    """Return the fusion with one row in each slice of each rank, and one column for each rank."""
     sizes = {"ranks": ranks, "S": slices, "M": ranks * slices, "K": ranks, "N": ranks * slices, "H": ranks, **more}
     known = fusion.__code__.co_varnames[: fusion.__code__.co_argcount]
     return fusion(**{name: value for name, value in sizes.items() if name in known})
 
 
 def every_mutant(programs: Iterable[Program]) -> list[Mutant]:
-    """The mutants of all these programs that are none of them, each text once."""
+    """Return the mutants of these programs, each text once, without the programs themselves."""
     known = {format_program(p, notes=False) for p in programs}
-    found = {m.text: m for p in programs for m in mutants(p) if m.text not in known}
-    return list(found.values())
+    by_text = {m.text: m for p in programs for m in mutants(p) if m.text not in known}
+    return list(by_text.values())
 
 
-def sample(found: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
-    """At most so many, as even over the kinds as there are, the same ones every time."""
-    kinds: dict[str, list[Mutant]] = {}
-    for mutant in found:
-        kinds.setdefault(mutant.kind, []).append(mutant)
+def sample(mutants: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
+    """Return at most so many mutants, about equally many of each operator, the same ones every time."""
+    groups: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        groups.setdefault(mutant.operator, []).append(mutant)
     random = Random(seed)
-    for group in kinds.values():
+    for group in groups.values():
         random.shuffle(group)
-    turns = [(turn, kind, m) for kind, group in sorted(kinds.items()) for turn, m in enumerate(group)]
+    turns = [(turn, operator, m) for operator, group in sorted(groups.items()) for turn, m in enumerate(group)]
     return [m for _, _, m in sorted(turns, key=lambda x: x[:2])[:most]]
 
 
-def edited_twice(found: Sequence[Mutant], most: int, seed: int = 0) -> list[Mutant]:
-    """So many mutants of mutants: one fault may hide another, and what held a program together by luck may go."""
+def edited_twice(once: Sequence[Mutant], most: int, seed: int = 0) -> list[Mutant]:
+    """Return mutants of mutants: one fault may hide another, and the second edit may expose it."""
     random, pairs = Random(seed), dict[str, Mutant]()
-    for first in random.sample(found, len(found)):
+    for first in random.sample(once, len(once)):
         program = _sound(first)
         more = mutants(program) if program else []
         for then in random.sample(more, min(len(more), 4)):
-            pairs[then.text] = Mutant("two edits", first.of, f"{first.what}; {then.what}", then.text)
+            pairs[then.text] = Mutant("two edits", first.name, f"{first.change}; {then.change}", then.text)
         if len(pairs) >= most:
             break
     return list(pairs.values())[:most]
@@ -219,7 +216,7 @@ def edited_twice(found: Sequence[Mutant], most: int, seed: int = 0) -> list[Muta
 
 def _sound(mutant: Mutant) -> Program | None:
     try:
-        program = hi.parse(mutant.text, mutant.of)
+        program = hi.parse(mutant.text, mutant.name)
     except HostIRError:
         return None
     return None if check_structure(program) else program
@@ -228,14 +225,13 @@ def _sound(mutant: Mutant) -> Program | None:
 # Guilt and verdict ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Verdict:
-    """What the checker says of a mutant, and what the simulated ranks do with it.
+    """Findings of the checker on a mutant, and failures of the simulated ranks.
 
     Fields:
-        structure: what is wrong with its names and types, or with handles and lifetimes as issued; then nothing else
-            was asked.
-        findings: what the checker says.
-        guilt: what convicts it, and under which seed; empty where no seed does.
-        seen: what the simulated ranks see when they watch every access, which need not change a result.
+        structure: errors in names, types, handles and lifetimes; any of them ends the check.
+        findings: errors of the checker.
+        guilt: the failure and its seed; empty if no seed fails.
+        seen: a race that the simulated ranks see when they watch every access, which need not change a result.
     """
 
     mutant: Mutant
@@ -246,7 +242,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """One of `OUTCOMES`: benign is a true race, or a read of nothing, that no schedule lets show in a result."""
+        """One of `OUTCOMES`: "benign" is a true race, or a read of undefined data, that changes no result."""
         if self.structure:
             return "structure"
         if self.guilt:
@@ -260,65 +256,19 @@ OUTCOMES = ("structure", "caught", "missed", "benign", "unfounded", "innocent")
 
 
 def judge(mutant: Mutant, seeds: int) -> Verdict | None:
-    """The verdict on a mutant; None where its text cannot be read, so that it is no program."""
+    """Return the verdict on a mutant, or None if its text does not parse."""
     try:
-        program = hi.parse(mutant.text, mutant.of)
+        program = hi.parse(mutant.text, mutant.name)
     except HostIRError:
         return None
-    found = [d for d in check(program) if d.level == "error"]
-    if any(not isinstance(d, Finding) for d in found):
-        return Verdict(mutant, structure=errors(found))
-    findings, guilt = errors(found), convicted(program, seeds)
+    diagnostics = [d for d in check(program) if d.level == "error"]
+    if any(not isinstance(d, Finding) for d in diagnostics):
+        return Verdict(mutant, structure=errors(diagnostics))
+    findings, guilt = errors(diagnostics), failure_of(program, seeds)
     seen = outcome(rehearsal(program), 0, watch=True) if not guilt else ""
     return Verdict(mutant, (), findings, guilt, seen if isinstance(seen, str) else "")
 
 
-def convicted(program: Program, seeds: int) -> str:
-    """What goes wrong under which of the first so many schedules; empty where nothing does."""
-    machine, first = rehearsal(program), None
-    for seed in range(seeds):
-        found = outcome(machine, seed)
-        if isinstance(found, str):
-            return f"seed {seed}: {found}"
-        first = first or found
-        if found != first:
-            return f"seed {seed}: other bits than under seed 0"
-    return ""
-
-
-def calls_of(program: Program) -> int:
-    """As many calls as the proof looks at; where kernels wait, at least one for each rank."""
-    waits = any(isinstance(s, ByBlocks) and s.ready is not None for s in program.walk())
-    return max(analyse_quickly(program).calls, program.ranks if waits else 2)
-
-
-def rehearsal(program: Program) -> LocalMachine | str:
-    """The program's calls, each with inputs of its own; or why they cannot even be planned."""
-    try:
-        return rehearse(program, [random_inputs(program, {}, seed=call) for call in range(calls_of(program))])
-    except HostIRError as wrong:
-        return wrong.diagnostics[0].message
-
-
-def outcome(machine: LocalMachine | str, seed: int, watch: bool = False) -> list[bytes] | str:
-    """The bits of all outputs under one schedule, or what goes wrong."""
-    if isinstance(machine, str):
-        return machine
-    try:
-        calls = machine.run(seed, watch=watch)
-    except HostIRError as wrong:
-        return wrong.diagnostics[0].message
-    parts = [part for outputs in calls for output in outputs for part in output if part is not None]
-    if any(part.isnan().any() for part in parts):
-        return "NaN in an output"
-    return [part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
-
-
-def errors(found: Iterable[Diagnostic]) -> tuple[str, ...]:
-    """The messages of what is wrong; warnings left out."""
-    return tuple(d.message for d in found if d.level == "error")
-
-
 def subject(message: str) -> str:
-    """A finding without the names and numbers of the program: what kind of finding it is."""
+    """Return a finding without the names and numbers of the program."""
     return re.sub(r"\d+", "N", re.sub(r"%\w+", "%x", re.sub(r"'[^']*'", "'...'", message)))

@@ -1,4 +1,4 @@
-"""Host programs of a matmul and a reduce-scatter in one-sided form, for any number of ranks."""
+"""One-sided host programs of a matmul and a reduce-scatter, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ FORMS = (IN_PIECES, IN_SLICES)
 
 
 def reduce_scatter(form: str, ranks: int, pieces: int = 2) -> str:
-    """The text of a matmul whose row blocks go to all ranks by copies, each in pieces, and of their sum."""
+    """Return the text of a matmul with a reduce-scatter by copies; each rank's block of rows is sent in pieces."""
     sizes = {"ranks": ranks, "others": ranks - 1, "pieces": pieces, "flags": ranks * pieces, "k": 2 * ranks}
     mesh = " ".join(map(str, range(ranks)))
     return (HEAD + form).format(mesh=mesh, rows=ranks * pieces, **sizes)

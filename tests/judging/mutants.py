@@ -1,7 +1,7 @@
-"""Programs that differ from a given one by one edit, of the kinds that people and passes get wrong.
+"""Mutants: programs that differ from a correct program by one edit, as people and passes make by mistake.
 
-Mutation testing (DeMillo, Lipton and Sayward, 1978) asks of a check what it asks of a test suite: does it notice? Edits
-that cannot change what runs when are left out: those that move a statement past others that only the host sees.
+Mutation testing (DeMillo, Lipton and Sayward, 1978) tests a test suite; here it tests the checker. Edits that cannot
+change the order of work are left out: moves past statements that only the host executes.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
-HOST_ONLY = (ViewStatement, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # no stream sees them
+HOST_ONLY = (ViewStatement, Allocate, AllocateSymmetric, CurrentStream, Rank, Delay)  # they issue nothing to streams
 OPERANDS = {Codec.READ: "read", Codec.WRITE: "write", Codec.ALIAS: "view", Codec.FREE: "free", Codec.USE: "use"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A program with one edit: the kind of edit, the program that it was made to, what it did there, and its text."""
+    """A program with one edit: the mutation operator, the name of the program, the change, and the text."""
 
-    kind: str
-    of: str
-    what: str
+    operator: str
+    name: str
+    change: str
     text: str
 
 
 @dataclass(frozen=True)
 class Place:
-    """A statement of a program: its block, where it stands there, what is in scope, and what holds the block.
+    """A statement of a program: its block, its index there, the values in scope, and the enclosing loop or condition.
 
-    `put` gives the program with another block in place of this one.
+    `put` returns the program with another block in place of this one.
     """
 
     block: Block
@@ -64,27 +64,27 @@ class Place:
         return self.block[self.at]
 
     def become(self, *statements: Statement) -> Program:
-        """The program with these in place of the statement."""
+        """Return the program with these statements in place of this one."""
         return self.put((*self.block[: self.at], *statements, *self.block[self.at + 1 :]))
 
 
-Edit = tuple[str, str, Program]  # its kind, what it did, and the program that it leaves
-KINDS: list[Callable[[Place], Iterator[Edit]]] = []
+Edit = tuple[str, str, Program]  # the mutation operator, the change, and the edited program
+OPERATORS: list[Callable[[Place], Iterator[Edit]]] = []
 
 
 def mutants(program: Program) -> list[Mutant]:
-    """Every mutant of a host program, each text once. Not all of them can be read back: an edit may undefine a name."""
-    printer, found = OncePrinter(program.phase, program.meshes), dict[str, Mutant]()
+    """Return every mutant of a host program, each text once. Some do not parse: an edit may undefine a name."""
+    printer, by_text = OncePrinter(program.phase, program.meshes), dict[str, Mutant]()
     original = format_program(program, printer=printer)
-    for kind, what, mutant in (*_edits(program), *_merged(program), *_pools(program)):
+    for operator, change, mutant in (*edits(program), *_merged(program), *_pools(program)):
         text = format_program(mutant, printer=printer if mutant.meshes == program.meshes else None, notes=False)
         if text != original:
-            found.setdefault(text, Mutant(kind, program.name, what, text))
-    return list(found.values())
+            by_text.setdefault(text, Mutant(operator, program.name, change, text))
+    return list(by_text.values())
 
 
 class OncePrinter(Printer):
-    """Prints each statement once, for all the mutants that have it."""
+    """Prints each statement once for all mutants that contain it."""
 
     def __init__(self, phase: Phase, meshes: tuple[Mesh, ...]) -> None:
         super().__init__(phase, meshes)
@@ -92,12 +92,12 @@ class OncePrinter(Printer):
 
     def lines(self, s: Statement, depth: int) -> list[str]:
         if (id(s), depth) not in self.printed:
-            self.printed[id(s), depth] = s, super().lines(s, depth)  # kept, so that no other statement gets its id
+            self.printed[id(s), depth] = s, super().lines(s, depth)  # the reference keeps the id in use
         return self.printed[id(s), depth][1]
 
 
 def places(program: Program) -> Iterator[Place]:
-    """Every statement of a program, outer before inner."""
+    """Yield every statement of a program, outer before inner."""
     return _places(program.body, program.inputs, program.with_body, None)
 
 
@@ -119,21 +119,21 @@ def _inside(place: Place, s: For | If) -> Callable[[Block], Program]:
     return lambda body: place.become(replace(s, body=body))
 
 
-def _edits(program: Program) -> Iterator[Edit]:
+def edits(program: Program) -> Iterator[Edit]:
     for place in places(program):
-        for kind in KINDS:
-            yield from kind(place)
+        for operator in OPERATORS:
+            yield from operator(place)
 
 
-def edit(kind: Callable[[Place], Iterator[Edit]]) -> Callable[[Place], Iterator[Edit]]:
-    """Adds a kind of edit, tried at every statement."""
-    KINDS.append(kind)
-    return kind
+def edit(operator: Callable[[Place], Iterator[Edit]]) -> Callable[[Place], Iterator[Edit]]:
+    """Register a mutation operator, which is tried at every statement."""
+    OPERATORS.append(operator)
+    return operator
 
 
-# What is left out -------------------------------------------------------------------------------------------------
+# Deletions --------------------------------------------------------------------------------------------------------
 def called(s: Statement) -> str:
-    """What a statement is called in the kinds: its keyword, or `fork` and `join` for the loops that are those."""
+    """Return the name of a statement in mutation operators: its keyword, or `fork` or `join` for such loops."""
     if isinstance(s, For) and s.body and all(isinstance(x, (SetStream, Synchronize)) for x in s.body):
         return "fork" if any(isinstance(x, SetStream) for x in s.body) else "join"
     return "computation" if isinstance(s, TensorOp) else s.keyword()
@@ -143,9 +143,9 @@ def called(s: Statement) -> str:
 def delete(place: Place) -> Iterator[Edit]:
     s, name = place.statement, called(place.statement)
     if place.outside and called(place.outside.statement) == "join":
-        return  # that loop goes as a whole
+        return  # such a loop is deleted with all its statements
     if isinstance(s, (*ORDERING, FreeBuffer, SetStream, TensorOp, PeerCopy)) or name in ("fork", "join"):
-        yield f"delete {name}", f"without '{_told(s)}'", place.become()
+        yield f"delete {name}", f"without '{_line(s)}'", place.become()
 
 
 @edit
@@ -154,7 +154,7 @@ def delete_communication(place: Place) -> Iterator[Edit]:
     if not isinstance(s, (Communication, Message)):
         return
     rest = [x for x in place.block[place.at + 1 :] if not (isinstance(x, Wait) and x.handle == s.handle)]
-    yield "delete communication", f"without '{_told(s)}'", place.put((*place.block[: place.at], *rest))
+    yield "delete communication", f"without '{_line(s)}'", place.put((*place.block[: place.at], *rest))
 
 
 @edit
@@ -164,13 +164,13 @@ def rounds(place: Place) -> Iterator[Edit]:
         return
     for change in (-1, 1):
         if (count := s.count.value + change) > 0:
-            yield "number of rounds", f"{count} rounds of '{_told(s)}'", place.become(replace(s, count=Size(count)))
+            yield "number of rounds", f"{count} rounds of '{_line(s)}'", place.become(replace(s, count=Size(count)))
 
 
 @edit
 def condition(place: Place) -> Iterator[Edit]:
     if isinstance(place.statement, If):
-        yield "condition", f"always '{_told(place.statement)}'", place.become(*place.statement.body)
+        yield "condition", f"always '{_line(place.statement)}'", place.become(*place.statement.body)
 
 
 @edit
@@ -178,9 +178,9 @@ def unready(place: Place) -> Iterator[Edit]:
     s = place.statement
     if isinstance(s, ByBlocks) and s.ready is not None:
         plain = replace(s, ready=None, epoch=ZERO, first=s.first if s.done else ZERO, own=None)
-        yield "delete ready", f"'{_told(s)}' waits for nothing", place.become(plain)
+        yield "delete ready", f"'{_line(s)}' waits for nothing", place.become(plain)
         if s.own is not None:
-            yield "delete own", f"'{_told(s)}' waits for its own rows", place.become(replace(s, own=None))
+            yield "delete own", f"'{_line(s)}' waits for its own rows", place.become(replace(s, own=None))
 
 
 @edit
@@ -188,29 +188,29 @@ def undone(place: Place) -> Iterator[Edit]:
     s = place.statement
     if isinstance(s, ByBlocks) and s.done is not None:
         plain = replace(s, done=None, raised=ZERO, first=s.first if s.ready else ZERO)
-        yield "delete done", f"'{_told(s)}' sets no flags", place.become(plain)
+        yield "delete done", f"'{_line(s)}' sets no flags", place.become(plain)
 
 
 @edit
 def signal_by(place: Place) -> Iterator[Edit]:
-    """A flag is raised by a kernel instead of the stream, or the other way about."""
+    """Let a kernel set a flag instead of the stream, or the stream instead of a kernel."""
     s = place.statement
     if isinstance(s, Signal):
         yield (
             "who signals",
-            f"{'the stream' if s.sms else 'a kernel'}: '{_told(s)}'",
+            f"{'the stream' if s.sms else 'a kernel'}: '{_line(s)}'",
             place.become(replace(s, sms=1 - s.sms)),
         )
 
 
-# What stands elsewhere --------------------------------------------------------------------------------------------
+# Moves ------------------------------------------------------------------------------------------------------------
 @edit
 def swap(place: Place) -> Iterator[Edit]:
     pair = place.block[place.at : place.at + 2]
     if len(pair) < 2 or any(_moves(s) or isinstance(s, HOST_ONLY) for s in pair):
         return
     swapped = (*place.block[: place.at], *reversed(pair), *place.block[place.at + 2 :])
-    yield "swap", f"'{_told(pair[1])}' before '{_told(pair[0])}'", place.put(swapped)
+    yield "swap", f"'{_line(pair[1])}' before '{_line(pair[0])}'", place.put(swapped)
 
 
 def _moves(s: Statement) -> bool:
@@ -223,17 +223,17 @@ def move(place: Place) -> Iterator[Edit]:
     if not _moves(s):
         return
     before, after = place.block[: place.at], place.block[place.at + 1 :]
-    kind, rest = f"move {called(s)}", (*before, *after)
+    operator, rest = f"move {called(s)}", (*before, *after)
     for to in range(len(rest) + 1):
         crossed = rest[to : to + 1] if to < place.at else rest[to - 1 : to]
         if to != place.at and not isinstance(crossed[0], HOST_ONLY):
-            where = f"before '{_told(rest[to])}'" if to < len(rest) else "to the end"
-            yield kind, f"'{_told(s)}' {where}", place.put((*rest[:to], s, *rest[to:]))
+            where = f"before '{_line(rest[to])}'" if to < len(rest) else "to the end"
+            yield operator, f"'{_line(s)}' {where}", place.put((*rest[:to], s, *rest[to:]))
     for n, other in enumerate(rest):
         if isinstance(other, (For, If)):
             for body in ((s, *other.body), (*other.body, s)):
                 moved = (*rest[:n], replace(other, body=body), *rest[n + 1 :])
-                yield kind, f"'{_told(s)}' into '{_told(other)}'", place.put(moved)
+                yield operator, f"'{_line(s)}' into '{_line(other)}'", place.put(moved)
 
 
 @edit
@@ -242,12 +242,12 @@ def move_out(place: Place) -> Iterator[Edit]:
     if outside is None or not isinstance(s, (*ORDERING, FreeBuffer)):
         return
     loop = replace(outside.statement, body=(*place.block[: place.at], *place.block[place.at + 1 :]))
-    kind, what = f"move {s.keyword()}", f"'{_told(s)}' out of '{_told(outside.statement)}'"
-    yield kind, f"{what}, before it", outside.become(s, loop)
-    yield kind, f"{what}, behind it", outside.become(loop, s)
+    operator, change = f"move {s.keyword()}", f"'{_line(s)}' out of '{_line(outside.statement)}'"
+    yield operator, f"{change}, before it", outside.become(s, loop)
+    yield operator, f"{change}, behind it", outside.become(loop, s)
 
 
-# Which stream, which slice, which rank, which epoch ---------------------------------------------------------------
+# Other streams, slices, ranks and epochs --------------------------------------------------------------------------
 @edit
 def streams(place: Place) -> Iterator[Edit]:
     s = place.statement
@@ -260,12 +260,12 @@ def streams(place: Place) -> Iterator[Edit]:
         chosen += [Bin("%", Ref(index), Lit(n)) for n in range(2, pool + 1)]
         chosen.append(Bin("%", Bin("+", Ref(index), Lit(1)), Lit(max(pool, 1))))
     for stream in chosen:
-        yield f"stream of {s.keyword()}", f"{stream} in '{_told(s)}'", place.become(replace(s, stream=stream))
+        yield f"stream of {s.keyword()}", f"{stream} in '{_line(s)}'", place.become(replace(s, stream=stream))
 
 
 @edit
 def indices(place: Place) -> Iterator[Edit]:
-    """Slices, flags, peers and sides of conditions: another literal, the next one, a loop's index gone or another's."""
+    """Replace an index of a slice, flag or peer, or a side of a condition, by a literal or another index."""
     s = place.statement
     if isinstance(s, ByBlocks) and s.ready is None and s.done is None:
         return
@@ -278,12 +278,12 @@ def indices(place: Place) -> Iterator[Edit]:
         new.append(Bin("%", Bin("+", old, Lit(1)), Lit(count)))
         new += [Ref(v) for v in place.scope if v.type is Kind.INDEX]
         for expr in new:
-            kind = "one buffer for all rounds" if _shares(s, old, expr) else f"{name} of {s.keyword()}"
-            yield kind, f"{name} {expr} in '{_told(s)}'", place.become(replace(s, **{name: expr}))
+            operator = "one buffer for all rounds" if _shares(s, old, expr) else f"{name} of {s.keyword()}"
+            yield operator, f"{name} {expr} in '{_line(s)}'", place.become(replace(s, **{name: expr}))
 
 
 def _choices(s: Statement, name: str) -> int:
-    """How many things an index tells apart."""
+    """Return the number of values that an index can have."""
     if isinstance(s, Select):
         size: Size | int = s.x.tensor.shape[s.axis]
     elif isinstance(s, Chunk):
@@ -316,8 +316,8 @@ def epochs(place: Place) -> Iterator[Edit]:
         new += [Ref(v) for v in place.scope if v.type is Kind.INDEX]
         new += [Lit(old.value + 1), Lit(old.value - 1)] if isinstance(old, Lit) else [Lit(1)]
         for epoch in new:
-            kind, what = f"{name} of {s.keyword()}", f"{name} {epoch} in '{_told(s)}'"
-            yield kind, what, place.become(replace(s, **{name: epoch}))
+            operator, change = f"{name} of {s.keyword()}", f"{name} {epoch} in '{_line(s)}'"
+            yield operator, change, place.become(replace(s, **{name: epoch}))
 
 
 @edit
@@ -327,10 +327,10 @@ def team(place: Place) -> Iterator[Edit]:
         return
     tensors = [v for v in s.named if isinstance(v.type, TensorType)]
     for over in tensors[0].tensor.mesh.axes:
-        yield f"team of {s.keyword()}", f"over {over} in '{_told(s)}'", place.become(replace(s, over=over))
+        yield f"team of {s.keyword()}", f"over {over} in '{_line(s)}'", place.become(replace(s, over=over))
 
 
-# Which buffer -----------------------------------------------------------------------------------------------------
+# Other buffers ----------------------------------------------------------------------------------------------------
 @edit
 def operands(place: Place) -> Iterator[Edit]:
     s = place.statement
@@ -342,7 +342,7 @@ def operands(place: Place) -> Iterator[Edit]:
             if value.type == old.type and value != old:
                 yield (
                     f"{OPERANDS[codec]} another",
-                    f"{value} in '{_told(s)}'",
+                    f"{value} in '{_line(s)}'",
                     place.become(replace(s, **{name: value})),
                 )
 
@@ -352,12 +352,12 @@ def symmetry(place: Place) -> Iterator[Edit]:
     s = place.statement
     if isinstance(s, (Allocate, AllocateSymmetric)) and s.out.tensor.dtype != FLAG:
         other = AllocateSymmetric if isinstance(s, Allocate) else Allocate
-        yield "symmetry of a buffer", f"'{_told(other(out=s.out))}'", place.become(other(out=s.out))
+        yield "symmetry of a buffer", f"'{_line(other(out=s.out))}'", place.become(other(out=s.out))
 
 
 @edit
 def hoist(place: Place) -> Iterator[Edit]:
-    """A buffer of each round becomes one for all, which ends behind the loop."""
+    """Replace a buffer of each round by one buffer for all rounds, which is freed after the loop."""
     s, outside = place.statement, place.outside
     if not isinstance(s, Allocate) or outside is None or not isinstance(outside.statement, For):
         return
@@ -365,14 +365,14 @@ def hoist(place: Place) -> Iterator[Edit]:
     kept = [x for x in rest if not (isinstance(x, FreeBuffer) and x.x == s.out)]
     end = [x for x in rest if x not in kept]
     loop = replace(outside.statement, body=tuple(kept))
-    yield "one buffer for all rounds", f"'{_told(s)}' before the loop", outside.become(s, loop, *end)
+    yield "one buffer for all rounds", f"'{_line(s)}' before the loop", outside.become(s, loop, *end)
 
 
 def _merged(program: Program) -> Iterator[Edit]:
-    """Two buffers of one type become one."""
-    made = [s.out for s in program.body if isinstance(s, (Allocate, AllocateSymmetric))]
-    for n, one in enumerate(made):
-        for other in made[n + 1 :]:
+    """Replace two buffers of the same type by one."""
+    allocated = [s.out for s in program.body if isinstance(s, (Allocate, AllocateSymmetric))]
+    for n, one in enumerate(allocated):
+        for other in allocated[n + 1 :]:
             if other.type != one.type or {one, other} <= {*program.outputs}:
                 continue
             kept, gone = (other, one) if one not in program.outputs and other in program.outputs else (one, other)
@@ -387,12 +387,12 @@ def _renamed(program: Program, gone: Value, kept: Value) -> Program:
             return []
         return [s.rename({gone.name: kept})]
 
-    made = next(s for s in program.body if isinstance(s, (Allocate, AllocateSymmetric)) and s.out == kept)
-    rest = [s for s in rewrite(program.body, change) if s != made]
-    return program.with_body((made, *rest))
+    allocate = next(s for s in program.body if isinstance(s, (Allocate, AllocateSymmetric)) and s.out == kept)
+    rest = [s for s in rewrite(program.body, change) if s != allocate]
+    return program.with_body((allocate, *rest))
 
 
-# What else --------------------------------------------------------------------------------------------------------
+# Other edits ------------------------------------------------------------------------------------------------------
 def _pools(program: Program) -> Iterator[Edit]:
     if program.streams > 1:
         yield "size of the pool", "a stream less", replace(program, streams=program.streams - 1)
@@ -400,7 +400,7 @@ def _pools(program: Program) -> Iterator[Edit]:
 
 @edit
 def split_exchange(place: Place) -> Iterator[Edit]:
-    """Both messages of an exchange one after the other."""
+    """Replace an exchange by a send and a receive, one after the other."""
     s = place.statement
     if not isinstance(s, SendAndRecv):
         return
@@ -410,11 +410,11 @@ def split_exchange(place: Place) -> Iterator[Edit]:
     for pair in ((send, recv), (recv, send)):
         yield (
             "split exchange",
-            f"'{_told(s)}' as {pair[0].keyword()}, {pair[1].keyword()}",
+            f"'{_line(s)}' as {pair[0].keyword()}, {pair[1].keyword()}",
             place.become(*pair, Wait(handle=handle)),
         )
 
 
-def _told(s: Statement) -> str:
-    """A statement without its operands' types, or a loop without its body."""
+def _line(s: Statement) -> str:
+    """Return the text of a statement without types, or of a loop without its body."""
     return Printer(Phase.HOST, ()).lines(s, 0)[0].removesuffix("{").rstrip()

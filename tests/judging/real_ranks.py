@@ -1,11 +1,11 @@
-"""Runs programs on real CPU processes, one of which is slow, against simulated ranks in program order.
+"""Programs on real CPU processes with one slow rank, compared with simulated ranks in program order.
 
-The processes share nothing of the memory model: streams are threads, gloo carries the bytes, and what they wait for is
-what the program says. So what the model promises and they do not keep shows here: other bits, NaN, an error, or a hang.
+The processes do not know the memory model: streams are threads, gloo carries the bytes, and only the waits of the
+program order them. If the model guarantees too much, results have other bits, NaN, an error, or a hang.
 
-One process forks a job of ranks for many programs, and another for what is left where a job hangs or dies. Every call
-has fresh random inputs; what it allocates holds NaN at first. The caller acts on its stream, as on a GPU: it writes the
-inputs when that stream begins, and when it ends reads the outputs and overwrites inputs and outputs with NaN.
+One process forks a job of ranks for many programs, and a new job for the remaining programs if one hangs or dies. Every
+call has fresh random inputs, and new memory holds NaN. The caller acts on its stream, as on a GPU: it writes the inputs
+when that stream starts; when it ends, it reads the outputs and overwrites inputs and outputs with NaN.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hostir.runtime.order import CALLER
 from hostir.runtime.session import session
 from hostir.runtime.sharding import BITS, random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
-from tests.launch import forked
+from tests.launch import fork_ranks
 
 CALLS = 6
-BUDGET = 0.03  # seconds that a rank sleeps in a call, about
-PATIENCE = 20.0  # seconds that a communication may stand still
+BUDGET = 0.03  # seconds that the slow rank sleeps in a call, about
+PATIENCE = 20.0  # timeout of a communication in seconds
 GRACE = 3.0  # seconds that the other ranks have to end, once one has failed
 NAN = float("nan")
 Parts = list[torch.Tensor | None]
@@ -47,7 +47,7 @@ Parts = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A program to be run: so many calls, with delays and inputs of a seed."""
+    """A program to run, with the number of calls and the seed of delays and inputs."""
 
     program: Program
     seed: int
@@ -60,11 +60,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case went: `wrong` is empty where every call gave the bits of the simulated ranks.
+    """The verdict on a case: `wrong` is empty if every call gave the bits of the simulated ranks.
 
     Fields:
-        calls: how many calls went wrong, of those that were made.
-        slow: what was slow in the first of them.
+        calls: the number of wrong calls.
+        slow: the rank, stream or step that was delayed in the first wrong call.
     """
 
     case: Case
@@ -79,7 +79,7 @@ class Verdict:
 
 # Slowness ---------------------------------------------------------------------------------------------------------
 class Slowness:
-    """Delays of one rank's steps, other ones in each call, drawn alike on all ranks."""
+    """Random delays of one rank's steps, drawn equally on all ranks and anew for each call."""
 
     def __init__(self, plan: GlooPlan, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -89,41 +89,41 @@ class Slowness:
             lane.steps = [self.delayed(str(lane.key), i, step) for i, step in enumerate(lane.steps)]
 
     def delayed(self, lane: str, at: int, step: Callable[[], None]) -> Callable[[], None]:
-        def late() -> None:
+        def delayed_step() -> None:
             if seconds := self.delays.get((lane, at)):
                 time.sleep(seconds)
             step()
 
-        return late
+        return delayed_step
 
     def draw(self, seed: int) -> str:
-        """Draws the delays of a call: all steps of a rank, those of one of its lanes, or a single one; says which."""
+        """Delay all steps of a rank, the steps of one of its lanes, or a single step; return a description."""
         self.delays.clear()
         random = Random(seed)
-        slow, kind = random.randrange(self.ranks), random.choice(("rank", "lane", "lane", "step", "step"))
+        slow, extent = random.randrange(self.ranks), random.choice(("rank", "lane", "lane", "step", "step"))
         if slow != self.rank:
             return f"rank {slow}"
-        lanes, said = [lane for lane in self.lanes if lane.steps], f"rank {slow}"
-        if kind != "rank":
+        lanes, description = [lane for lane in self.lanes if lane.steps], f"rank {slow}"
+        if extent != "rank":
             lanes = [random.choice(lanes)]
-            said += f", {_name(lanes[0].key)}"
+            description += f", {_name(lanes[0].key)}"
         steps = [(str(lane.key), i) for lane in lanes for i in range(len(lane.steps))]
-        if kind == "step":
+        if extent == "step":
             steps = [random.choice(steps)]
-            said += f", step {steps[0][1]}"
+            description += f", step {steps[0][1]}"
         self.delays = dict.fromkeys(steps, BUDGET / len(steps))
-        return said
+        return description
 
 
 def _name(lane: LaneKey) -> str:
-    """Of a lane, for people."""
+    """Return the name of a lane in messages."""
     if not isinstance(lane, int):
         return f"team {lane}"
     return "the caller's stream" if lane == CALLER else f"stream {lane}"
 
 
 class Caller:
-    """What the caller does on its stream at the beginning and at the end of each call."""
+    """The caller's work on its stream: it writes inputs before each call and reads outputs after it."""
 
     def __init__(self, plan: GlooPlan) -> None:
         self.plan = plan
@@ -137,8 +137,8 @@ class Caller:
         lane.notes = {i + 1: note for i, note in lane.notes.items()}
 
     def write(self) -> None:
-        held = self.plan.unrolled.inputs
-        for register, x in zip(range(held.start, held.stop), self.inputs, strict=True):
+        registers = self.plan.unrolled.inputs
+        for register, x in zip(range(registers.start, registers.stop), self.inputs, strict=True):
             if x is not None:
                 self.plan.registers[register].copy_(x)
 
@@ -152,19 +152,19 @@ class Caller:
 
 # A rank -----------------------------------------------------------------------------------------------------------
 class Rank:
-    """One rank of a job, and what went wrong in its calls of the case at hand."""
+    """One rank of a job, and the first failure and wrong calls of the current case."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.wrong: dict[str, Any] = {}
 
     def run(self, case: Case, expected: list[list[Parts]]) -> None:
-        """All calls of a case; raises HostIRError where the program raises."""
+        """Run all calls of a case; raise HostIRError if the program does."""
         self.wrong = {}
         executor = Executor(case.program, sizes=case.sizes, machine="gloo", check=False, kernels="aten")
-        given = [None if x is None else torch.full_like(x, NAN) for x in self.parts(case, 0)]
+        inputs = [None if x is None else torch.full_like(x, NAN) for x in self.parts(case, 0)]
         with executor._calls.lock:
-            plan = executor._choose(None, given)
+            plan = executor._choose(None, inputs)
         assert isinstance(plan, GlooPlan)
         assert executor.watchdog is not None
         executor.watchdog.observe(plan)
@@ -173,32 +173,32 @@ class Rank:
             caller.inputs = self.parts(case, call)
             slow = slowness.draw(1_000_003 * case.seed + call)
             with torch.no_grad():
-                plan.run(given)
+                plan.run(inputs)
             ends = zip(case.program.outputs, caller.outputs, expected[call], strict=True)
-            said = [f"{v}: {wrong}" for v, found, true in ends if (wrong := differs(found, true[self.rank]))]
-            if said and not self.wrong:
-                self.wrong = {"said": f"call {call}, rank {self.rank}, {said[0]}", "slow": slow, "calls": []}
-            if said:
+            errors = [f"{v}: {error}" for v, y, true in ends if (error := difference(y, true[self.rank]))]
+            if errors and not self.wrong:
+                self.wrong = {"error": f"call {call}, rank {self.rank}, {errors[0]}", "slow": slow, "calls": []}
+            if errors:
                 self.wrong["calls"].append(call)
 
     def parts(self, case: Case, call: int) -> Parts:
-        """This rank's inputs of a call."""
+        """Return this rank's inputs of a call."""
         pairs = zip(case.inputs(call), case.program.inputs, strict=True)
         return [shard(x, v.tensor, self.rank, case.sizes) for x, v in pairs]
 
 
-def differs(found: torch.Tensor | None, true: torch.Tensor | None) -> str:
-    """How what a rank holds of an output is not what simulated ranks hold; nothing where the bits are the same."""
-    if found is None or true is None:
-        return "" if found is true else "is there, or is not"
-    bits = BITS[true.element_size()]
-    odd = int((found.contiguous().view(bits) != true.contiguous().view(bits)).sum())
-    return f"{odd} of {found.numel()} elements differ, {int(found.isnan().sum())} are NaN" if odd else ""
+def difference(part: torch.Tensor | None, expected: torch.Tensor | None) -> str:
+    """Describe the difference of a rank's part of an output; return "" if the bits are equal."""
+    if part is None or expected is None:
+        return "" if part is expected else "one of them is None"
+    bits = BITS[expected.element_size()]
+    odd = int((part.contiguous().view(bits) != expected.contiguous().view(bits)).sum())
+    return f"{odd} of {part.numel()} elements differ, {int(part.isnan().sum())} are NaN" if odd else ""
 
 
 # Jobs -------------------------------------------------------------------------------------------------------------
 def expected(case: Case) -> list[list[Parts]]:
-    """What simulated ranks give in program order: `expected[call][output][rank]`. Raises HostIRError."""
+    """Return the outputs of simulated ranks in program order, as `expected[call][output][rank]`."""
     machine = rehearse(case.program, [case.inputs(call) for call in range(case.calls)], case.sizes, "aten")
     outputs = machine.run(0)
     kept = [[[None if x is None else x.clone() for x in parts] for parts in call] for call in outputs]
@@ -207,9 +207,9 @@ def expected(case: Case) -> list[list[Parts]]:
 
 
 class Job:
-    """Ranks that run cases one after another in processes of their own, while this process does something else.
+    """Processes of ranks that run cases one after another, while this process goes on.
 
-    `verdicts` waits for them, and starts anew for those behind a case that hangs or raises.
+    `verdicts` waits for them, and starts new processes for the cases after one that hangs or raises.
     """
 
     def __init__(self, cases: Sequence[Case], patience: float = PATIENCE) -> None:
@@ -234,37 +234,37 @@ class Job:
         self.process = 0
         if not self.left:
             return
-        self.heard, tells = os.pipe()
+        self.messages, writer = os.pipe()
         self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
         sys.stdout.flush()
         sys.stderr.flush()
         self.process = os.fork()
         if not self.process:
-            _job(self.ranks, [(case, truth) for _, case, truth in self.left], tells, self.printed, self.patience)
-        os.close(tells)
+            _job(self.ranks, [(case, truth) for _, case, truth in self.left], writer, self.printed, self.patience)
+        os.close(writer)
 
     def verdicts(self) -> list[Verdict]:
-        """The verdict on each case, in their order."""
+        """Return the verdict on each case, in order."""
         while self.process:
-            told = self.listen()
+            messages = self.listen()
             self.printed.seek(0)
             printed = self.printed.read()
             self.printed.close()
-            self.take(told, printed)
+            self.record(messages, printed)
             self.start()
         return [self.done[i] for i in range(len(self.cases))]
 
     def listen(self) -> list[dict[str, Any]]:
-        """What the ranks tell, until they have all ended."""
+        """Return the messages of the ranks after all have ended."""
         text, last, failed = b"", time.monotonic(), 0.0
         most = 4 * self.patience + 30
         while True:
             now = time.monotonic()
             if now - last > most or (failed and now - failed > GRACE):
                 break
-            if not select.select([self.heard], [], [], 0.2)[0]:
+            if not select.select([self.messages], [], [], 0.2)[0]:
                 continue
-            data = os.read(self.heard, 1 << 16)
+            data = os.read(self.messages, 1 << 16)
             if not data:
                 break
             text, last = text + data, now
@@ -272,32 +272,32 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
-        os.close(self.heard)
+        os.close(self.messages)
         return [json.loads(line) for line in text.decode().splitlines() if line.endswith("}")]
 
-    def take(self, told: list[dict[str, Any]], printed: str) -> None:
-        """Verdicts from what was told; the first case that not all ranks have ended is the one that hangs."""
+    def record(self, messages: list[dict[str, Any]], printed: str) -> None:
+        """Record verdicts from the messages; the first case that not all ranks have finished hangs."""
         for n, (i, case, _) in enumerate(self.left):
-            mine = [t for t in told if t["case"] == n]
-            ended = len([t for t in mine if t["ended"]]) == self.ranks
-            failed = [t["failed"] for t in mine if not t["ended"]]
-            wrong = sorted((t["wrong"] for t in mine if t["wrong"]), key=lambda w: w["calls"][0])
+            of_case = [m for m in messages if m["case"] == n]
+            ended = len([m for m in of_case if m["ended"]]) == self.ranks
+            failed = [m["failed"] for m in of_case if not m["ended"]]
+            wrong = sorted((m["wrong"] for m in of_case if m["wrong"]), key=lambda w: w["calls"][0])
             if failed or not ended:
                 self.done[i] = Verdict(case, failed[0] if failed else _headline(printed), 1)
                 self.left = self.left[n + 1 :]
                 return
             calls = {call for w in wrong for call in w["calls"]}
-            self.done[i] = Verdict(case, wrong[0]["said"], len(calls), wrong[0]["slow"]) if wrong else Verdict(case)
+            self.done[i] = Verdict(case, wrong[0]["error"], len(calls), wrong[0]["slow"]) if wrong else Verdict(case)
         self.left = []
 
 
 def _headline(printed: str) -> str:
-    found = [line for line in printed.splitlines() if "error:" in line]
-    return "hangs: " + (found[0] if found else printed.strip()[-300:] or "no rank says where")
+    errors = [line for line in printed.splitlines() if "error:" in line]
+    return "hangs: " + (errors[0] if errors else printed.strip()[-300:] or "no rank says where")
 
 
-def _job(ranks: int, cases: list[Any], tells: int, printed: Any, patience: float) -> None:
-    """The process that holds the ranks' store, and the ranks; never returns."""
+def _job(ranks: int, cases: list[Any], writer: int, printed: Any, patience: float) -> None:
+    """Run the process that holds the store of the ranks, and fork the ranks; never return."""
     code = 1
     try:
         os.setsid()
@@ -305,10 +305,10 @@ def _job(ranks: int, cases: list[Any], tells: int, printed: Any, patience: float
         os.dup2(printed.fileno(), 2)
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        if children := forked(ranks, port):
+        if children := fork_ranks(ranks, port):
             from torch.distributed import TCPStore
 
-            os.close(tells)
+            os.close(writer)
             store = TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
@@ -317,7 +317,7 @@ def _job(ranks: int, cases: list[Any], tells: int, printed: Any, patience: float
             del store
         else:
             listening.close()
-            _rank(cases, tells, patience)
+            _rank(cases, writer, patience)
         code = 0
     except BaseException as problem:
         print(f"error: {type(problem).__name__}: {problem}", flush=True)
@@ -325,10 +325,10 @@ def _job(ranks: int, cases: list[Any], tells: int, printed: Any, patience: float
         os._exit(code)
 
 
-def _rank(cases: list[Any], tells: int, patience: float) -> None:
-    """All that a rank does: case after case, until one raises."""
+def _rank(cases: list[Any], writer: int, patience: float) -> None:
+    """Run all cases on one rank, until one raises."""
     here = Rank(int(os.environ["RANK"]))
-    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
+    torch.use_deterministic_algorithms(True)  # also fills new memory with NaN
     with session("cpu", patience):
         for at, (case, truth) in enumerate(cases):
             failed = ""
@@ -336,17 +336,17 @@ def _rank(cases: list[Any], tells: int, patience: float) -> None:
                 here.run(case, truth)
             except HostIRError as failure:
                 failed = str(failure).split("\n")[0][:500]
-            told = {"case": at, "ended": not failed, "failed": failed, "wrong": here.wrong}
-            os.write(tells, (json.dumps(told) + "\n").encode())
+            message = {"case": at, "ended": not failed, "failed": failed, "wrong": here.wrong}
+            os.write(writer, (json.dumps(message) + "\n").encode())
             if failed:
                 time.sleep(GRACE)
                 os._exit(1)
 
 
 def judged(cases: Sequence[Case], patience: float = PATIENCE) -> list[Verdict]:
-    """The verdict on each of these; those on as many ranks run in the same processes."""
-    found: dict[int, Verdict] = {}
+    """Return the verdict on each case; cases of equally many ranks share processes."""
+    verdicts: dict[int, Verdict] = {}
     for ranks in sorted({case.program.ranks for case in cases}):
         places = [i for i, case in enumerate(cases) if case.program.ranks == ranks]
-        found |= zip(places, Job([cases[i] for i in places], patience).verdicts(), strict=True)
-    return [found[i] for i in range(len(cases))]
+        verdicts |= zip(places, Job([cases[i] for i in places], patience).verdicts(), strict=True)
+    return [verdicts[i] for i in range(len(cases))]
