@@ -3,10 +3,11 @@
     python -m benchmarks.soak --seconds 600 --out benchmarks/results/soak
     python -m benchmarks.soak --seconds 20 --hold 2                            a first look
 
-On each rank two threads call one program each, with other sizes and inputs every time, and compare every result. Now
-and then a call is refused on both ranks, and they go on. Meanwhile the main thread runs pools and data loaders, forks
-children that end by themselves or by a signal, holds the GIL, computes in threads, starts processes, and gets signals
-for which it has handlers, from before the first executor and from after it; no two ranks do the same at one time.
+On each rank two threads call one program each, in a process group of their own, with other sizes and inputs every time,
+and compare every result. Now and then a call is refused on both ranks, and they go on. Meanwhile the main thread runs
+pools and data loaders, forks children that end by themselves or by a signal, holds the GIL, computes in threads, starts
+processes, and gets signals for which it has handlers, from before the first executor and from after it; no two ranks do
+the same at one time.
 
 Every rank prints how often it did each. The exit code is 0 where all of them came to the end, nothing died, and nothing
 was wrong; that is known by `--seconds` and two minutes.
@@ -29,11 +30,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import hostir as hi
@@ -64,15 +68,16 @@ program @going_NAME(%mine: f32[1] partial(didx)) -> (%all) {
 
 # Calls ------------------------------------------------------------------------------------------------------------
 class Caller(threading.Thread):
-    """Calls one program again and again, until the ranks agree that it is time to stop.
+    """Calls one program of a group again and again, until the ranks agree that it is time to stop.
 
     Fields:
         counts: what it did.
         problem: what went wrong; empty where nothing did.
     """
 
-    def __init__(self, name: str, fusion: Program, strategy: str, rank: int, until: float) -> None:
+    def __init__(self, name: str, fusion: Program, strategy: str, rank: int, until: float, group: Any = None) -> None:
         super().__init__(name=f"calls {name}")
+        self.group = group
         self.what, self.rank, self.until = name, rank, until
         self.fusion, self.program = fusion, hi.lower(fusion, strategy)
         self.odd = ["of a dtype", "of a shape", *(["of odd rows"] if name == "reduced" else [])]
@@ -81,7 +86,8 @@ class Caller(threading.Thread):
 
     def run(self) -> None:
         try:
-            executor, going = hi.Executor(self.program), hi.Executor(hi.parse(GOING.replace("NAME", self.what)))
+            programs = self.program, hi.parse(GOING.replace("NAME", self.what))
+            executor, going = [hi.Executor(program, group=self.group) for program in programs]
             first = 0
             while not self.agreed(going, first):
                 for number in range(first, first + ROUND):
@@ -262,8 +268,8 @@ def on_this_rank(seconds: float, hold: float) -> int:
     second = patterns.row_parallel(ranks=RANKS, S=2, M="M", K=16, N=8).program()
     with session("cpu"):
         callers = [
-            Caller("gathered", first, "push", rank, until),
-            Caller("reduced", second, "pipeline", rank, until),
+            Caller(name, fusion, strategy, rank, until, dist.new_group(range(RANKS), timeout=timedelta(seconds=60)))
+            for name, fusion, strategy in (("gathered", first, "push"), ("reduced", second, "pipeline"))
         ]
         for caller in callers:
             caller.start()

@@ -199,8 +199,8 @@ COMPARE_CALLS: Knob[bool] = Knob(
     False,
     "1 or 0",
     _truth,
-    "Whether ranks on CUDA compare each call before it runs, as ranks on CPUs always do. It costs about 50 us, and "
-    "turns calls that do not line up into errors instead of wrong results.",
+    "Whether ranks on CUDA compare each call before it runs, and the thread that makes it, as ranks on CPUs always do. "
+    "It costs about 50 us, and turns calls that do not line up into errors instead of wrong results.",
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (

@@ -429,7 +429,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     In a series of calls, each takes the time of the device, or the host's time to issue it if that is longer.
     """
     costs = Costs(hardware, kernels, flops(tasks))
-    device = Simulation(tasks, costs).run()
+    device = hardware.begin + Simulation(tasks, costs).run()
     return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.host_lead)}
 
 

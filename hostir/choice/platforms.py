@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 # what benchmarks/allgather_matmul.py recorded, as are `host_lead` and `quick`: of hosts that have nothing else to do.
 # They vary by a factor of three, from row to row and from run to run.
 #
-# Those of H100 are fitted all at once, by coordinate descent, to what the candidates of benchmarks/results/2xH100 took in
-# CUDA graphs, of 64 to 16,384 rows: the mean square of log(estimate / time), where candidates near the fastest of their
-# row count most. `python -m benchmarks.regret` prints what the choice by these estimates loses.
+# Those of H100 are fitted all at once, by coordinate descent, to the results of 2 H100 in benchmarks/results/2xH100: to
+# the times of all candidates from CUDA graphs, of 1 to 16,384 rows, and of layers of a decoder in one graph. What is
+# minimised is the mean square of log(estimate / time), where candidates near the fastest of their row count most.
+# `python -m benchmarks.regret` prints what the choice by these estimates loses.
 #
 # tests/choice/peers_reduce_scatter.json has what reduce-scatters and all-reduces took behind a matmul on 2 GPUs: the
 # constants are not fitted to it. Estimates of NCCL behind cuBLAS are 0.99 to 1.08 of it from 128 rows on; those of
@@ -69,6 +70,7 @@ class Hardware:
     Fields:
         throttle: the loss of peak for each doubling of a call's work beyond 0.2 TFLOP, as power limits the clock.
         memory: rate of kernels that are bound by memory, in bytes read and written.
+        begin: from the launch of a call until its first kernel computes; 0 where `start` of each kernel includes it.
         collective: fixed cost of a collective; `quick` that of a low-latency one, at a third of the rate.
         rates: of each kind of collective, of the bytes that leave a rank and half of those that it keeps.
         hidden: the share of that rate which is left beside a computation.
@@ -109,6 +111,7 @@ class Hardware:
     poll: float
     launch: Mapping[str, float] = field(default_factory=dict)
     host_lead: float = 0.0
+    begin: float = 0.0
     source: str = ""
 
 
@@ -183,28 +186,29 @@ H200 = Hardware(
     host_lead=40.0,
     source="measured on 8 x H200 with NVLink 4",
 )
-_STARTS, _TILE_US = {"aten": 10.0, "triton": 6.5}, {"aten": 1.2, "triton": 1.3}
+_STARTS, _TILE_US = {"aten": 4.8, "triton": 4.3}, {"aten": 1.4, "triton": 2.1}
 H100 = replace(
     H200,
     name="h100",
     throttle=0.023,
-    memory=2150.0,
+    memory=2400.0,
     kernels={
         family: replace(kernels, rates=replace(kernels.rates, tile=_TILE_US[family]), start=_STARTS[family])
         for family, kernels in H200.kernels.items()
     },
-    collective=28.0,
-    quick=12.5,
-    rates={**H200.rates, "allgather": 378.0, "reduce_scatter": 352.0},
-    copy=8.5,
+    begin=7.2,
+    collective=26.0,
+    quick=11.0,
+    rates={**H200.rates, "allgather": 384.0, "reduce_scatter": 352.0, "allreduce": 352.0},
+    copy=7.9,
     link=408.0,
-    push=9.0,
-    stores=28.0,
-    barrier=5.6,
-    signal=7.0,
-    edge=2.8,
-    turn=5.2,
-    poll=11.0,
+    push=7.7,
+    stores=27.0,
+    barrier=4.7,
+    signal=6.2,
+    edge=1.5,
+    turn=7.2,
+    poll=7.4,
     source="fitted to calls on 2 x H100 with NVLink 4",
 )
 _CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}

@@ -48,7 +48,7 @@ from hostir.runtime.groups import Groups
 from hostir.runtime.guest import session_of
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.order import NONE
-from hostir.runtime.session import Agreement, CallRunsError, Session, forked_from, launched
+from hostir.runtime.session import Agreement, Session, forked_from, launched
 from hostir.runtime.sharding import Part, assemble, bind_sizes, shard
 from hostir.runtime.simulated.machine import run_local
 from hostir.runtime.simulated.tasks import check_seed
@@ -56,7 +56,7 @@ from hostir.runtime.started import SideStreams, Started
 from hostir.runtime.symmetric import shares_memory
 from hostir.runtime.trace import Timeline, Trace
 from hostir.runtime.unroll import UnrolledProgram, message_teams_of, teams_of, unroll
-from hostir.runtime.watchdog import LAST_WORDS, Watchdog
+from hostir.runtime.watchdog import LAST_WORDS, MisalignedError, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -151,7 +151,7 @@ class Executor:
     Under torchrun, `a` and `b` are this rank's parts of the inputs, and `outputs` its parts of the outputs; a part is
     None if the rank holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a
     call returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the
-    same shapes; on CPU it returns when everything is done. The calls of a process run one at a time.
+    same shapes; on CPU it returns when everything is done. The calls of the same ranks come from one thread at a time.
 
     The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and they
     share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
@@ -178,8 +178,8 @@ class Executor:
             proved for the sizes of each new call; at once if all sizes are known.
         timeout: seconds that `synchronize` waits; by default the group's, or else the knob HOSTIR_TIMEOUT.
         graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
-        compare_calls: whether ranks compare each call before it runs, and threads take turns in the same order on all
-            ranks; on gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
+        compare_calls: whether ranks compare each call, and the thread that makes it, before it runs; on gloo they
+            always do. See the knob HOSTIR_COMPARE_CALLS.
         symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
             HOSTIR_SYMMETRIC_LIMIT.
 
@@ -251,7 +251,7 @@ class Executor:
             self.machine = "local"
             return
         self._machine = self._join(machine, group, timeout)
-        self._calls = self._agreement.calls
+        self.calls = self._agreement.calls
         self._compare = self._agreement.compare
         self.machine = self._machine.name
         self._process = os.getpid()
@@ -329,21 +329,22 @@ class Executor:
             return tuple(parts)
         # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. The last one reads the words to
         # which kernels report timeouts, orders the call after the last one, and calls Graphs.launch or CudaPlan.run.
-        calls, me = self._calls, threading.get_ident()
+        calls, thread = self.calls, threading.current_thread()
+        entered = calls.entered
+        if (other := calls.inside) is not None:
+            calls.refuse_overlap(self.program.name, other)
         with calls.lock:
-            if me in calls.callers:
-                raise _nested(self.program)
-            calls.callers[me] = False
+            calls.enter(thread, entered, self.program.name)
             try:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
             except BaseException:
-                if calls.callers[me]:  # the others may run it
+                if calls.agreed:  # the others may run it
                     calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
                 raise
             finally:
-                del calls.callers[me]
+                calls.inside = None
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
@@ -368,31 +369,30 @@ class Executor:
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
-            self._calls.check_order()
-            self.watchdog.resume()
+            self._resume()
         given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         call = self.latest
         if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
             call = self._bind(inputs, out)
         elif self._compare:
-            self._begin(call.plan.unrolled.sizes, planned=True)
-            if is_stale(call.plan):  # meanwhile another thread's call released its memory
-                call = self._bind(inputs, out, begun=True)
+            self._agreement.begin(call.plan.unrolled.sizes, planned=True)
         gradients = torch.is_grad_enabled()
         try:
             if gradients:
                 torch._C._set_grad_enabled(False)  # torch.no_grad() would take 1 us longer
             outputs = self._issue(call, inputs, given)
         except HostIRError as failure:
-            if self.watchdog is None:
-                raise
-            raise self.watchdog.blame(failure) from failure.__cause__
+            raise self._blamed(failure) from failure.__cause__
+        except BaseException:
+            if self._machine.groups.abandoned:
+                self._blamed(error(f"rank {self.rank} was interrupted in @{self.program.name}"))
+            raise
         finally:
             if gradients:
                 torch._C._set_grad_enabled(True)
         self._agreement.made += 1
         if not self._compare:
-            self._calls.went(call.kind)
+            self.calls.went(call.kind)
         return outputs
 
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
@@ -434,7 +434,9 @@ class Executor:
         """
         if self.machine == "local":
             return tuple(None for _ in inputs)
-        with self._calls.lock:
+        with self.calls.turn(self.program.name):
+            if self.watchdog is not None and self.watchdog.disturbed:
+                self._resume()
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
@@ -480,15 +482,23 @@ class Executor:
         deadline = time.monotonic() + self.timeout
         while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
-            if self.watchdog is not None and self.watchdog.died is not None:  # what needs no more of it ends soon
+            dog = self.watchdog
+            if dog is not None and (dog.died is not None or dog.misaligned):  # what needs no more of a rank ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
+                if dog is not None and dog.misaligned:
+                    raise MisalignedError(dog.misaligned, f"on rank {self.rank}, the device is in @{self.program.name}")
                 raise self._blamed(self._noted(self._stuck()))
             time.sleep(1e-4)
         self._raise_problem()
 
     def _raise_problem(self) -> None:
-        """Raise what the device has reported so far."""
+        """Raise what the device has reported so far, and if a call was abandoned, which the device may wait for."""
+        if self.session is not None and self.session.has_lost_call:
+            raise self.session.lost_call()
+        if abandoned := self._machine.groups.abandoned:
+            what = f"@{self.program.name} cannot be waited for: {abandoned}"
+            raise error(what, hint="make the next call on all ranks: it begins anew")
         plan = self.latest.plan if self.latest is not None else None
         if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
             raise self._blamed(self._noted(problem))
@@ -500,7 +510,33 @@ class Executor:
         return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
-        return self.watchdog.blame(failure) if self.watchdog is not None else failure
+        """Report a failure to the other ranks; return the error to raise. A rank alone renews its memory at once."""
+        groups = self._machine.groups
+        if self.watchdog is not None:
+            return self.watchdog.blame(failure, bool(groups.abandoned))
+        if groups.abandoned:
+            groups.renew(self.timeout)
+            self._renew()
+        return failure
+
+    def _resume(self) -> None:
+        """Go on after a failure on some rank; if a call was abandoned, raise or, once all have raised, begin anew."""
+        assert self.session is not None
+        assert self.watchdog is not None
+        self.calls.broken = self.calls.broken or self.watchdog.misaligned
+        self.calls.check_order()
+        self.watchdog.resume()
+        if self.session.has_lost_call:
+            raise self.session.lost_call()
+        if not (abandoned := self._machine.groups.abandoned):
+            return
+        if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
+            what = f"@{self.program.name} is captured after a call that ended midway: {abandoned}"
+            raise error(what, hint="make a call outside the capture first, on all ranks")
+        try:
+            self.session.renew()
+        except HostIRError as refused:
+            raise self._blamed(refused) from refused.__cause__
 
     def _stuck(self) -> HostIRError:
         plan = next(reversed(self.plans.values()), None)
@@ -515,36 +551,19 @@ class Executor:
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     # Planning -----------------------------------------------------------------------------------------------------
-    def _refused(self, refusal: HostIRError) -> HostIRError:
-        """Tell the other ranks that this one does not run the call; return the error to raise."""
-        return self._blamed(refusal) if self._compare and self._agreement.refuse(refusal) else refusal
-
-    def _begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Begin a call: raise if other ranks make another one, and tell a rank that may already run it."""
-        try:
-            self._agreement.begin(sizes, planned=planned, places=places)
-        except CallRunsError as refused:
-            raise self._blamed(refused) from refused.__cause__
-
-    def _bind(self, inputs: tuple[Any, ...], out: Any, begun: bool = False) -> BoundCall:
-        """Begin the call on this rank, and return the bound call for these tensors; make one if there is none.
-
-        `begun`: the call has begun before, but while it waited for its turn another thread released its plan's memory.
-        """
+    def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
+        """Begin the call on this rank, and return the bound call for these tensors; make one if there is none."""
         given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
         where = addresses(tensors) if out is not None or self._written else None
         name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
         call = None if name is None or unwritable(given) else self.bound.pop(name, None)
         if call is None or kind is None:
-            plan = self._choose(kind, inputs, out, begun=begun)
+            plan = self._choose(kind, inputs, out)
             call = BoundCall(plan, tensors, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
-            if not begun:
-                self._begin(call.plan.unrolled.sizes, planned=True)
-            if is_stale(call.plan):
-                return self._bind(inputs, out, begun=True)
+            self._agreement.begin(call.plan.unrolled.sizes, planned=True)
             self.plans.pop(kind, None)
             self.plans[kind] = call.plan
         if out is not None and self._graphs is not None and self._order is None:
@@ -558,14 +577,7 @@ class Executor:
         self.latest = call
         return call
 
-    def _choose(
-        self,
-        kind: TensorsKey | None,
-        inputs: Sequence[Part],
-        out: Any = None,
-        places: bool = False,
-        begun: bool = False,
-    ) -> Plan:
+    def _choose(self, kind: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
         """Begin the call on this rank, and return the plan for inputs of this kind; make one if there is none."""
         self._refuse_elsewhere()
         plan = self.plans.get(kind) if kind is not None else None
@@ -574,7 +586,7 @@ class Executor:
             began, symmetric = time.perf_counter(), self._machine.symmetric
             released = symmetric.released
             try:
-                plan = self._make(inputs, out, places, begun)
+                plan = self._make(inputs, out, places)
             finally:
                 if symmetric.released != released:
                     for member in [self] if self.session is None else list(self.session.members):
@@ -584,11 +596,10 @@ class Executor:
             try:
                 self._check(plan.unrolled, inputs, out)
             except HostIRError as refusal:
-                raise self._refused(refusal) from refusal.__cause__
-            if not begun:
-                self._begin(plan.unrolled.sizes, planned=True, places=places)
-            if is_stale(plan):
-                return self._choose(kind, inputs, out, places, begun=True)
+                if self._compare:
+                    self._agreement.refuse(refusal)
+                raise
+            self._agreement.begin(plan.unrolled.sizes, planned=True, places=places)
         if kind is not None:
             self.plans.pop(kind, None)
             self.plans[kind] = plan
@@ -610,11 +621,20 @@ class Executor:
         """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
         self._drop(is_stale)
 
+    def _renew(self) -> None:
+        """Drop all plans, and agree anew on the next call of each kind: the ranks begin anew after a failure."""
+        self._end_plans()
+        self._agreement.restart()
+
     def _leave(self, reason: str) -> None:
         """Make no more calls, and refuse later ones for this reason. Drop the plans, which hold process groups."""
         self._ended = reason
         if self._graphs is not None:
             self._graphs.release(reason)
+        self._end_plans()
+
+    def _end_plans(self) -> None:
+        """Drop all plans, and end the threads that run them on CPU."""
         for plan in self.plans.values():
             if isinstance(plan, GlooPlan):
                 plan.end()
@@ -646,7 +666,7 @@ class Executor:
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
 
-    def _make(self, inputs: Sequence[Part], out: Any, places: bool, begun: bool) -> Plan:
+    def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -658,16 +678,11 @@ class Executor:
             self._check_limit(unrolled.memory[1], sizes)
             self._check(unrolled, inputs, out)
         except HostIRError as refusal:
-            if self._agreement.refuse(refusal):
-                raise self._blamed(refusal) from refusal.__cause__
+            self._agreement.refuse(refusal)
             raise
         kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
-        if not begun:
-            self._begin(sizes, planned=kind in self._agreement.agreed, places=places)
-        try:
-            self._agreement.reach(sizes, kind)
-        except CallRunsError as refused:
-            raise self._blamed(refused) from refused.__cause__
+        self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
+        self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
         shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
         if self._order is not None:
@@ -675,7 +690,8 @@ class Executor:
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             if isinstance(machine, GlooMachine):
                 return machine.plan(unrolled, self.trace, *shared)
-            return machine.plan(unrolled, Timeline(unrolled, self.trace) if self.trace is not None else None, *shared)
+            timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
+            return machine.plan(unrolled, timeline, *shared, inputs)
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
         """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""
@@ -725,14 +741,6 @@ def is_stale(plan: Plan) -> bool:
     return plan.memory is not None and plan.memory.gone
 
 
-def _nested(program: Program) -> HostIRError:
-    return error(
-        f"@{program.name} is called while this thread runs another call",
-        expected="one call after another",
-        hint="in a signal handler, only record what to do, and make the call after the interrupted one has returned",
-    )
-
-
 _with_threads: weakref.WeakSet[Executor] = weakref.WeakSet()  # or with connections or a GPU: a forked child has none
 
 
@@ -740,7 +748,7 @@ def _forked() -> None:
     """Make the next call of each executor in a forked child take the slow path, which refuses it there."""
     for executor in _with_threads:
         executor.latest = None
-    for calls in {executor._calls for executor in _with_threads}:
+    for calls in {executor.calls for executor in _with_threads}:
         calls.unlock()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import sys
 import threading
@@ -19,6 +21,7 @@ from hostir.ir.source import HostIRError, error
 from hostir.runtime.symmetric import ExchangeTexts, Sharing, SymmetricMemory
 
 PARTING = 10.0  # seconds that destroying the process groups may take
+NO_TAG = 77  # of no message
 ANEW = "start all ranks anew, or make another group of them"
 _numbers = itertools.count()
 _abandoned: list[Any] = []  # groups of sessions that failed
@@ -51,9 +54,10 @@ class Groups:
         memory: the symmetric memory; None before the first machine.
         streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
             executors that share memory share both.
-        broken: why this rank runs nothing more: it could not connect, or on CPU, peers may be within a call that failed
-            or was interrupted here, and what they still send and wait for would go to the next call, of any program.
-            Empty if it may.
+        broken: why this rank runs nothing more: it could not connect, or on CPU, a call was interrupted here, and what
+            peers within it still send and wait for would go to the next call, of any program. Empty if it may.
+        abandoned: why the ranks renew what they share before their next calls: a call that ended midway on this rank,
+            or on another, of which this rank's caller has got an error. Empty if they need not.
     """
 
     rank: int
@@ -67,6 +71,7 @@ class Groups:
     streams: dict[str, Any] = field(default_factory=dict)
     timeouts: dict[str, Any] = field(default_factory=dict)
     broken: str = ""
+    abandoned: str = ""
     lock: Any = field(default_factory=threading.RLock)
     _messages: Groups | None = None
 
@@ -86,6 +91,30 @@ class Groups:
                 self._messages = Groups(self.rank, self.device, store=store, timeout=self.timeout, whole=self.whole)
             return self._messages
 
+    def renew(self, seconds: float) -> None:
+        """Release what waits for peers, and give what the ranks share its first state again; all of them call it.
+
+        The process groups are made anew when they are needed: their ranks have not begun the same communications.
+
+        Args:
+            seconds: how long the other ranks wait for this one.
+        """
+        each = (self,) if self._messages is None else (self, self._messages)
+
+        def abort() -> None:
+            for group in (group for its in each for group in its.made.values()):
+                _abort(group, self.device)
+                _abandoned.append(group)
+
+        assert self.memory is not None
+        self.memory.renew(abort, seconds)
+        for its in each:
+            its.made.clear()
+            its.store = None if its.store is None else PrefixStore("renewed", its.store)
+        for timeouts in self.timeouts.values():
+            timeouts.problem()  # of kernels that gave up since: their calls are lost, and the callers know
+        self.abandoned = ""
+
     def end(self, done: bool, default: bool = False) -> None:
         """Drop the memory and all groups, and with `default` torch's default one: the session ends.
 
@@ -104,6 +133,8 @@ class Groups:
         self._messages = None
         if not done:
             _abandoned.extend(groups)
+            for group in groups if self.device.type == "cpu" else ():  # gloo's destructor waits for its collectives
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         elif groups or default:
             _destroy(groups, default)
 
@@ -163,6 +194,15 @@ class Groups:
         """Return a team's group, and its ranks in the order in which the group numbers them."""
         members = tuple(sorted(team))
         return self.made[members], members
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """End the communications of a group that are under way; none can follow."""
+    if device.type == "cuda":
+        group.abort()
+    elif group.size() > 1:
+        with contextlib.suppress(RuntimeError):  # gloo closes all connections of a group in which a receive times out
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _destroy(groups: list[Any], default: bool) -> None:

@@ -55,7 +55,8 @@ class Guest(Session):
         LOG.info("joined the group %s of %d ranks on %s", self.name, self.size, device)
 
     def check(self, where: str) -> None:
-        """Raise if a rank of the group has died."""
+        """Raise if a rank of the group has died, or runs another call."""
+        super().check(where)
         if lost := self.watchdog.loss():
             raise error(f"rank {self.rank} waits at {where}, and {lost}")
 

@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,23 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, check_known, error, logger
 from hostir.knobs import KEEPALIVE, TIMEOUT
 from hostir.runtime.groups import ANEW, Groups, world
+from hostir.runtime.threads import ThreadPairs, common_name, is_foreign, running
 from hostir.runtime.unroll import teams_of
-from hostir.runtime.watchdog import Watchdog, headline
+from hostir.runtime.watchdog import ALIKE, PAGE, MisalignedError, Watchdog, headline
 
 # Calls ----------------------------------------------------------------------------------------------------------------
 # The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
 #
 # Executors share their team's process groups, which match operations of ranks by their order alone. So the rank that
 # gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
-# Nobody waits: ranks may be calls apart. Threads of a rank take turns, in the order of the ranks that were first.
+# Nobody waits: ranks may be calls apart.
+#
+# A thread may call once another has ended its call. Calls that overlap have no order, and are refused. Where calls are
+# compared, so are the threads that make them, by names that are the same on all ranks: two threads that lock each other
+# out never overlap, but may come in another order on another rank.
 
 SLOTS = 512  # of the store: no rank is as many calls ahead of another
-ALIKE = "the same calls, in the same order, on every rank"
-PAGE = "docs/calls.md says what the ranks of a job must do alike"
+SHOWING = 1.0  # seconds that a thread, in which another rank makes a call, has to make that call here as well
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class Call:
         made: where ranks meet for it: how many calls came before it.
         tries: where ranks meet for it: how often this rank has refused it before, or has heard that another does.
         refusal: why this rank does not make it; empty if it does.
+        operator: the name of the operator of hostir.torch that makes it; empty for a caller of the executor itself.
+        backward: whether autograd makes it, in a backward pass.
+        thread: the common name of the thread that makes it; empty where calls are not compared.
     """
 
     program: str
@@ -64,6 +72,9 @@ class Call:
     made: int = 0
     tries: int = 0
     refusal: str = ""
+    operator: str = ""
+    backward: bool = False
+    thread: str = ""
 
     @staticmethod
     def of(text: str) -> Call:
@@ -99,17 +110,34 @@ def describe(by_rank: Mapping[int, Call]) -> str:
         words += [f"(its text has digest {call.digest})"] if differ("digest") and not differ("program") else []
         words += [f"with kernels {call.kernels}"] if differ("kernels") else []
         words += [f"after {call.made} calls of its executor"] if differ("made") else []
+        words += [f"for {call.operator or 'its own caller'}"] if differ("operator") else []
+        words += [f"in a {'backward' if call.backward else 'forward'} pass"] if differ("backward") else []
         if differ("executor") and not differ("digest"):
             known = call.executor is not None
             words.append(f"by the executor first called in call {call.executor}" if known else "by a new executor")
+        words += [f"in thread '{call.thread}'"] if differ("thread") else []
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         verb = "" if parts else "calls " if len(ranks) == 1 else "call "
         parts.append(f"{who} {verb}{' '.join(filter(None, words))}")
     return ", ".join(parts)
 
 
-class CallRunsError(HostIRError):
-    """Raised on a rank that refuses a call which another rank may already run."""
+@lru_cache(maxsize=1024)
+def _number(name: str) -> int:
+    """Return a number of a name, the same on all ranks."""
+    return crc32(name.encode())
+
+
+_graph_task = torch._C._current_graph_task_id
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs this thread."""
+    return _graph_task() != -1
+
+
+_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # of this process
+_joining = threading.Lock()  # held while there is another
 
 
 class Calls:
@@ -120,9 +148,17 @@ class Calls:
         rank, ranks: this rank, and all of the team.
         timeout: seconds to wait for what another rank or thread must do first.
         check: raises, while this rank waits at a place, if another is lost.
+        report: tells all ranks why one may run a call that another does not make; returns the first such report.
 
     Fields:
         lock: held by the thread whose call runs.
+        inside: the thread whose call runs; None if none does.
+        agreed: whether the ranks have agreed on that call.
+        entered, latest: how many calls have begun, and the thread that made the latest.
+        caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
+            belongs to the thread that waits for them.
+        callers: all threads that have called.
+        operator: the name of the operator of hostir.torch that is calling an executor; empty if none is.
         number: of the next call.
         made, trail: how many calls that are not compared were made, and a number that follows from which these were.
     """
@@ -134,97 +170,149 @@ class Calls:
         ranks: Sequence[int] = (0,),
         timeout: float = 0.0,
         check: Callable[[str], None] = lambda where: None,
+        report: Callable[[str], str] = lambda why: why,
     ) -> None:
         self.store = store
         self.rank = rank
         self.others = [other for other in ranks if other != rank]
         self.timeout = timeout
         self.check = check
+        self.report = report
         self.unlock()
+        self.agreed = False
+        self.entered = 0
+        self.latest: threading.Thread | None = None
+        self.caller: threading.Thread | None = None
+        self.name = ""
+        self.callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.threads = ThreadPairs()
+        self.paired: tuple[int, str, str] | None = None  # the latest pair: a rank, its thread, the thread here
+        with _joining:
+            _teams.add(self)
+        self.operator = ""
         self.number = 0
-        # Threads in a call, and whether the ranks have agreed on it: it runs, while the others wait for their turn.
-        self.callers: dict[int, bool] = {}
         self.broken = ""  # why this rank's calls are not those of the others any more
         self.slots = [""] * SLOTS
         self.made = self.trail = 0
         self.asked = 0  # since the latest of these: a call that fails may be followed by one of other sizes
         self.posted = deque[str]()  # by this rank, for `compare_new`
-        self.users: dict[str, weakref.WeakSet[threading.Thread]] = defaultdict(weakref.WeakSet)  # by digest
 
     def unlock(self) -> None:
-        """Create new locks, held by no thread: in a forked child, the parent's threads may have held the old ones."""
+        """Create a new lock, held by no thread: in a forked child, one of the parent's may have held the old one."""
         self.lock = threading.RLock()
-        self.moved = threading.Condition(self.lock)
+        self.inside: threading.Thread | None = None
 
-    def use(self, digest: str) -> None:
-        """Record that this thread has made an executor of a program, and may call it."""
+    def restart(self, store: Any, number: int) -> None:
+        """Count calls from `number` on in another store, as all ranks do."""
+        self.store, self.number = store, number
+        self.slots = [""] * SLOTS
+        self.made = self.trail = self.asked = 0
+        self.posted.clear()
+        self.store.set(f"turn/{self.rank}", str(number // (SLOTS // 2)))
+
+    @contextlib.contextmanager
+    def turn(self, program: str) -> Iterator[None]:
+        """Make a call of a program in this thread, whatever it is that counts as one."""
+        thread, entered = threading.current_thread(), self.entered
+        if (other := self.inside) is not None:
+            self.refuse_overlap(program, other)
         with self.lock:
-            self.users[digest].add(threading.current_thread())
+            self.enter(thread, entered, program)
+            try:
+                yield
+            finally:
+                self.inside = None
 
-    def begin(self, asked: Callable[[], Call], *, planned: bool) -> None:
+    def enter(self, thread: threading.Thread, entered: int, program: str) -> None:
+        """Begin a call of a program in a thread that holds the lock; `entered` of them had begun when it asked for it.
+
+        Raises MisalignedError on every rank if another thread has begun one since.
+        """
+        if thread is not self.latest or entered != self.entered:
+            if entered != self.entered and self.latest is not None and self.latest is not thread:
+                self.refuse_overlap(program, self.latest)
+            if thread is not self.caller:
+                self._take_over(thread)
+            self.latest = thread
+        self.inside, self.agreed, self.entered = thread, False, self.entered + 1
+
+    def refuse_overlap(self, program: str, other: threading.Thread) -> None:
+        """Raise if a call would overlap the call of another thread, on every rank, or if it is within one of its own.
+
+        A rank alone lets its threads wait for each other: nobody else has to know their order.
+        """
+        mine = threading.current_thread()
+        if other is mine:
+            hint = (
+                "in a signal handler, only record what to do, and make the call after the interrupted one has returned"
+            )
+            what = f"@{program} is called while this thread runs another call"
+            raise error(what, expected="one call after another", hint=hint)
+        if self.others:
+            first = (
+                f"on rank {self.rank}, thread '{mine.name}' calls @{program} while thread '{other.name}' is in a call"
+            )
+            hint = f"give each thread a process group of its own, or let one of them make all calls; {PAGE}"
+            raise self._misaligned(f"{first} of the same ranks", hint)
+
+    def _take_over(self, thread: threading.Thread) -> None:
+        """Count calls as those of this thread from now on, unless it is one of autograd's own."""
+        if is_foreign(thread) and _in_backward():
+            return
+        self.caller = thread
+        self.callers.add(thread)
+        if self.others:
+            self.name = common_name(thread)
+            self.threads.callers.add(self.name)
+
+    def begin(self, call: Call, *, planned: bool) -> None:
         """Return if every rank that has reached this call makes the same one; the caller holds the lock.
 
-        `asked` returns the call, again after other threads have called: if one of them may be about to make the call
-        that is next on the other ranks, this thread waits for it.
-
-        Raises HostIRError, naming both calls, if they differ: CallRunsError if the rank that got there first had
-        `planned`, and so may already run its call.
+        Raises HostIRError, naming both calls, if they differ. If the rank that got there first had `planned`, it may
+        already run its call: then every rank raises MisalignedError.
         """
         if not self.others:
             return
         self.check_order()
-        deadline = time.monotonic() + self.timeout
-        while True:
-            call = asked()
-            self.users[call.digest].add(threading.current_thread())
-            mine = str(call)
-            first, running, text = self._post(mine, planned)
-            if text == mine:
-                if (me := threading.get_ident()) in self.callers:  # else it only asks for places
-                    self.callers[me] = True
-                return self._move()
-            theirs = Call.of(text)
-            if theirs.refusal and call.is_by(theirs):
-                self._move()
-                what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
-                raise error(f"{what}: {theirs.refusal}")
-            if not self._made_by_other_thread(theirs, deadline):
-                self._move()
-                said = describe({first: theirs, self.rank: call})
-                refused = error(f"the calls of the ranks do not line up: {said}", expected=ALIKE, hint=PAGE)
-                if not running:
-                    raise refused
-                self.broken = said
-                raise CallRunsError(*refused.diagnostics)
+        mine = str(call)
+        first, running, text = self._post(mine, planned)
+        theirs = call if text == mine else Call.of(text)
+        same = theirs is call or replace(theirs, thread=call.thread) == call
+        self.agreed = same and self._same_thread(first, theirs.thread)
+        self._move()
+        if self.agreed:
+            return
+        if theirs.refusal and call.is_by(theirs):
+            what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
+            raise error(f"{what}: {theirs.refusal}")
+        said = describe({first: theirs, self.rank: call})
+        if theirs is call:
+            said = f"rank {first} calls @{call.program} in thread '{call.thread}', which was another thread here before"
+        said = f"the calls of the ranks do not line up: {said}"
+        raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
 
-    def refuse(self, asked: Callable[[], Call]) -> bool:
-        """Report, when its turn has come, that this rank does not make a call; the caller holds the lock.
+    def refuse(self, call: Call) -> None:
+        """Report that this rank does not make a call; the caller holds the lock.
 
-        `asked` returns the call, as for `begin`. Returns whether another rank may already run it.
+        A rank that may already run it raises what the refusal says.
         """
         if not self.others:
-            return False
+            return
         self.check_order()
-        deadline = time.monotonic() + self.timeout
-        while True:
-            call = asked()
-            _, running, text = self._post(str(call), planned=False)
-            theirs = Call.of(text)
-            if call.is_by(theirs) or not self._made_by_other_thread(theirs, deadline):
-                self._move()
-                if running:
-                    self.broken = describe({self.rank: call})
-                return running
+        _, running, _ = self._post(str(call), planned=False)
+        self._move()
+        if running:
+            self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
 
     def went(self, kind: int) -> None:
         """Count a call that was not compared; `kind` is a number of its program and sizes."""
         self.made, self.asked = self.made + 1, 0
-        self.trail = hash((self.trail, kind))
+        self.trail = hash((self.trail, kind, _number(self.operator), _in_backward()))
 
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
 
-        Raises CallRunsError if another rank got here first with another one that is new there, or after other calls.
+        Raises MisalignedError if another rank got here first with another one that is new there, or after other calls.
         """
         if not self.others:
             return
@@ -241,21 +329,22 @@ class Calls:
             raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
         if (trail, text) == (str(self.trail), str(call)):
             return
-        self.broken = describe({int(first): Call.of(text), self.rank: call})
+        said = describe({int(first): Call.of(text), self.rank: call})
         if text == str(call):
-            self.broken = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
+            said = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
         hint = f"{PAGE}; HOSTIR_COMPARE_CALLS=1 compares each before it runs"
-        refused = error(f"the calls of the ranks do not line up: {self.broken}", expected=ALIKE, hint=hint)
-        raise CallRunsError(*refused.diagnostics)
+        raise self._misaligned(f"the calls of the ranks do not line up: {said}", hint)
 
     def check_order(self) -> None:
-        """Raise once another rank may run a call that this one did not make: all later calls would be off by one."""
+        """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
         if self.broken:
-            raise error(
-                f"rank {self.rank} makes no call any more, since another rank runs one without it: {self.broken}",
-                expected=ALIKE,
-                hint=PAGE,
-            )
+            raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
+
+    def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
+        """Make no call any more, and let no other rank make one; return the error that all of them raise."""
+        self.broken = why
+        self.broken = self.report(why)
+        return MisalignedError(self.broken, hint=hint)
 
     def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
         """Post this rank's next call unless another rank was first. Return the first rank, `planned`, and its call."""
@@ -275,23 +364,32 @@ class Calls:
         """Go on to the next call."""
         self.slots[self.number % SLOTS] = self.said
         self.number += 1
-        self.moved.notify_all()
 
-    def _made_by_other_thread(self, call: Call, deadline: float) -> bool:
-        """Release the lock to a thread that may be about to make this call; return whether one made a call."""
-        left = deadline - time.monotonic()
-        return self._may_be_made(call) and left > 0 and self._wait_for_move(left)
+    def _same_thread(self, rank: int, theirs: str) -> bool:
+        """Return whether the thread that makes this call on another rank, of this common name, can be this one here.
 
-    def _wait_for_move(self, seconds: float) -> bool:
-        """Release the lock to other threads; return whether one made a call within so many seconds."""
-        number = self.number
-        return self.moved.wait_for(lambda: self.number != number, seconds)
-
-    def _may_be_made(self, call: Call) -> bool:
-        """Whether a thread other than this one uses executors of the program, or may be about to make one."""
-        me, users = threading.current_thread(), self.users.get(call.digest, ())
-        others = [thread for thread in users if thread.is_alive() and thread is not me]
-        return bool(others) or any(not thread.daemon and thread is not me for thread in threading.enumerate())
+        It is not if a thread of that name calls this team here as well. One that has not yet done so gets some time;
+        then it has to have called another team.
+        """
+        if rank == self.rank or self.paired == (rank, theirs, self.name):
+            return True
+        if self.threads.known(rank, theirs, self.name):
+            self.paired = rank, theirs, self.name
+            return True
+        deadline = time.monotonic() + SHOWING
+        while theirs != self.name and (other := running(theirs)) is not None:
+            self.check_order()
+            if other in self.callers:
+                return False
+            if time.monotonic() > deadline:
+                with _joining:
+                    teams = [*_teams]
+                if not any(other in team.callers for team in teams):
+                    return False
+                break
+            time.sleep(0.005)
+        self.check_order()  # it may have called, been refused and ended
+        return self.threads.add(rank, theirs, self.name)
 
     def _keep_up(self) -> None:
         """Wait until every rank has read the slots that are used next, half of all."""
@@ -345,6 +443,9 @@ class Member(Protocol):
     def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released."""
 
+    def _renew(self) -> None:
+        """Drop all plans, and agree anew on the next call of each kind."""
+
 
 class Session:
     """This process as one of the ranks that run programs together: what `with hi.session() as job` gives.
@@ -361,6 +462,7 @@ class Session:
     rank: int
     size: int
     store: Any
+    watchdog: Watchdog
     limit = Watchdog.limit
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -404,9 +506,11 @@ class Session:
         teams = PrefixStore("teams", self.store.clone())  # another connection: joining a group blocks one
         teams.set_timeout(patience)
         self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
-        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check)
+        report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # there is no watchdog yet
+        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check, report)
         self.meetings = Meetings(self)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
+        self.first_store = self.store
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
@@ -439,10 +543,15 @@ class Session:
         timeout: float | None = None,
         note: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        """Poll until all ranks have arrived; raise HostIRError naming those that have not, each with its note."""
+        """Poll until all ranks have arrived; raise HostIRError naming those that have not, each with its note.
+
+        Raises the error for a call that another rank has abandoned, too: that rank does not arrive.
+        """
         everyone, pause = range(self.size), MIN_PAUSE
         deadline = time.monotonic() + (timeout or self.timeout)
         while not arrived(everyone):
+            if self.has_lost_call and not arrived(everyone):  # it may have arrived before it abandoned a call
+                raise self.lost_call()
             self.check(where)
             if time.monotonic() > deadline:
                 late = [rank for rank in everyone if not arrived([rank])]
@@ -461,7 +570,60 @@ class Session:
         return self.groups.memory.bytes if self.groups.memory is not None else 0
 
     def check(self, where: str) -> None:
-        """Raise if a rank is lost for which this one waits. Of the job's, the watchdog ends them all."""
+        """Raise if a rank for which this one waits is lost, or runs another call. The watchdog ends a job's ranks."""
+        if not hasattr(self, "watchdog") or self.rank in self.watchdog.done:  # while the job begins, or ends
+            return
+        if self.watchdog.misaligned:
+            raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
+
+    # Calls that end midway --------------------------------------------------------------------------------------------
+    # After a call that a rank has abandoned, all ranks raise once, and renew what they share at their next calls.
+    #
+    # A call is abandoned if it ends on a rank when peers may have noticed its beginning. They may wait for the rest,
+    # and what is left in flags, in process groups and in the counts of calls does not fit together any more. So every
+    # rank raises an error to its caller: the rank itself, and the others in the call under way or at the next. At the
+    # first call after that they meet. All have raised then, so that nobody takes the results of what is released now
+    # for good ones. When their devices are idle, the memory gets its first contents again, and so do all counts.
+
+    @property
+    def has_lost_call(self) -> bool:
+        """Whether another rank has abandoned a call, and this rank's caller does not know yet."""
+        watchdog = vars(self).get("watchdog")  # there is none while the session begins
+        return watchdog is not None and watchdog.abandoned is not None and not self.groups.abandoned
+
+    def lost_call(self) -> HostIRError:
+        """Return the error that tells this rank's caller that another rank has abandoned a call; to be raised."""
+        event = self.watchdog.abandoned
+        assert event is not None
+        self.groups.abandoned = event.words
+        return self.watchdog.blame(self.watchdog.lost_call(event), abandoned=True)
+
+    def renew(self) -> None:
+        """Meet all ranks, and give what they share its first state again; each has raised because of the same call.
+
+        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls.
+        """
+        if broken := self.groups.broken:
+            raise error(f"rank {self.rank} makes no more calls: {broken}", hint=ANEW)
+        where, memory = f"the first call after one that ended midway ({self.groups.abandoned})", self.groups.memory
+        mine = self.calls.number, self.meetings.number, memory.meetings if memory is not None else 0
+        try:
+            texts = self.exchange("renewal", json.dumps(mine), where=where)
+            numbers = [max(each) for each in zip(*map(json.loads, texts), strict=True)]
+            self.store = PrefixStore(f"renewal {self.watchdog.renewals}", self.first_store)
+            self.exchanges.clear()
+            self.calls.restart(self.store, numbers[0])
+            self.meetings.restart(numbers[1])
+            if memory is not None:
+                memory.meetings = numbers[2]
+            self.groups.renew(min(self.timeout, TIMEOUT.get()))
+        except HostIRError as problem:
+            self.groups.broken = self.groups.broken or headline(problem)
+            raise
+        for member in list(self.members):
+            member._renew()
+        self.watchdog.renewed()
+        LOG.info("renewed what the ranks share, after a call that ended midway")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
         """Return a note for an error of waiting too long, if calls of other groups may wait for this rank's."""
@@ -470,7 +632,7 @@ class Session:
     def first(self, what: str) -> bool:
         """Whether no rank has asked this before, for messages that one rank prints for all."""
         with contextlib.suppress(RuntimeError):  # the store may have gone
-            return bool(self.store.add(f"said/{what}", 1) == 1)
+            return bool(self.first_store.add(f"said/{what}", 1) == 1)
         return True
 
     def close(self, done: bool, timeout: float | None = None) -> None:
@@ -496,8 +658,9 @@ class Session:
             with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
-        self.groups.end(done, default=self.owner)
-        self.store = self.calls.store = None  # closes the connections: executors may outlive the session
+        self.groups.end(done and not self.watchdog.misaligned, default=self.owner)  # peers may be within a call
+        # Closes the connections: executors may outlive the session.
+        self.store = self.first_store = self.calls.store = None
 
 
 _torchs_own = dist.init_process_group
@@ -733,6 +896,10 @@ class Meetings:
         self.number = 0
         self.refusal = ""
 
+    def restart(self, number: int) -> None:
+        """Count meetings from `number` on, as all ranks do."""
+        self.number, self.refusal = number, ""
+
     def meet(self, call: Call, where: str, concerns: Callable[[Call], bool], numbered: bool) -> list[Call]:
         """Return every rank's call, or its refusal; `concerns` tells whether a refusal is one of this call.
 
@@ -795,13 +962,17 @@ class Agreement:
     def __init__(self, session: Session | None, program: Program, kernels: str, compare: bool) -> None:
         self.session = session
         self.calls = session.calls if session is not None else Calls()
-        self.compare = compare and session is not None
+        self.compare = compare and session is not None and session.size > 1
         self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
-        self.calls.use(self.call.digest)
         self.program = program
         self.agreed: set[Hashable] = set()  # kinds of sizes
         self.made = 0
         self.failed = 0, 0  # the latest call that failed, as a number of calls made before it, and how often
+
+    def restart(self) -> None:
+        """Agree anew on calls of every kind, as all ranks do."""
+        self.agreed.clear()
+        self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
         """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls.
@@ -811,19 +982,16 @@ class Agreement:
         if not self.compare:
             return
         try:
-            self.calls.begin(lambda: self.of(sizes, places), planned=planned)
+            self.calls.begin(self.of(sizes, places), planned=planned)
         except HostIRError as refused:
             self._announce(refused)
             raise
 
-    def refuse(self, refusal: HostIRError) -> bool:
-        """Report to ranks that are about to compare what they run that this one does not run it.
-
-        Returns whether another rank is known to run it already.
-        """
-        running = self.compare and self.calls.refuse(lambda: replace(self.call, refusal=headline(refusal)))
+    def refuse(self, refusal: HostIRError) -> None:
+        """Report to ranks that run a call, or are about to compare it, that this one does not run it."""
+        if self.compare:
+            self.calls.refuse(replace(self.call, refusal=headline(refusal)))
         self._announce(refusal)
-        return running
 
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
         """Raise on every rank if one refuses, or if programs, sizes or kernels differ; once for each kind of sizes.
@@ -843,7 +1011,7 @@ class Agreement:
         while True:
             given = meetings.meet(call, where, partial(self._concerns, call), self.compare)
             most = max(it.tries for it in given)
-            calls = [replace(it, tries=0) for it in given]
+            calls = [replace(it, tries=0, thread="") for it in given]
             if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
                 raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
             if all(it == calls[0] for it in calls):
@@ -862,7 +1030,10 @@ class Agreement:
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
         """Return a call of the executor with these sizes."""
-        return replace(self.call, sizes=tuple(sorted(sizes.items())), places=places)
+        bound, calls = tuple(sorted(sizes.items())), self.calls
+        thread = calls.name if self.compare else ""
+        call = replace(self.call, sizes=bound, places=places, thread=thread)
+        return replace(call, operator=calls.operator, backward=_in_backward())
 
     def _announce(self, refusal: HostIRError) -> None:
         if self.session is not None:

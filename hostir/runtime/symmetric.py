@@ -145,11 +145,20 @@ class Sharing(Protocol):
     def synchronize(self) -> None:
         """Wait until nothing that this rank has issued uses any memory."""
 
+    def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
+        """Do the same after a call that ended midway: give up on what peers have not sent, and `abort` the groups.
+
+        Takes less than `seconds`. Returns why something still uses memory; empty if nothing does.
+        """
+
     def close(self) -> None:
         """Close what this rank holds open besides the memory: the session ends."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Prepare this rank's memory for the first call, before any peer touches it."""
+        """Derive from new memory what the machine keeps as long as that."""
+
+    def prepare(self, memory: SharedMemory) -> None:
+        """Prepare this rank's memory for the first call, before any peer touches it; all else in it is cleared."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
         """Return the buffers that the machine adds for its own use."""
@@ -211,7 +220,6 @@ class SharedMemory:
         captured: those of them that graphs of the caller's use.
         used: when a call of it was last bound, in seconds of this rank's clock.
         calls: the runs of all plans, where the machine numbers them; the same on every rank.
-        broken: why no plan can run again; empty if they can.
         gone: it was released; plans that hold it must be dropped.
         kept: what the machine keeps as long as this.
     """
@@ -224,7 +232,7 @@ class SharedMemory:
         self.plans = weakref.WeakSet[Any]()
         self.captured = weakref.WeakSet[Any]()
         self.used, self.calls = 0.0, 0
-        self.broken, self.gone = "", False
+        self.gone = False
         self.kept: dict[Hashable, Any] = {}
         self.whole: dict[tuple[BufferPlace, int], torch.Tensor] = {}  # the elements that each buffer has room for
         self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
@@ -240,6 +248,12 @@ class SharedMemory:
         place = (op.name, op.rounds), op.rank
         buffer = self.buffers[place]
         return buffer if buffer.shape == op.shape else self.whole[place][: prod(op.shape)].view(op.shape)
+
+    def clear(self, rank: int) -> None:
+        """Give the memory of a rank its first contents: flags of 0, and NaN."""
+        for (_, owner), buffer in self.whole.items():
+            if owner == rank:
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
 
     def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
         """Return a rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
@@ -310,14 +324,27 @@ class SymmetricMemory:
         found = [m for (its, of), m in self.met.items() if its == digest and of in (kind, (m.number, kind))]
         return sorted(found, key=lambda memory: memory.number)
 
-    def give_up(self, digest: str, why: str) -> None:
-        """Let no plan of a program run again in memory that peers signal: what comes late would count for later calls.
+    def renew(self, abort: Callable[[], None], seconds: float) -> None:
+        """Give all memory its first contents again, after a call that ended midway; all ranks call it.
 
-        A rank alone has no such peer: its calls go on.
+        No rank begins before nothing uses the memory any more, on any rank, and none calls before all have ended.
+
+        Args:
+            abort: ends the communications of this rank that are under way.
+            seconds: how long the other ranks wait for this one.
         """
-        for (program, _), memory in list(self.met.items()):  # the watchdog's thread may ask, too
-            if program == digest and len(memory.offers) > 1:
-                memory.broken = memory.broken or why
+        where, memories = "the symmetric memory after a call that ended midway", list(self.met.values())
+        if refused := _refusal(self.exchange(f"{where}, idle", self.sharing.release(memories, abort, seconds))):
+            raise refused
+        for memory in memories:
+            self.prepare(memory)
+        self.exchange(f"{where}, cleared", "")
+
+    def prepare(self, memory: SharedMemory) -> None:
+        """Prepare this rank's memory for the first call."""
+        memory.clear(self.rank)
+        memory.calls = 0
+        self.sharing.prepare(memory)
 
     def meet(self, unrolled: UnrolledProgram, *, larger: bool) -> SharedMemory:
         """Allocate this rank's memory, and map that of the ranks that it exchanges data with.
@@ -420,10 +447,8 @@ class SymmetricMemory:
             memory = SharedMemory(self.meetings, offers, rooms, self.sharing.map(offers, ranks))
         except (OSError, RuntimeError) as problem:
             return None, str(problem)
-        for (_, rank), buffer in memory.whole.items():
-            if rank == self.rank and buffer.is_floating_point():
-                buffer.fill_(float("nan"))
         self.sharing.begin(unrolled, memory)
+        self.prepare(memory)
         return memory, ""
 
 

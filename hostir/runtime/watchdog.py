@@ -37,18 +37,36 @@ if TYPE_CHECKING:
 # sender included. So all ranks see the same events in the same order, sooner or later.
 
 LONGEST = 4000  # characters of an event's words
+ALIKE = "the same calls, in the same order, on every rank"
+PAGE = "docs/calls.md says what the ranks of a job must do alike"
 PATIENCE = 1.0  # seconds that a rank waits for rank 0 to return its event
 CONNECTING = 2.0  # seconds that an attempt may take
 TRYING = 10.0  # seconds of failed attempts after which a warning is printed
 PAUSE = 0.02  # seconds between two attempts, or polls
 
 
+class MisalignedError(HostIRError):
+    """Raised on every rank once one may run a call that another does not make: no later call could line up."""
+
+    def __init__(self, why: str, *notes: str, hint: str = PAGE) -> None:
+        super().__init__(Diagnostic(why, None, ALIKE, hint, tuple((None, note) for note in notes)))
+
+
 class RankEvent(NamedTuple):
-    """An event of a rank: it `failed`, came `back` to calls, is `done`, or `died`; `words` has details."""
+    """An event of a rank.
+
+    It `failed`, `abandoned` a call, came `back` to calls, is `done`, `died`, or found calls `misaligned`: a rank may
+    run one that another does not make.
+
+    Fields:
+        words: details.
+        renewals: for `abandoned`, how often the ranks had renewed their shared state before.
+    """
 
     what: str
     rank: int
     words: str = ""
+    renewals: int = 0
 
 
 class Link:
@@ -98,7 +116,7 @@ class Links:
     """
 
     def __init__(self, store: Any, rank: int, size: int, keepalive: float) -> None:
-        self.store, self.rank, self.keepalive = store, rank, keepalive
+        self.store, self.rank, self.size, self.keepalive = store, rank, size, keepalive
         self.events: list[RankEvent] = []
         self.unsent: list[RankEvent] = []  # until this rank is linked
         self.links: list[Link] = []
@@ -144,9 +162,9 @@ class Links:
                 if ended:
                     self.drop(link, ended)
 
-    def announce(self, what: str, words: str = "") -> RankEvent:
+    def announce(self, what: str, words: str = "", renewals: int = 0) -> RankEvent:
         """Send all ranks an event of this one."""
-        event = RankEvent(what, self.rank, words[:LONGEST])
+        event = RankEvent(what, self.rank, words[:LONGEST], renewals)
         self.pump()
         with self.changing:
             if self.rank == 0 or (self.linked and not self.links):  # without rank 0 only this one hears of it
@@ -156,6 +174,19 @@ class Links:
             else:
                 self.unsent.append(event)
         return event
+
+    def await_all(self, event: RankEvent) -> None:
+        """Wait briefly until every rank is connected and can get this event, and this one has received it."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.complete() and time.monotonic() < deadline:
+            time.sleep(PAUSE)
+            self.pump()
+        self.await_own(event)
+
+    def complete(self) -> bool:
+        """Return whether this rank is connected; rank 0, whether all others are."""
+        with self.changing:
+            return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
     def await_own(self, event: RankEvent) -> None:
         """Wait briefly until this rank has received its own event, and so all that came before."""
@@ -276,9 +307,15 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 # A failed call is its caller's, who may try again. Where it has failed on every rank, all is as before. Else each rank
 # has HOSTIR_TIMEOUT seconds to make its next call; if one of them does not, all end with the first failure's
 # message.
+#
+# A call is abandoned if it ends on a rank when peers may have noticed its beginning and wait for the rest. Then the
+# call under way on each other rank raises, or else its next call does. Once all ranks have raised, their next calls
+# renew what they share: see `Session.renew`.
 
 PERIOD = 0.5  # seconds between two checks
+STILL = 0.1  # seconds that a run may stand still once another rank has abandoned a call
 LAST_WORDS = 1.0  # seconds that a rank between runs has, once another has died, to end with an error of its own
+RENEWAL = "results of earlier calls that were not waited for may be lost; the next call of each rank begins anew"
 ASKED = b"!"  # what our handler of SIGTERM writes for the thread: no signal has this number
 
 
@@ -331,7 +368,10 @@ class Watchdog:
         self.failed: set[int] = set()  # ranks that have failed since
         self.away: set[int] = set()  # those that have not made another call since
         self.since = 0.0
-        self.disturbed = False  # whether this rank must report that it makes its next call
+        self.misaligned = ""  # how the calls of the ranks differ, of which one may run: the first report
+        self.disturbed = False  # whether this rank's next call has more to do than run
+        self.renewals = 0  # how often the ranks have renewed their shared state
+        self.abandoned: RankEvent | None = None  # a call that a rank has abandoned since
         self.raised: HostIRError | None = None  # raised to this rank's caller, who may be printing it
         self.acknowledged = False  # whether the caller knows the error of the latest plan
         self.wake, self.signalled = os.pipe()
@@ -359,23 +399,42 @@ class Watchdog:
         else:
             self.replaced.clear()
 
-    def blame(self, failure: HostIRError) -> HostIRError:
-        """Report this rank's failure to all ranks; if another failed first, the error that it returns says so."""
-        self.links.await_own(self.links.announce("failed", headline(failure)))
+    def blame(self, failure: HostIRError, abandoned: bool = False) -> HostIRError:
+        """Report this rank's failure to all ranks; if another failed first, the error that it returns says so.
+
+        `abandoned`: peers may wait for the rest of a call of this rank.
+        """
+        if isinstance(failure, MisalignedError):  # which all ranks know
+            return failure
+        what, self.raised = "abandoned" if abandoned else "failed", failure
+        self.links.await_own(self.links.announce(what, headline(failure), self.renewals))
         self.learn()
         theirs = self.first is not None and self.first.rank != self.rank
         cause = self.first.words if theirs and self.first is not None else self.loss()
-        if cause:
+        if cause and cause not in failure.diagnostics[0].message:
             first, *rest = failure.diagnostics
             failure = HostIRError(replace(first, notes=(*first.notes, (None, f"first, {cause}"))), *rest)
         self.raised, self.acknowledged, self.disturbed = failure, True, True
         return failure
+
+    def misalign(self, why: str) -> str:
+        """Report to all ranks that one may run a call that another does not make; return the first such report."""
+        self.links.await_all(self.links.announce("misaligned", why))
+        self.learn()
+        return self.misaligned or why
 
     def resume(self) -> None:
         """Report to all ranks, if any waits for that, that this one makes another call."""
         self.disturbed, self.raised = False, None
         if self.first is not None:
             self.links.announce("back")
+
+    def renewed(self) -> None:
+        """Forget the call that was abandoned: the ranks have renewed their shared state."""
+        with self.links.changing:
+            self.renewals += 1
+            if self.abandoned is not None and self.abandoned.renewals < self.renewals:
+                self.abandoned = None
 
     def leave(self) -> None:
         """Report to all ranks that this one has made its last call: from here on its exit is no failure."""
@@ -405,7 +464,7 @@ class Watchdog:
     def watch(self) -> None:
         last = time.monotonic()
         while not self.closing.is_set():
-            self.links.serve(PERIOD, self.wake)
+            self.links.serve(PERIOD if self.abandoned is None else STILL / 2, self.wake)
             heard = self.heard()
             if self.closing.is_set():
                 return
@@ -417,7 +476,10 @@ class Watchdog:
             self.learn()
             cause = self.cause()
             with self.inspecting:
+                self.stop_misaligned()
                 cause = cause or self.standstill() or self.reported()
+                if not cause:
+                    self.end_lost_run()
             if cause:
                 self.end(cause)
 
@@ -436,22 +498,54 @@ class Watchdog:
             self.done.add(event.rank)
         elif event.what == "back":
             self.away.discard(event.rank)
-        elif self.first is None:
-            self.first, self.since = event, self.clock
-            self.failed, self.away = {event.rank}, set(self.everyone)
-            self.disturbed = True
+        elif event.what == "misaligned":
+            self.misaligned, self.disturbed = self.misaligned or event.words, True
         else:
-            self.failed.add(event.rank)
+            self.take_failure(event)
         if self.first is not None and (self.everyone <= self.failed | self.done or self.away <= self.done):
             self.first = None
+
+    def take_failure(self, event: RankEvent) -> None:
+        if event.what == "abandoned" and event.renewals >= self.renewals:
+            if self.abandoned is None or self.abandoned.renewals < event.renewals:
+                self.abandoned = event
+            self.disturbed = True
+        if self.first is not None:
+            self.failed.add(event.rank)
+            return
+        self.first, self.since = event, self.clock
+        self.failed, self.away = {event.rank}, set(self.everyone)
+        self.disturbed = True
+
+    def end_lost_run(self) -> None:
+        """Raise from the run under way if it stands still since another rank has abandoned a call."""
+        event, plan = self.abandoned, self.plan
+        if event is None or event.rank == self.rank or plan is None or not plan.in_flight():
+            return
+        if self.clock - self.stood[1] >= STILL:
+            plan.give_up(self.lost_call(event))
+
+    def lost_call(self, event: RankEvent) -> HostIRError:
+        """Return the error for this rank's calls that may wait for one that another rank has abandoned."""
+        what = f"a call ended midway on another rank, and what rank {self.rank} has issued may wait for its rest"
+        return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 
     def cause(self) -> str:
         """Return why this rank must end because of another; empty if it need not."""
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
-        idle = self.plan is None or not self.plan.in_flight()
-        return "" if idle and self.clock - self.died_at < LAST_WORDS else self.loss()
+        idle = self.misaligned or self.plan is None or not self.plan.in_flight()  # a misaligned run is stopped
+        if idle and self.clock - self.died_at < LAST_WORDS:
+            return ""
+        lost = self.loss()
+        return self.misaligned if lost and self.misaligned else lost
+
+    def stop_misaligned(self) -> None:
+        """Raise in the run under way if it may be one that another rank does not make."""
+        if self.misaligned and self.plan is not None and (ops := self.plan.in_flight()):
+            at = f"rank {self.rank} was at {self.plan.describe(ops[0])}"
+            self.plan.give_up(MisalignedError(self.misaligned, at))
 
     def loss(self) -> str:
         """Return which rank has died, and how that is known; empty if none has."""
@@ -465,8 +559,8 @@ class Watchdog:
             self.stood = (at_hand, self.clock)
         if self.clock - self.stood[1] < self.timeout:
             return ""
-        if self.first is not None:
-            return self.first.words
+        if words := self.misaligned or (self.first.words if self.first is not None else ""):
+            return words
         what = f"has stood still for {self.clock - self.stood[1]:.0f} s; {self.limit} sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
         self.links.announce("failed", f"rank {self.rank}, {at}: {what}")
@@ -574,6 +668,10 @@ class GuestWatchdog(Watchdog):
         if lost := self.loss():
             raise HostIRError(Diagnostic(f"rank {self.rank} makes no more calls with its group: {lost}"))
         super().resume()
+
+    def renewed(self) -> None:
+        super().renewed()
+        self.gave_up = False
 
     def cause(self) -> str:
         """Return nothing: only a call that stands still is ended because of another rank."""

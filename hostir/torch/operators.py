@@ -85,16 +85,24 @@ class Operator:
         `dtype` is the one that the program is built for; by default that of all inputs.
         """
         executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
-        outputs = executor(*inputs, out=out)
+        outputs = self._call(executor, executor, inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
         return outputs
 
     def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
         """Start the program of a fusion beside what the caller issues next. Raises Unfit."""
         executor = self._executor(build, key, inputs, "eager")
-        started = executor.start(*inputs)
+        started: Started = self._call(executor, executor.start, inputs)
         LEDGER.ran(self.name, self.group.name, executor, started=True)
         return started
+
+    def _call(self, executor: Executor, call: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> Any:
+        """Make a call of the executor in the name of this operator: ranks pair calls of the same operators only."""
+        executor.calls.operator = self.name
+        try:
+            return call(*inputs, **options)
+        finally:
+            executor.calls.operator = ""
 
     def _executor(
         self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str, dtype: str = ""

@@ -24,7 +24,7 @@ def test_regret_is_the_time_of_the_lowest_estimate_over_the_fastest() -> None:
 
 
 # What is reached on the committed results of 2 H100. A change of the cost model that loses more is a step back.
-MEAN, LARGEST, OVER, OF_FOUR = 1.025, 1.22, 11, 1.03
+MEAN, LARGEST, OVER, OF_FOUR = 1.025, 1.22, 11, 1.13
 
 
 def test_the_choice_by_estimates_loses_no_more_than_is_reached_today() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
+import triton
 
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
 from hostir.runtime import symmetric
+from hostir.runtime.cuda.machine import CudaPlan
 from hostir.runtime.cuda.streams import queues
 from hostir.runtime.executor import Executor
+from hostir.runtime.kernels import matmul
 from hostir.runtime.trace import Trace
 from tests.gpu.one_device import NAN, SLEEP, alone, delay_kernels, inputs_of, is_product, pipeline, poison
 
@@ -310,3 +314,21 @@ program @many(%x: f32[{count}, 8]) -> (%y) streams {count} {{
         (y,) = executor(x)
     executor.synchronize()
     assert torch.equal(y, torch.relu(x))
+
+
+def test_a_first_call_compiles_nothing_once_its_plan_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    monkeypatch.setattr(matmul, "_calls", {})
+    matmul.matmul_kernel.device_caches.clear()
+    run, before = CudaPlan.run, list[int]()
+
+    def counted(plan: CudaPlan, *tensors: Any, **options: Any) -> Any:
+        before.append(len(compiled))
+        return run(plan, *tensors, **options)
+
+    monkeypatch.setattr(CudaPlan, "run", counted)
+    a, b = inputs_of(torch.float16)
+    (c,) = Executor(pipeline("f16"), machine="cuda", kernels="triton")(a, b)
+    assert is_product(c, a, b)
+    assert before == [len(compiled)] != [0]

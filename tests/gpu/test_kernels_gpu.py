@@ -11,6 +11,7 @@ import torch
 
 from hostir.runtime.kernels import aten
 from hostir.runtime.kernels import matmul as workspace
+from hostir.runtime.kernels.devices import TooLargeError
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
 from hostir.runtime.kernels.norm import rms_norm
@@ -387,3 +388,17 @@ def test_a_new_thread_can_launch():
             thread.join()
         torch.cuda.synchronize()
         assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_a_tile_that_needs_more_than_the_gpu_has_makes_way_for_another(monkeypatch):
+    fits = tiles_of(torch.bfloat16, descriptors=False)[-1]
+    too_large = dataclasses.replace(tiles_of(torch.bfloat16, descriptors=False)[0], stages=12)
+    monkeypatch.setattr(workspace, "candidates", lambda *_, **__: (too_large, fits))
+    monkeypatch.setattr(workspace, "_calls", {})
+    a, b = filled([2048, 512], torch.bfloat16, device=CUDA), filled([512, 2048], torch.bfloat16, device=CUDA)
+    out, buffer = embedded([2048, 2048], torch.bfloat16, device=CUDA)
+    check_matmul(a, b, out, buffer, use_descriptors=False)
+    (call,) = workspace._calls.values()
+    assert call.tile.unsplit == fits
+    with pytest.raises(TooLargeError, match="bytes of shared memory, and the GPU has"):
+        matmul(a, b, out, use_descriptors=False, tile=too_large)

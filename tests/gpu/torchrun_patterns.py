@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--only PART] [--device cpu]
 
-All dtypes and kernels, those with tensor cores first. For fp8 products the dtype is the dtype of the result; they run with
-all granularities of scales, along each axis. It prints a line for each case, and at the end the number of cases that
-did not run for lack of time. The exit code is 1 if a case fails.
+All dtypes and kernels, those with tensor cores first. The dtype of an fp8 product is the dtype of its result; fp8
+products run with all granularities of scales, along each axis. It prints a line for each case, and at the end the
+number of cases that did not run for lack of time. The exit code is 1 if a case fails.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Rank:
         self.wrong = {}
         executor = Executor(case.program, sizes=case.sizes, machine="gloo", check=False, kernels="aten")
         inputs = [None if x is None else torch.full_like(x, NAN) for x in self.parts(case, 0)]
-        with executor._calls.lock:
+        with executor.calls.lock:
             plan = executor._choose(None, inputs)
         assert isinstance(plan, GlooPlan)
         assert executor.watchdog is not None

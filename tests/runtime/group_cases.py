@@ -7,6 +7,7 @@ written, and results are compared with the same computation on whole tensors in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -192,7 +193,8 @@ def calls_of_ready_groups_in_a_circle_end_with_an_error() -> None:
         for layer in layers:
             layer.check(4, 1)
         contains(refused(lambda: layers[RANK].check(4, 2)), f"rank {RANK}, '")  # noqa: B023
-        contains(refused(lambda: layers[RANK].check(4, 2)), "cannot run")  # noqa: B023
+        contains(refused(lambda: layers[RANK].check(4, 2)), f"rank {RANK} waited 10 s for rank")  # noqa: B023
+        contains(refused(lambda: layers[RANK].check(4, 2)), f"rank {RANK} makes no more calls")  # noqa: B023
 
 
 # What a group is --------------------------------------------------------------------------------------------------
@@ -376,6 +378,31 @@ def a_call_that_fails_on_one_rank_ends_nothing() -> None:
         refused(lambda: layer.check(4, 2))  # its peer does not come
     time.sleep(6)  # longer than the timeout
     other.check(4, 3)
+
+
+@case
+def calls_of_a_group_go_on_after_one_that_ended_midway() -> None:
+    (tp, _), (_, dp) = grid(timeout=timedelta(seconds=20)), grid()
+    layers, other = [gathered(tp, "ring"), gathered(tp, "pipeline")], summed(dp)
+
+    def strike() -> None:
+        raise RuntimeError("on strike")
+
+    for turn, layer in enumerate((*layers, *layers)):
+        layer.check(4, turn)
+        other.check(4, turn)
+        said = ""
+        dist.barrier()  # none is in a call
+        if turn % 2 == RANK % 2:
+            assert layer.executor.latest is not None
+            layer.executor.latest.plan.lanes[-1].steps[0] = strike  # type: ignore[union-attr]
+        else:
+            with contextlib.suppress(AssertionError):  # it may end before this rank hears of the failure
+                said = refused(lambda: layer.check(4, turn))  # noqa: B023
+        said = said or refused(lambda: layer.check(4, turn))  # noqa: B023
+        contains(said, "RuntimeError: on strike")
+        for each in (*layers, other):
+            each.check(8, turn)
 
 
 def main() -> None:

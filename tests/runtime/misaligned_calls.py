@@ -1,21 +1,21 @@
-"""Programs of two gloo ranks whose calls do not line up, or whose threads call at once; the argument names one."""
+"""Programs of two gloo ranks whose calls do not line up; the arguments name one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hostir as hi
-from hostir.runtime import symmetric
-from hostir.runtime.session import session
+import hostir.torch
 
 RANK = int(os.environ["RANK"])
 MESH = "hostir 1\nmesh @mesh [didx] = 0 1\n"
@@ -78,6 +78,115 @@ def other_sizes() -> None:
 
 def other_sizes_at_first() -> None:
     hi.Executor(hi.parse(GATHER))(rows(8 if RANK == 0 else 12))
+
+
+def said(call: Callable[[], object]) -> str:
+    """The message that a call raises, without its notes, which this rank prints too."""
+    with pytest.raises(hi.HostIRError) as raised:
+        call()
+    message = raised.value.diagnostics[0].message
+    print(f"SAID {message}", flush=True)
+    return message
+
+
+def known_sizes(text: str, group: str, *sizes: int) -> None:
+    """Sizes that all ranks have called before, another one on each rank: both ranks raise, then and later."""
+    if group == "group":  # whose timeout is half an hour
+        dist.init_process_group("gloo")
+    executor = hi.Executor(hi.parse(text), group=dist.group.WORLD if group == "group" else None)
+    for m in (*sizes, *sizes):
+        executor(rows(m))
+    mine = sizes if RANK == 0 else sizes[::-1]
+    first = said(lambda: executor(rows(mine[0])))
+    assert said(lambda: executor(rows(mine[1]))) == first
+
+
+def one_side_has_ended_its_call() -> None:
+    """Rank 0's call communicates with nobody: its next one raises."""
+    executor = hi.Executor(hi.parse(RELU))
+    for m in (8, 12):
+        executor(rows(m))
+    if RANK == 0:
+        executor(rows(8))
+        executor._agreement.session.store.set("called", "")  # type: ignore[union-attr]
+        while not executor.watchdog.misaligned:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        said(lambda: executor(rows(8)))
+    else:
+        executor._agreement.session.store.wait(["called"])  # type: ignore[union-attr]
+        said(lambda: executor(rows(12)))
+
+
+def one_side_refuses_its_input() -> None:
+    """Rank 1 refuses its input of a call that rank 0 is in."""
+    executor = hi.Executor(hi.parse(GATHER))
+    executor(rows(8))
+    if RANK == 0:
+        said(lambda: executor(rows(8)))
+    else:
+        while not executor.calls.store.check(["call/1"]):
+            time.sleep(0.01)
+        refused(executor)
+    said(lambda: executor(rows(8)))
+
+
+def a_rank_that_was_in_its_call_exits_before_the_other() -> None:
+    dist.init_process_group("gloo")
+    executor = hi.Executor(hi.parse(GATHER), group=dist.group.WORLD)
+    for m in (8, 12):
+        executor(rows(m))
+    store = executor.calls.store
+    if RANK == 0:
+        store.set("process", str(os.getpid()))
+        said(lambda: executor(rows(8)))
+        return
+    while not store.check(["call/2"]):
+        time.sleep(0.01)
+    said(lambda: executor(rows(12)))
+    process, deadline = Path("/proc", store.get("process").decode()), time.monotonic() + 20
+    while process.exists():
+        assert time.monotonic() < deadline, "it waits for its collective, of which this rank has no part"
+        time.sleep(0.05)
+
+
+def a_backward_pass_fails_on_one_rank() -> None:
+    """Rank 1 goes on with a forward gather, whose program is that of the backward gather which rank 0 makes."""
+    dist.init_process_group("gloo")
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    ops = torch.ops.hostir
+    for _ in range(2):  # all calls are known then
+        x = torch.ones(4, 8, requires_grad=True)
+        ops.reduce_scatter(x, "sum", 0, name).sum().backward()
+        ops.all_gather(torch.ones(2, 8), 0, name)
+
+    def fail(gradient: torch.Tensor) -> None:
+        if RANK == 1:
+            raise RuntimeError("the data are on strike")
+
+    x = torch.ones(4, 8, requires_grad=True)
+    y = ops.reduce_scatter(x, "sum", 0, name)
+    y.register_hook(fail)
+
+    def step() -> None:
+        with contextlib.suppress(RuntimeError):
+            y.sum().backward()
+        ops.all_gather(torch.ones(2, 8), 0, name)
+
+    message = said(step)
+    assert re.search("rank 0 [^,]*, P0=8 in a backward pass", message), message
+    assert re.search("rank 1 [^,]*, P0=8 in a forward pass", message), message
+
+
+def operators_of_one_program() -> None:
+    """Without products, an all-gather + matmul is an all-gather, by the same executor. Rank 1 calls the other one."""
+    dist.init_process_group("gloo")
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    x, ops = torch.ones(2, 8), torch.ops.hostir
+    calls = [lambda: ops.all_gather(x, 0, name), lambda: ops.all_gather_matmul(x, [], 0, name, True)]
+    for call in calls:
+        call()
+    message = said(calls[RANK])
+    assert "for hostir::all_gather, " in message or "for hostir::all_gather_matmul, " in message, message
 
 
 def another_order() -> None:
@@ -171,126 +280,12 @@ def refused_while_another_rank_ran_it() -> None:
     executor(rows(12))
 
 
-def side_by_side(calls: list[Callable[[], None]]) -> None:
-    """Each in a thread of its own."""
-    failures: list[BaseException] = []
-
-    def all_of(call: Callable[[], None]) -> None:
-        try:
-            for _ in range(100):
-                call()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=all_of, args=[call]) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 def expecting(executor: hi.Executor, m: int, expected: torch.Tensor) -> Callable[[], None]:
     def call() -> None:
         (y,) = executor(rows(m))
         assert torch.equal(y, expected), f"m={m}: {y}"
 
     return call
-
-
-def two_executors_in_two_threads() -> None:
-    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
-    side_by_side([expecting(gather, 8, gathered(8)), expecting(add, 8, torch.ones(4, 8))])
-
-
-def executors_made_in_two_threads() -> None:
-    def made_there(text: str, expected: torch.Tensor) -> Callable[[], None]:
-        made: list[Callable[[], None]] = []
-
-        def call() -> None:
-            if not made:
-                made.append(expecting(hi.Executor(hi.parse(text)), 8, expected))
-            made[0]()
-
-        return call
-
-    with session("cpu"):
-        side_by_side([made_there(GATHER, gathered(8)), made_there(SUM, torch.ones(4, 8))])
-
-
-def one_executor_in_two_threads() -> None:
-    executor = hi.Executor(hi.parse(GATHER))
-    side_by_side([expecting(executor, 8, gathered(8)), expecting(executor, 12, gathered(12))])
-
-
-def memory_goes_while_a_thread_waits_for_its_turn() -> None:
-    """The sizes that rank 0 calls first take the memory of those that a thread of rank 1 already waits to call."""
-    symmetric.KEPT_BYTES = 1
-    executor = hi.Executor(hi.parse(PUT))
-
-    def call(m: int, out: torch.Tensor | None = None) -> None:
-        (y,) = executor(rows(m), out=out)
-        assert torch.equal(y, gathered(m)), f"m={m}: {y}"
-
-    y = torch.empty(8, 8)
-    lately, bound, chosen = partial(call, 8), partial(call, 8, y), partial(call, 8, torch.empty(8, 8))
-    for before, waits in ((lately, lately), (bound, bound), (lately, bound), (bound, chosen)):
-        bound()
-        before()
-        if RANK == 0:
-            call(12)
-            waits()
-        else:
-            time.sleep(1)  # rank 0 is first
-            waiting = threading.Thread(target=waits)
-            waiting.start()
-            time.sleep(0.5)
-            call(12)
-            waiting.join()
-        call(8)
-
-
-def refused_in_one_of_two_threads() -> None:
-    """Every rank refuses calls of one thread, the other's go on."""
-    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
-    right = expecting(gather, 8, gathered(8))
-
-    def refused_and_right() -> None:
-        for odd in (rows(8)[:, :4], rows(8).double()):
-            with pytest.raises(hi.HostIRError, match="input %x"):
-                gather(odd)
-        right()
-
-    side_by_side([refused_and_right, expecting(add, 8, torch.ones(4, 8))])
-
-
-def interrupted_while_it_waits_for_its_turn() -> None:
-    """On rank 1 another thread makes the call that is next, and then an interrupt ends the wait: no call has begun."""
-    gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
-    gathers, adds = expecting(gather, 8, gathered(8)), expecting(add, 8, torch.ones(4, 8))
-    gathers()
-    adds()
-    if RANK == 0:
-        gathers()
-    else:
-        time.sleep(1)  # rank 0 is first
-        moved = gather._calls.moved
-        waits = moved.wait_for
-
-        def interrupted(*given: Any) -> bool:
-            waits(*given)
-            raise KeyboardInterrupt
-
-        moved.wait_for = interrupted  # type: ignore[method-assign]
-        other = threading.Timer(0.5, gathers)
-        other.start()
-        with pytest.raises(KeyboardInterrupt):
-            adds()
-        moved.wait_for = waits  # type: ignore[method-assign]
-        other.join()
-    adds()
-    gathers()
 
 
 def many_calls() -> None:
@@ -301,4 +296,5 @@ def many_calls() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    name, *given = sys.argv[1:]
+    globals()[name](*[int(word) if word.isdigit() else globals().get(word, word) for word in given])

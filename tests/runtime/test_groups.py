@@ -35,6 +35,7 @@ HEALTHY = [
     "a_forked_child_is_no_rank",
     "destroyed_groups_leave_no_files_or_threads",
     "a_call_that_fails_on_one_rank_ends_nothing",
+    "calls_of_a_group_go_on_after_one_that_ended_midway",
 ]
 LOST = [
     "a_peer_dies_in_a_collective",

@@ -13,6 +13,7 @@ import torch
 
 from hostir.ir import parse
 from hostir.ir.program import Program
+from hostir.ir.source import error
 from hostir.runtime import executor as executors
 from hostir.runtime.cuda import onesided
 from hostir.runtime.cuda.machine import CudaPlan
@@ -133,11 +134,27 @@ def test_synchronize_raises_a_timeout(executor: Executor) -> None:
     executor.synchronize()
 
 
-def test_broken_memory_says_so_at_every_call(executor: Executor) -> None:
-    plan = called(executor, 1)
-    plan.memory = types.SimpleNamespace(broken="a call failed", gone=False, used=0.0)
-    for call in (lambda: executor(torch.ones(1)), executor.synchronize, lambda: executor(torch.ones(1))):
-        assert said(call).count("@p cannot run again: a call failed") == 1
+def test_synchronize_raises_when_a_call_was_abandoned(executor: Executor) -> None:
+    called(executor, 1)
+    lost = types.SimpleNamespace(has_lost_call=True, lost_call=lambda: error("a call ended midway on another rank"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "session", lost)
+        assert "a call ended midway on another rank" in said(executor.synchronize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor._machine.groups, "abandoned", "rank 0, 'relu %a -> %c': on strike")
+        assert "@p cannot be waited for: rank 0, 'relu %a -> %c': on strike" in said(executor.synchronize)
+    executor.synchronize()
+
+
+def test_ranks_do_not_begin_anew_within_a_capture(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    called(executor, 1)
+    watchdog = types.SimpleNamespace(disturbed=True, misaligned="", resume=lambda: None)
+    session = types.SimpleNamespace(has_lost_call=False, renew=lambda: pytest.fail("it would wait for the device"))
+    monkeypatch.setattr(executor, "watchdog", watchdog)
+    monkeypatch.setattr(executor, "session", session)
+    monkeypatch.setattr(executor._machine.groups, "abandoned", "rank 0, 'relu %a -> %c': on strike")
+    Device.callers_capture = True
+    assert "@p is captured after a call that ended midway: rank 0, 'relu" in said(lambda: executor(torch.ones(1)))
 
 
 def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

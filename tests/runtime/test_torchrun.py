@@ -112,6 +112,17 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
         assert result.stdout.count(f"PASS {name} ") == 2 * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_calls_go_on_after_one_that_ended_midway(ranks: int) -> None:
+    cases = [
+        "calls_go_on_after_one_that_ended_midway_on_one_rank",
+        "ranks_that_wait_for_one_that_ends_a_call_midway_hear_of_it",
+    ]
+    result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert passed(result.stdout) == {(case, rank) for case in cases for rank in range(ranks)}
+
+
 KILLED = {
     "a_peer_is_killed_before_its_signal": r"'wait_signal %there\[0\] >= 1', which waits for epoch 1 of call 3 of "
     r"flag %there\[0\]: the flag stands at epoch 1 of call 2",
@@ -141,8 +152,10 @@ def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement(absen
     assert time.monotonic() - begin < 40
     statement = r"rank 1, 'matmul %g_i, %b -> %c_i' in round \d: RuntimeError: the floating point unit is on strike"
     assert re.search(rf"HostIRError: <text>:\d+:\d+: error: {statement}", result.stderr), result.stderr
-    # The other rank learns it from the store, or finds the connection closed and then looks there.
-    assert re.search(rf"(error: rank 0 is ended at '.*' in round \d: |note: first, ){statement}", result.stderr)
+    # The other rank raises when it hears of it, or finds the connection closed and then looks there.
+    heard = r"a call ended midway on another rank, and what rank 0 has issued may wait for its rest: "
+    ended = r"error: rank 0 is ended at '.*' in round \d: "  # by the launcher
+    assert re.search(rf"({heard}|{ended}|note: first, ){statement}", result.stderr)
 
 
 @pytest.mark.alone

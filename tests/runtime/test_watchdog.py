@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hostir.ir.source import HostIRError
 from hostir.runtime import watchdog
-from hostir.runtime.watchdog import Watchdog
+from hostir.runtime.watchdog import RankEvent, Watchdog
 
 
 class Plan:
@@ -70,3 +71,78 @@ def test_no_plan_goes_during_a_capture(dog: Watchdog) -> None:
     dog.observe(captured)
     assert went == [threading.current_thread().name]
     assert weakref.ref(captured)() is dog.plan
+
+
+class Running(Plan):
+    """A plan whose run is under way, until it is given up."""
+
+    def __init__(self) -> None:
+        super().__init__([], number=7)
+        self.given_up: list[str] = []
+
+    def in_flight(self) -> list[object]:
+        return [] if self.given_up else [object()]
+
+    def give_up(self, problem: HostIRError) -> None:
+        self.given_up.append(str(problem))
+
+
+def test_a_call_that_another_rank_abandons_ends_the_run_under_way(
+    dog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "STILL", 1e-3)
+    dog.observe(running := Running())
+    dog.links.spread(RankEvent("abandoned", 1, "rank 1, 'relu %a -> %b': on strike"))
+    deadline = time.monotonic() + 10
+    while not running.given_up and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    (text,) = running.given_up
+    assert (
+        "a call ended midway on another rank, and what rank 0 has issued may wait for its rest: rank 1, 'relu" in text
+    )
+    assert dog.disturbed
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_calls_abandoned_before_a_renewal_are_forgotten_and_later_ones_are_not(dog: Watchdog, early: bool) -> None:
+    before, after = RankEvent("abandoned", 1, "before", 0), RankEvent("abandoned", 1, "after", 1)
+    dog.take(before)
+    dog.take(before)
+    assert dog.abandoned == before
+    if early:  # the other rank is through with the renewal before this one
+        dog.take(after)
+    dog.renewed()
+    assert dog.abandoned == (after if early else None)
+    dog.take(RankEvent("abandoned", 2, "late", 0))
+    assert dog.abandoned == (after if early else None)
+    dog.take(after)
+    assert dog.abandoned == after
+
+
+class Waiting(Plan):
+    """A plan that waits for a peer. `raised`: the error that was raised from its run."""
+
+    raised: HostIRError | None = None
+
+    def in_flight(self) -> list[object]:
+        return ["a barrier"] if self.raised is None else []
+
+    def describe(self, op: object) -> str:
+        return str(op)
+
+    def give_up(self, problem: HostIRError) -> None:
+        self.raised = problem
+
+
+def test_a_run_that_another_rank_does_not_make_is_stopped_also_one_that_began_too_late_to_know(dog: Watchdog) -> None:
+    dog.links.spread(RankEvent("misaligned", 1, "rank 0 calls @a, rank 1 @b"))
+    dog.links.spread(RankEvent("misaligned", 2, "rank 0 calls @a, rank 2 @b"))
+    assert dog.misalign("rank 0 calls @a, rank 1 @c") == "rank 0 calls @a, rank 1 @b", "the first report is for all"
+    plan = Waiting([])
+    dog.observe(plan)
+    deadline = time.monotonic() + 20
+    while plan.raised is None and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert plan.raised is not None
+    assert plan.raised.diagnostics[0].message == "rank 0 calls @a, rank 1 @b"
+    assert "rank 0 was at a barrier" in str(plan.raised)

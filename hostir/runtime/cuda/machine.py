@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,15 +20,15 @@ from torch._C._distributed_c10d import (
 )
 
 from hostir.ir.program import Program
-from hostir.ir.source import HostIRError, error
+from hostir.ir.source import HostIRError
 from hostir.runtime.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
 from hostir.runtime.cuda.graphs import CublasStreams, uniform_only
 from hostir.runtime.cuda.memory import PeerMemory
-from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts
+from hostir.runtime.cuda.onesided import CudaOneSided, Timeouts, uses_flags
 from hostir.runtime.cuda.streams import current, join, workers
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.layout import Words
-from hostir.runtime.kernels.table import BY_CUBLAS, Kernel, kernels_for
+from hostir.runtime.kernels.table import BY_CUBLAS, IN_TRITON, Kernel, kernels_for
 from hostir.runtime.order import CALLER, NONE, homes, late_streams
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import KindOfSizes, shares_memory
@@ -204,10 +205,14 @@ class CudaMachine:
         timeline: Timeline | None = None,
         kind: KindOfSizes = None,
         limit: int | None = None,
+        first: Sequence[torch.Tensor | None] = (),
     ) -> CudaPlan:
-        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`."""
+        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`.
+
+        `first`: the inputs of the first call. Kernels are loaded for such addresses.
+        """
         self.connect([team for team in self.teams if team not in self.messages.made])
-        return CudaPlan(self, unrolled, timeline, kind, limit)
+        return CudaPlan(self, unrolled, timeline, kind, limit, first)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create this rank's groups for messages, and connect them: NCCL would else do it at the first message."""
@@ -229,6 +234,7 @@ class CudaPlan:
         timeline: Timeline | None,
         kind: KindOfSizes = None,
         limit: int | None = None,
+        first: Sequence[torch.Tensor | None] = (),
     ) -> None:
         self.machine = machine
         self.unrolled = unrolled
@@ -238,6 +244,7 @@ class CudaPlan:
         self.steps: list[Step] = []
         self.in_captures: dict[int, Step] = {}  # by position: the steps that are others during a capture
         self.ops: list[Op] = []  # the operation of each step
+        self.launches: list[tuple[Op, Step]] = []  # what launches kernels of Triton, and issues nothing else
         self.cursor: Iterator[Step] = iter(self.steps)
         self.current = CALLER
         self.late = late_streams(unrolled)
@@ -256,8 +263,11 @@ class CudaPlan:
                 *(unrolled, self.memory, machine.device, self.registers, self.streams),
                 *(machine.kernels, machine.kernel, machine.timeouts, machine.words),
             )
+        self.unnoticed = sys.maxsize  # how many steps, from the first, neither peers nor the next run notice
         for step in self.one_sided.begin_call() if self.one_sided else ():
             self.append(unrolled.ops[0], step)
+        if self.one_sided is not None and self.one_sided.credits_taken is not None:
+            self.unnoticed = 0
         kept = self.kept_to_the_end() if self.one_sided else set()
         for op in unrolled.ops:
             if op.frees not in kept:
@@ -266,9 +276,52 @@ class CudaPlan:
             self.mark(unrolled.ops[-1], buffer)
         if self.current != CALLER:
             self.append(unrolled.ops[-1], self.switch(CALLER))
+        self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.end_call() if self.one_sided else ():
             self.append(unrolled.ops[-1], step)
         self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
+        self.load(first)
+
+    def load(self, first: Sequence[torch.Tensor | None]) -> None:
+        """Compile and load the kernels of Triton that a run launches, for inputs with the addresses of `first`.
+
+        Raises HostIRError for the statement of a kernel that is too large, on all ranks with such tensors. Nothing of a
+        call has been issued then.
+        """
+        launches = [*self.launches, *(self.one_sided.launches if self.one_sided else ())]
+        if not launches:
+            return
+        from hostir.runtime.kernels.devices import loading  # which needs Triton
+
+        self.registers[:] = self.stand_ins(dict(zip(self.unrolled.inputs, first, strict=False)))
+        try:
+            with loading():
+                for op, step in launches:
+                    self.load_for(op, step)
+        finally:
+            self.registers[:] = self.blank
+
+    def load_for(self, op: Op, step: Step) -> None:
+        """Load the kernels of an operation by its step."""
+        try:
+            step()
+        except Exception as problem:
+            raise self.unrolled.failure(op, problem) from problem
+
+    def stand_ins(self, inputs: Mapping[int, torch.Tensor | None]) -> list[Any]:
+        """Return a stand-in for the tensor in each register, the inputs by their registers.
+
+        What is in memory that a run allocates is as aligned as its place there.
+        """
+        from hostir.runtime.kernels.devices import StandIn  # which needs Triton
+
+        made = list(self.registers)
+        for register, (buffer, shape, strides, offset) in self.unrolled.layouts.items():
+            dtype, x, base = torch_dtype(self.unrolled.dtypes[buffer]), self.registers[register], inputs.get(buffer)
+            begin = offset * dtype.itemsize + (0 if base is None else base.data_ptr())
+            address = begin if x is None else x.data_ptr()
+            made[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
+        return made
 
     def kept_to_the_end(self) -> set[int]:
         """Return the buffers that are dropped with the run, when the caller's stream has joined all others."""
@@ -317,26 +370,39 @@ class CudaPlan:
                 given[i].copy_(registers[register])
             return tuple(given)
         except BaseException as problem:
-            self.abandon()
+            self.join_workers()
+            if not (at := self.in_flight()):  # interrupted before the first step
+                raise
+            failure = self.unrolled.failure(at[0], problem)
+            if self.noticed and not capturing:
+                self.machine.groups.abandoned = headline(failure)
             if not isinstance(problem, Exception):
                 raise
-            raise self.unrolled.failure(self.in_flight()[0], problem) from problem
+            raise failure from problem
         finally:
             registers[:] = self.blank
 
-    def abandon(self) -> None:
+    def join_workers(self) -> None:
         """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
         caller = self.streams[CALLER]
-        if self.memory is not None and not torch.cuda.is_current_stream_capturing():
-            self.memory.broken = "a call failed when a part of it had been issued, and peers may wait for the rest"
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
                 caller.wait_stream(stream)
         torch.cuda.set_stream(caller)
 
+    @property
+    def issued(self) -> int:
+        """The number of steps that the latest run has begun to issue."""
+        return len(self.ops) - operator.length_hint(self.cursor)
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the latest run has begun a step that peers can notice, or that waits for a flag or raises one."""
+        return self.issued > self.unnoticed
+
     def in_flight(self) -> list[Op]:
         """Return the operation that the host issued last."""
-        issued = len(self.ops) - operator.length_hint(self.cursor)
+        issued = self.issued
         return self.ops[issued - 1 : issued] if issued else []
 
     def describe(self, op: Op) -> str:
@@ -349,15 +415,13 @@ class CudaPlan:
         """Do nothing: what is issued runs on."""
 
     def problem(self) -> HostIRError | None:
-        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask."""
-        if self.memory is not None and self.memory.broken:
-            return error(
-                f"@{self.unrolled.program.name} cannot run again: {self.memory.broken}", hint="start all ranks anew"
-            )
+        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask.
+
+        What peers signal late to a kernel that gave up waiting would count for the next call, so the call is abandoned.
+        """
         found = self.machine.timeouts.problem()
-        if found is not None:
-            why = "a kernel gave up waiting, and what its peers signal late would count for this call"
-            self.machine.symmetric.give_up(self.unrolled.program.digest, why)
+        if found is not None and self.memory is not None and len(self.memory.offers) > 1:
+            self.machine.groups.abandoned = headline(found)
         return found
 
     def reported_problem(self) -> str:
@@ -385,6 +449,8 @@ class CudaPlan:
 
     def add(self, op: Op) -> None:
         """Bind one operation to its stream."""
+        if op.by_group or uses_flags(self.unrolled, op):
+            self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.before(op) if self.one_sided else ():
             self.append(op, step)
         BIND[type(op)](self, op)
@@ -431,7 +497,10 @@ class CudaPlan:
                 kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind],
                 self.machine.kernel(op),
             )
-            self.here(op, bind_compute(op, self.registers, kernel))
+            compute = bind_compute(op, self.registers, kernel)
+            self.here(op, compute)
+            if kernel in IN_TRITON:
+                self.launches.append((op, compute))
             if captured is not kernel:
                 self.in_captures[len(self.steps) - 1] = bind_compute(op, self.registers, captured)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from hostir.ir.types import FLAG
+from hostir.runtime.cuda.streams import MemoryOp, in_batches, own_stream, write
 from hostir.runtime.groups import world
 from hostir.runtime.order import CALLER
+from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import BARRIERS, BufferInfo, BufferPlace, Offer, PeerRange, SharedMemory
 from hostir.runtime.unroll import ElementRange, Op, RanksOfTeam, UnrolledProgram, overlap
 
@@ -170,12 +174,23 @@ def flow_control_of(unrolled: UnrolledProgram, memory: SharedMemory) -> FlowCont
     return found
 
 
-def prepare(unrolled: UnrolledProgram, memory: SharedMemory) -> None:
+def prepare(rank: int, memory: SharedMemory) -> None:
     """Initialise a rank's flags for its first call: it has all credits, and its stream-ordered flags are raised."""
-    flow_control = flow_control_of(unrolled, memory)
-    memory.buffers[CREDITS, unrolled.rank].fill_(len(flow_control.signaled))
+    flow_control: FlowControl = memory.kept[FlowControl]
+    memory.buffers[CREDITS, rank].fill_(len(flow_control.signaled))
     for place, slot in flow_control.stream_ordered:
-        memory.buffers[place, unrolled.rank][slot] = ALWAYS_RAISED
+        memory.buffers[place, rank][slot] = ALWAYS_RAISED
+
+
+def raised_flags(rank: int, memories: Sequence[SharedMemory]) -> list[MemoryOp]:
+    """Return the writes that raise all of a rank's flags, whatever waits for them."""
+    flags = [
+        buffer
+        for memory in memories
+        for (_, owner), buffer in memory.whole.items()
+        if owner == rank and buffer.dtype == torch_dtype(FLAG)
+    ]
+    return [write(row.data_ptr() + i * row.itemsize, ALWAYS_RAISED) for row in flags for i in range(row.numel())]
 
 
 def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
@@ -213,6 +228,13 @@ def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
 # Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in their own.
 
 
+PATIENT, RELEASING = 0.25, 0.6  # parts of the timeout in which the GPU may end by itself, and then with raised flags
+PAUSE = 0.01  # seconds between two looks at a GPU whose flags are raised
+# The priority of the stream that raises flags, which CUDA clamps to its range: in a hardware queue with a stream that
+# waits, the stream would wait as well. Then the GPU does not end its work in time, and the ranks say so.
+HIGHEST = -100
+
+
 class PeerMemory:
     """Allocates this rank's symmetric memory and maps that of its peers.
 
@@ -227,6 +249,7 @@ class PeerMemory:
         self.rank = rank
         self.group = group
         self.mine = torch.empty(0)  # between `reserve` and `map`
+        self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
         self.handle: Any = None  # torch's handle of the memory that was mapped last: with it torch unmaps peers' memory
 
     @contextlib.contextmanager
@@ -264,13 +287,60 @@ class PeerMemory:
         """Wait until the GPU is idle."""
         torch.cuda.synchronize(self.device)
 
+    def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
+        """Wait until the GPU is idle; if it waits for peers too long, raise all flags that it may wait for.
+
+        The calls before the one that ended midway end by themselves. What is released reads NaN.
+        """
+        problems = list[str]()
+
+        def wait() -> None:
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as problem:
+                problems.append(str(problem))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(PATIENT * seconds)
+        deadline = time.monotonic() + RELEASING * seconds
+        abort()
+        if waiting.is_alive() and self.aside is not None:
+            self.raise_flags(self.aside, memories, lambda: waiting.is_alive() and time.monotonic() < deadline)
+        waiting.join(max(deadline - time.monotonic(), 0.0))
+        if waiting.is_alive():
+            problems.append(f"its GPU has not ended its work after {(PATIENT + RELEASING) * seconds:g} s")
+        if not problems:
+            wait()  # for the flags that were raised last
+        return "".join(problems[:1])
+
+    def raise_flags(
+        self, aside: torch.cuda.Stream, memories: Sequence[SharedMemory], needed: Callable[[], bool]
+    ) -> None:
+        """Raise all of this rank's flags, over an empty memory, again and again: calls reset them and wait again."""
+        with torch.cuda.stream(aside):
+            for memory in memories:
+                memory.clear(self.rank)
+        issue, issued = in_batches(raised_flags(self.rank, memories)), torch.cuda.Event()
+        while needed():
+            if issued.query():
+                issue(aside.cuda_stream)
+                issued.record(aside)
+            time.sleep(PAUSE)
+
     def close(self) -> None:
         """Do nothing: the memory goes with the plans that use it."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Initialise flags for the first call, on whatever stream it will be made."""
+        """Keep torch's handle, and derive the flow control."""
         memory.kept["handle"], self.handle = self.handle, None
-        prepare(unrolled, memory)
+        flow_control_of(unrolled, memory)
+        if self.aside is None:  # now: a GPU that waits might not make it
+            self.aside = own_stream(self, self.device, HIGHEST)
+
+    def prepare(self, memory: SharedMemory) -> None:
+        """Initialise flags for the first call, on whatever stream it will be made."""
+        prepare(self.rank, memory)
         torch.cuda.synchronize(self.device)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:

@@ -17,7 +17,7 @@ from hostir.runtime.binding import PushedProduct, Pushes, Step, bind_compute, co
 from hostir.runtime.cuda.memory import CREDITS, Slot, flow_control_of, waits
 from hostir.runtime.cuda.streams import StridedCopy, in_batches, join, own_stream, wait_at_least, write
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.table import Again, Kernel, kernels_for, repeating
+from hostir.runtime.kernels.table import IN_TRITON, Again, Kernel, kernels_for, repeating
 from hostir.runtime.order import CALLER, NONE
 from hostir.runtime.sharding import torch_dtype
 from hostir.runtime.symmetric import BARRIERS, BufferPlace, SharedMemory
@@ -167,6 +167,7 @@ class CudaOneSided:
         self.streams = streams
         self.kernels, self.kernel, self.timeouts, self.words = kernels, kernel, timeouts, words
         self.push_kernels = 0  # how many there are so far
+        self.launches: list[tuple[Op, Step]] = []  # what launches kernels of Triton, and issues nothing else
         self.rank = unrolled.rank
         self.flow_control = flow_control_of(unrolled, memory)
         self.credits_taken: torch.cuda.Event | None = None  # recorded by the stream that takes the credits
@@ -243,14 +244,23 @@ class CudaOneSided:
         """Return the step that launches one kernel for all of these copies and signals."""
         registers, source = self.registers, self.unrolled.buffers[pushes.copies[0][0].x]
         kernel = self.pushing(pushes)
-        return lambda: kernel(registers[source])
+        return self.launching(pushes.ops[0], lambda: kernel(registers[source]))
 
     def pushed_product(self, op: ComputeOp, pushes: Pushes) -> Step:
         """Return the step that launches one kernel for a product and for copies of its rows: see `PushedProduct`."""
         registers, out, operands, kernel = self.registers, op.out, op.operands, self.pushing_kernel(op)
         assert kernel is not None
         multiply = repeating(kernel, pushed=self.pushing(pushes), **op.options)
-        return lambda: multiply(registers[out], *[registers[x] for x in operands])
+        return self.launching(op, lambda: multiply(registers[out], *[registers[x] for x in operands]))
+
+    def in_triton(self, op: ComputeOp) -> bool:
+        """Return True if the kernel of a computation, or of a block of one, launches kernels of Triton."""
+        return kernels_for(self.kernels, torch_dtype(op.dtype))[op.kind] in IN_TRITON
+
+    def launching(self, op: Op, step: Step) -> Step:
+        """Return the step, which launches kernels of Triton for an operation, and note that it does."""
+        self.launches.append((op, step))
+        return step
 
     def pushing_kernel(self, op: ComputeOp) -> Kernel | None:
         """Return the kernel that makes a product and stores it to peers as well, if there is one."""
@@ -348,7 +358,7 @@ class CudaOneSided:
             return kernel(out, *operands, own=own, **flags, **options)
 
         call = repeating(by_blocks)
-        return lambda: call(registers[out], registers[own], *[registers[x] for x in operands])
+        return self.launching(op, lambda: call(registers[out], registers[own], *[registers[x] for x in operands]))
 
     def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
         """Return the flags that the kernel of an operation polls, if any."""
@@ -380,6 +390,8 @@ class CudaOneSided:
         flags = [self.flag(place, block, self.rank) for block in range(ready.blocks)]
         wait = self.on(stream, in_batches([wait_at_least(flag, ready.epoch) for flag in flags]))
         compute = bind_compute(op, self.registers, self.kernel(op))
+        if self.in_triton(op):
+            self.launching(op, compute)
 
         def step() -> None:
             wait()
@@ -397,6 +409,8 @@ class CudaOneSided:
             if ready is not None and slots:
                 steps.append(self.on(op.stream, self.wait_all(ready.flags, slots, ready.epoch)))
             steps.append(partial(compute_block, op, registers, kernel, block, blocks, self.add_up))
+            if self.in_triton(op):
+                self.launching(op, steps[-1])
             computed.add(block)
             if done is not None and (raised := completed(done, block, blocks, computed)):
                 place = self.place(done.flags)

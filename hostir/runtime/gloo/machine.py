@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -43,6 +44,7 @@ from hostir.runtime.unroll import (
     WaitSignalOp,
     message_teams_of,
 )
+from hostir.runtime.watchdog import MisalignedError, headline
 
 # Collectives and messages ---------------------------------------------------------------------------------------------
 # Collectives, transfers and messages between CPU processes by gloo.
@@ -51,6 +53,7 @@ from hostir.runtime.unroll import (
 # team, so that bf16 loses nothing on the way and every run gives the same bits.
 
 Members = tuple[int, ...]
+Finish = Callable[[Any], None]  # returns once a collective has ended
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -66,49 +69,49 @@ def _places(op: CollectiveOp, members: Members) -> list[int]:
     return [op.team.index(rank) for rank in members]
 
 
-def _gather(x: torch.Tensor, blocks: Sequence[torch.Tensor], places: list[int], group: Any) -> None:
+def _gather(x: torch.Tensor, blocks: Sequence[torch.Tensor], places: list[int], group: Any, finish: Finish) -> None:
     """Write `x` of the team's i-th rank to `blocks[i]`."""
-    group.allgather([[_bytes(blocks[i]) for i in places]], [_bytes(x)], AllgatherOptions()).wait()
+    finish(group.allgather([[_bytes(blocks[i]) for i in places]], [_bytes(x)], AllgatherOptions()))
 
 
-def _swap(x: torch.Tensor, places: list[int], group: Any) -> torch.Tensor:
+def _swap(x: torch.Tensor, places: list[int], group: Any, finish: Finish) -> torch.Tensor:
     """Send block i of `x` to the team's i-th rank; return the blocks received, by the sender's place in the team."""
     sent = _blocks(x, len(places))[places].contiguous()
     received, ordered = torch.empty_like(sent), torch.empty_like(sent)
-    group.alltoall_base(_bytes(received), _bytes(sent), [], [], AllToAllOptions()).wait()
+    finish(group.alltoall_base(_bytes(received), _bytes(sent), [], [], AllToAllOptions()))
     ordered[places] = received
     return ordered
 
 
-def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
     """Give every rank all parts."""
     out = registers[op.out]
-    _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group)
+    _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group, finish)
 
 
-def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
     """Give every rank the sum, in place."""
     x = registers[op.out]
     parts = x.new_empty(len(members), x.numel())
-    _gather(x, parts.unbind(0), _places(op, members), group)
+    _gather(x, parts.unbind(0), _places(op, members), group, finish)
     add_up(x.view(-1), parts.unbind(0))
 
 
-def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
     """Give each rank its block of the sum."""
-    add_up(registers[op.out].view(-1), _swap(registers[op.x], _places(op, members), group).unbind(0))
+    add_up(registers[op.out].view(-1), _swap(registers[op.x], _places(op, members), group, finish).unbind(0))
 
 
-def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members) -> None:
+def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
     """Send a block from each rank to each rank."""
-    _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group))
+    _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group, finish))
 
 
 COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, alltoall)}
 
 
-def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members) -> None:
-    """Send and receive pieces."""
+def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
+    """Send and receive pieces. Their waits are gloo's own: a wait that is cut short would break the connection."""
     if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
         registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
         return
@@ -129,6 +132,8 @@ def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members)
 # memory that the ranks share. A call returns when all lanes are done: on this machine calls are synchronous.
 
 CPU = torch.device("cpu")
+POLL = timedelta(milliseconds=50)  # how long a lane waits for a collective before it looks if the run has failed
+ENDING = 0.5  # seconds that a thread may take to end
 Jobs = SimpleQueue[Callable[[], None] | None]
 
 
@@ -146,7 +151,8 @@ class GlooMachine:
         self.sharing = self.symmetric.sharing
         self.messages = groups.messages
         self.queues: dict[LaneKey, Jobs] = {}
-        self.threads: list[weakref.finalize[..., GlooMachine]] = []  # each, when called, ends the thread of a lane
+        self.threads: list[threading.Thread] = []
+        self.ends: list[weakref.finalize[..., GlooMachine]] = []  # each, when called, ends the thread of a lane
         for stream in range(streams):
             self.queue(stream)
 
@@ -161,14 +167,19 @@ class GlooMachine:
         """Return the queue of the thread that runs a lane."""
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
-            threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True).start()
-            self.threads.append(weakref.finalize(self, jobs.put, None))
+            self.threads.append(threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True))
+            self.threads[-1].start()
+            self.ends.append(weakref.finalize(self, jobs.put, None))
         return self.queues[key]
 
     def end(self) -> None:
-        """End the threads, once the last call has returned. An executor may outlive its session."""
-        for end in self.threads:
+        """End the threads, once the last call has returned. Later plans get others."""
+        for end in self.ends:
             end()
+        for thread in self.threads:  # Python may end next, and a thread that came back from gloo then would crash
+            thread.join(ENDING)
+        self.ends.clear()
+        self.threads.clear()
         self.queues.clear()
 
 
@@ -191,7 +202,8 @@ class GlooPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.homes = homes(unrolled)
         self.problem: tuple[Op, BaseException] | None = None
-        self.begun = False  # whether an operation that peers see has begun in the latest run
+        self.begun = False  # whether an operation that peers see may have begun in the latest run
+        self.given_up: HostIRError | None = None  # the error with which the watchdog ended a run
         self.events: list[threading.Event] = []
         self.arrivals: dict[int, threading.Event] = {}  # by handle
         self.memory = machine.symmetric.of(unrolled, self, kind, limit)
@@ -261,11 +273,16 @@ class GlooPlan:
     def refuse(self, op: Op, problem: BaseException) -> NoReturn:
         """Raise the error that ended the run."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
-        if self.begun and shared:
-            self.machine.groups.broken = f"{self.unrolled.describe(op)} failed earlier"
+        if isinstance(problem, MisalignedError):
+            if self.begun and shared:
+                self.machine.groups.broken = f"{self.unrolled.describe(op)} failed earlier"
+            raise problem
+        failure = self.unrolled.failure(op, problem)
+        if shared and (self.begun or problem is self.given_up):
+            self.machine.groups.abandoned = headline(failure)
         if not isinstance(problem, Exception):
             raise problem
-        raise self.unrolled.failure(op, problem) from problem
+        raise failure from problem
 
     def fail(self, op: Op, problem: BaseException) -> None:
         """Record the first failure, and release the lanes that wait for events that will not occur."""
@@ -276,6 +293,7 @@ class GlooPlan:
 
     def give_up(self, problem: HostIRError) -> None:
         """End the run under way with this error, on whichever threads it waits."""
+        self.given_up = problem
         for op in self.in_flight()[:1]:
             self.fail(op, problem)
 
@@ -305,7 +323,9 @@ class GlooPlan:
         return ""  # failures are raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
-        """Return a value that changes whenever a lane progresses; None while none waits for a peer."""
+        """Return a value that changes when a lane progresses; None while none waits for a peer, and after a failure."""
+        if self.problem:
+            return None
         at = {lane: lane.position for lane in self.lanes.values()}
         if not any(i >= 0 and lane.waits[i] is Waits.PEER for lane, i in at.items()):
             return None
@@ -383,8 +403,21 @@ class GlooPlan:
         lane.add(op, ready.set)
         team = self.lane(members if collective else ("messages", *members))
         team.add(op, self.waiting(ready), Waits.LANE)
-        team.add(op, self.timed(op, lambda: carry(op, self.registers, group, members)), Waits.PEER)
+        team.add(op, self.timed(op, lambda: carry(op, self.registers, group, members, self.finish)), Waits.PEER)
         team.add(op, arrived.set)
+
+    def finish(self, work: Any) -> None:
+        """Wait for a collective; raise AbandonedError once the run has failed, as peers may never take part."""
+        while True:
+            try:
+                work.wait(POLL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what gloo reports, unless the collective has ended right now
+                    return
+                if self.problem:
+                    raise AbandonedError from None
 
     def waiting(self, event: threading.Event) -> Step:
         def step() -> None:

@@ -145,12 +145,20 @@ class SharedFiles:
     def synchronize(self) -> None:
         """Do nothing: a call that has returned has ended."""
 
+    def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
+        """End the threads that communicate; those that use memory have ended with the call that raised."""
+        abort()
+        return ""
+
     def close(self) -> None:
         """Close the lock file, when no call follows."""
         if self.unlock is not None:
             self.unlock()
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
+        """Do nothing: the machine keeps nothing of its own."""
+
+    def prepare(self, memory: SharedMemory) -> None:
         """Do nothing: the memory is ready."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:

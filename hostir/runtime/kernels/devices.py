@@ -7,14 +7,18 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hostir.ir.source import Diagnostic, HostIRError
+from hostir.runtime.kernels.table import ATEN
 
 # Triton decides this when a kernel is decorated, so once for the life of the process.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -25,6 +29,7 @@ _interpreter_lock = threading.Lock()
 
 class _Thread(threading.local):
     bound = False
+    only_loads = False
 
 
 _thread = _Thread()
@@ -123,3 +128,129 @@ class Compiled:
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
         """Launch with all arguments: tensors as addresses, descriptors encoded, constants as they were compiled."""
         self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+# Kernels are compiled and loaded before the first call that launches them has issued anything: compiling takes seconds,
+# in which peers would wait, and a kernel may need more than the device has.
+
+
+class TooLargeError(HostIRError):
+    """A kernel needs more shared memory or threads than a device has."""
+
+
+def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Compiled | None:
+    """Compile a kernel for such arguments, and load it on the current device; None in the interpreter, which does not.
+
+    Raises TooLargeError if the device has not enough for it.
+    """
+    if INTERPRETED:
+        return None
+    compiled = kernel.warmup(*arguments, grid=(1,), **options)
+    try:
+        compiled._init_handles()
+    except OutOfResources as lack:
+        unit = {"shared memory": "bytes of ", "tensor memory": "columns of "}.get(lack.name, "")
+        what = f"the kernel needs {lack.required} {unit}{lack.name}, and the GPU has {lack.limit}"
+        raise TooLargeError(Diagnostic(what, hint=ATEN)) from lack
+    return Compiled(compiled)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel through Triton on the current device, or only load it: see `loading`."""
+    if _thread.only_loads:
+        load(kernel, arguments, options)
+    else:
+        kernel[(programs,)](*arguments, **options)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Have this thread load kernels, of operands that are `StandIn`, where it would launch them."""
+    _thread.only_loads = True
+    try:
+        yield
+    finally:
+        _thread.only_loads = False
+
+
+def only_loads() -> bool:
+    """Return True in a thread that loads kernels instead of launching them."""
+    return _thread.only_loads
+
+
+class StandIn(torch.Tensor):
+    """A tensor without memory, with the layout, the device and the address of another. What writes to it does nothing.
+
+    It is a tensor on torch's meta device that gives another device and address. Its views have addresses within it.
+
+    Fields:
+        place: the device.
+        origin: the address of its storage.
+    """
+
+    place: torch.device
+    origin: int
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, address: int = 0
+    ) -> StandIn:
+        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta").as_subclass(cls)
+        made.place, made.origin = device, address
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.place.type == "cuda"
+
+    def data_ptr(self) -> int:
+        return self.origin + int(self.storage_offset()) * self.element_size()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if "out" in options:
+            return options["out"]
+        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            return args[0]
+        known: dict[int, StandIn] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            bare = [_bare(x, known) for x in args]
+            result = func(*bare, **{name: _bare(x, known) for name, x in options.items()})
+            if isinstance(result, torch.Tensor):
+                return cls._like(result, known)
+            several = isinstance(result, tuple | list) and any(isinstance(x, torch.Tensor) for x in result)
+            return tuple([cls._like(x, known) for x in result]) if several else result
+
+    @classmethod
+    def _like(cls, x: torch.Tensor, known: Mapping[int, StandIn]) -> StandIn:
+        """Return a meta tensor that was made of others, some of them its memory perhaps, as a stand-in like them."""
+        made, other = x.as_subclass(cls), known.get(_storage(x))
+        made.place = next(iter(known.values())).place
+        made.origin = 0 if other is None else other.origin
+        return made
+
+
+def _bare(x: Any, known: dict[int, StandIn]) -> Any:
+    """Return an argument with plain meta tensors in the place of stand-ins, which are added to those known."""
+    if isinstance(x, StandIn):
+        known[_storage(x)] = x
+        return x.as_subclass(torch.Tensor)
+    if isinstance(x, torch.Tensor):
+        return x.to("meta")
+    return type(x)([_bare(each, known) for each in x]) if type(x) in (tuple, list) else x
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)

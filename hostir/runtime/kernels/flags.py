@@ -13,7 +13,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
+from hostir.runtime.kernels.devices import (
+    INTERPRETED,
+    Compiled,
+    bind_thread,
+    check_device,
+    launch,
+    launching,
+    limits,
+    load,
+    only_loads,
+)
 from hostir.runtime.kernels.layout import Words
 
 # Waiting for blocks ---------------------------------------------------------------------------------------------------
@@ -295,7 +305,7 @@ def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
     blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
     sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
     with launching(done.flags.device):
-        _raise[(1,)](done.flags, done.epoch, timeouts, blocks, words, *sizes, num_warps=1)
+        launch(_raise, 1, done.flags, done.epoch, timeouts, blocks, words, *sizes, num_warps=1)
 
 
 # Signals by kernels ---------------------------------------------------------------------------------------------------
@@ -319,19 +329,28 @@ class SignalKernel:
 
     def __init__(self, device: torch.device, flag: int, epoch: int) -> None:
         self.device, self.arguments = device, (flag, epoch)
-        self.key = device, *(n.bit_length() > 31 for n in self.arguments)  # Triton passes larger numbers in 64 bits
+        key = device, *(n.bit_length() > 31 for n in self.arguments)  # Triton passes larger numbers in 64 bits
+        self.compiled = _loaded(key, device, _signal, self.arguments, {"num_warps": 1})
 
     def __call__(self, stream: torch.cuda.Stream | None) -> None:
         """Launch on a stream; None in the interpreter, which has no streams."""
-        compiled = _compiled.get(self.key)
-        if compiled is None or stream is None:
-            with launching(self.device), torch.cuda.stream(stream):
-                kernel = _signal[(1,)](*self.arguments, num_warps=1)
-            if not INTERPRETED:
-                _compiled[self.key] = Compiled(kernel)
+        if self.compiled is None or stream is None:
+            with launching(self.device):
+                _signal[(1,)](*self.arguments, num_warps=1)
             return
         bind_thread(self.device)
-        compiled.launch(1, stream.cuda_stream, self.arguments)
+        self.compiled.launch(1, stream.cuda_stream, self.arguments)
+
+
+def _loaded(
+    key: tuple[object, ...], device: torch.device, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]
+) -> Compiled | None:
+    """Return the compiled kernel with this key, which is loaded if there is none; None in the interpreter."""
+    if key in _compiled or INTERPRETED:
+        return _compiled.get(key)
+    with launching(device):
+        compiled = load(kernel, arguments, options)
+    return None if compiled is None else _compiled.setdefault(key, compiled)
 
 
 # The end of a call ----------------------------------------------------------------------------------------------------
@@ -367,13 +386,13 @@ class FlagResetKernel:
         sizes = len(flags), len(credits)
         self.rest = (*sizes, *(triton.next_power_of_2(max(1, size)) for size in sizes))
         self.arguments = (*(row.data_ptr() for row in self.addresses), *self.rest)
-        self.compiled: Compiled | None = None
+        with launching(device):
+            self.compiled = load(_reset_flags, (*self.addresses, *self.rest), {"num_warps": 1})
 
     def __call__(self) -> None:
         if self.compiled is None:
             with launching(self.device):
-                kernel = _reset_flags[(1,)](*self.addresses, *self.rest, num_warps=1)
-            self.compiled = None if INTERPRETED else Compiled(kernel)
+                _reset_flags[(1,)](*self.addresses, *self.rest, num_warps=1)
             return
         bind_thread(self.device)
         self.compiled.launch(1, self.compiled.stream(self.device.index), self.arguments)
@@ -533,38 +552,38 @@ class PushKernel:
         for piece in pieces:
             self.alignment |= piece.offset | piece.target
         self.offsets, self.kind = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
-        self.launches: dict[bool, tuple[Compiled, tuple[object, ...]]] = {}  # by whether all is aligned to 16 bytes
+        # The kernel and its arguments behind the source, by whether all is aligned to 16 bytes.
+        self.launches: dict[bool, tuple[Compiled | None, tuple[object, ...]]] = {}
 
     def __call__(self, source: torch.Tensor) -> None:
         """Copy from the memory of `source`."""
         aligned = (self.alignment | source.data_ptr()) % 16 == 0
-        if aligned not in self.launches and not self._prepare(source, aligned):
+        if aligned not in self.launches:
+            self._prepare(source, aligned)
+        compiled, arguments = self.launches[aligned]
+        if only_loads():
+            return
+        if compiled is None:
+            with launching(self.device):
+                push_kernel[(self.sms,)](source, *arguments, num_warps=WARPS)
             return
         bind_thread(self.device)
-        compiled, made = self.launches[aligned]
-        compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *made))
+        compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *arguments))
 
-    def _prepare(self, source: torch.Tensor, aligned: bool) -> bool:
-        """Prepare launches, or launch through Triton, which compiles; the interpreter has no other way.
-
-        Returns whether the kernel is still to be launched.
-        """
+    def _prepare(self, source: torch.Tensor, aligned: bool) -> None:
+        """Prepare launches for such a source; in the interpreter there is no compiled kernel."""
         width = 8 if aligned else source.element_size()
         unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
         block = 32 * WARPS * PER_THREAD // width
         sizes = (self.size // width, self.count, self.together)
         dependents = not INTERPRETED and limits(self.device).tma
         constants = (unit, block, aligned, triton.next_power_of_2(self.together), self.groups, dependents)
-        made = self.table.data_ptr(), self.arrived.data_ptr(), *sizes, *constants
+        tensors = self.table, self.arrived
         key = self.device, sizes[0] < 1 << 31, source.data_ptr() % 16 == 0, *constants
-        if key in _compiled:
-            self.launches[aligned] = _compiled[key], made
-            return True
-        with launching(self.device):
-            kernel = push_kernel[(self.sms,)](source, self.table, self.arrived, *sizes, *constants, num_warps=WARPS)
-        if not INTERPRETED:
-            self.launches[aligned] = _compiled.setdefault(key, Compiled(kernel)), made
-        return False
+        given = source, *tensors, *sizes, *constants
+        compiled = _loaded(key, self.device, push_kernel, given, {"num_warps": WARPS})
+        made = tensors if compiled is None else tuple(t.data_ptr() for t in tensors)
+        self.launches[aligned] = compiled, (*made, *sizes, *constants)
 
 
 # Copies to peers by the kernel that makes the rows --------------------------------------------------------------------

@@ -12,7 +12,18 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
+from hostir.runtime.kernels.devices import (
+    INTERPRETED,
+    Compiled,
+    StandIn,
+    TooLargeError,
+    bind_thread,
+    check_device,
+    launching,
+    limits,
+    load,
+    only_loads,
+)
 from hostir.runtime.kernels.flags import DoneFlags, Pushed, PushKernel, ReadyFlags, block_rows, done_rows, pushed_rows
 from hostir.runtime.kernels.layout import collapse, descriptor_strides, rows_or_copy, with_rows
 from hostir.runtime.kernels.matmul_kernel import Bias, Constants, Scales, Strides, Workspace, matmul_kernel
@@ -235,6 +246,7 @@ class MatmulLaunch:
     """A prepared launch of the matmul kernel, for operands of one layout.
 
     Fields:
+        tile: what it was prepared with.
         programs: size of the grid.
         described: TMA layouts of a, b, out and own rows that are read in place; None: operands are pointers.
         blocks: the shape of the tile that each descriptor moves.
@@ -251,6 +263,7 @@ class MatmulLaunch:
         strides, constants, options: further arguments, what the kernel is compiled for, and how.
     """
 
+    tile: Tile
     device: torch.device
     programs: int
     described: Sequence[Described] | None
@@ -286,11 +299,11 @@ class MatmulLaunch:
     ) -> Again | None:
         """Launch for these tensors, on the current stream.
 
-        Returns a function that launches it again for the same addresses, on the stream that is then current; None if
-        the kernel had to be compiled.
+        Returns a function that launches it again for the same addresses, on the stream that is then current; None in
+        the interpreter.
         """
         if self.compiled is None:
-            self._compile(matrices, vectors, ready, done, pushed)
+            self._interpret(matrices, vectors, ready, done, pushed)
             return None
         if torch.cuda.current_device() != self.device.index:
             with launching(self.device):
@@ -308,7 +321,7 @@ class MatmulLaunch:
         with launching(self.device):
             self._again(compiled, given)
 
-    def _compile(
+    def load(
         self,
         matrices: Matrices,
         vectors: Vectors,
@@ -316,28 +329,50 @@ class MatmulLaunch:
         done: DoneFlags | None,
         pushed: PushKernel | None,
     ) -> None:
-        """Launch through Triton, which compiles if needed; the interpreter has no other way."""
+        """Compile the kernel for such tensors, and load it. Raises TooLargeError if it needs more than the GPU has."""
+        sums, tickets = (
+            StandIn.of((size,), (1,), dtype, self.device)
+            for size, dtype in ((self.sums, torch.float32), (self.tickets, torch.int32))
+        )
+        given = self._tensors(matrices, vectors, ready, done, pushed, sums, tickets)
+        with launching(self.device):
+            self.compiled = load(matmul_kernel, given, self.options)
+
+    def _interpret(
+        self,
+        matrices: Matrices,
+        vectors: Vectors,
+        ready: ReadyFlags | None,
+        done: DoneFlags | None,
+        pushed: PushKernel | None,
+    ) -> None:
+        """Run the kernel in the interpreter."""
+        sums, tickets = workspace(self.device, 0, self.sums, self.tickets) if self.tickets else (None, None)
+        given = self._tensors(matrices, vectors, ready, done, pushed, sums, tickets)
+        with launching(self.device):
+            matmul_kernel[(self.programs,)](*given, **self.options)
+
+    def _tensors(
+        self,
+        matrices: Matrices,
+        vectors: Vectors,
+        ready: ReadyFlags | None,
+        done: DoneFlags | None,
+        pushed: PushKernel | None,
+        sums: Any,
+        tickets: Any,
+    ) -> Sequence[Any]:
+        """Return all arguments as Triton takes them, with tensors and descriptors."""
         operands: list[Any] = list(matrices)
         if self.described is not None:
             operands = [t if t is None else self._descriptor(number, t) for number, t in enumerate(matrices)]
         waits = _NO_FLAGS if ready is None else (ready.flags, ready.timeouts, *_polled(ready))
         raised = _NOT_RAISED if done is None else (done.flags, done.epoch, self.raised_block)
-        counts: torch.Tensor | None = None
-        shared: Sequence[Any] = _NOT_SPLIT
-        with launching(self.device):
-            if not INTERPRETED:
-                bind_thread(self.device)
-            stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
-            if self.tickets:
-                sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
-                shared = shared if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
-                counts = None if done is None else tickets[self.counts : self.tickets].view(torch.int64)
-            operands += self._vectors(*vectors)
-            copies = None if pushed is None else Pushed(pushed.table, pushed.arrived, pushed.count, self.pushed_block)
-            given = (*operands, *self._order(ready, done), *waits, *raised, copies, counts, *shared)
-            kernel = matmul_kernel[(self.programs,)](*given, *self._rest, **self.options)
-        if not INTERPRETED:
-            self.compiled = Compiled(kernel)
+        counts = None if done is None else tickets[self.counts : self.tickets].view(torch.int64)
+        shared = _NOT_SPLIT if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
+        copies = None if pushed is None else Pushed(pushed.table, pushed.arrived, pushed.count, self.pushed_block)
+        given = (*operands, *self._vectors(*vectors), *self._order(ready, done), *waits, *raised, copies, counts)
+        return *given, *shared, *self._rest
 
     def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
         stream = compiled.stream(self.device.index)
@@ -478,7 +513,8 @@ def matmul(
     `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags, and raises none.
     Results repeat bit for bit.
 
-    Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit.
+    Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit, and
+    TooLargeError if the kernel needs more than the GPU has, with the `tile` or with all tiles.
     """
     multiply(
         *(a, b.transpose(0, -1) if transpose_b else b, out),
@@ -509,7 +545,7 @@ def multiply(
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None if more than one launch was needed, if a setting may change what is launched, or if the kernel was compiled.
+    None if more than one launch was needed, if a setting may change what is launched, or in the interpreter.
 
     With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` are for 8-bit operands.
 
@@ -530,7 +566,7 @@ def multiply(
     call = _calls.get(kind)
     if call is None:
         how = use_descriptors, tile, tf32, adds
-        call = _prepare((a, b, out, own), (bias, scales), ready, done, *how, pushed)
+        call = _loaded((a, b, out, own), (bias, scales), ready, done, *how, pushed)
         if call is None:
             if adds:
                 return None
@@ -548,6 +584,8 @@ def multiply(
         assert ready is not None
         place_own(own, a, ready)
         own, moved = None, True
+    if only_loads():
+        return None
     again = call.launch((a, b, out, own), (bias, scales), ready, done, pushed)
     return None if wide or moved else again
 
@@ -577,7 +615,7 @@ def _narrow(epoch: int) -> bool:
     return -(1 << 31) <= epoch < 1 << 31
 
 
-def _prepare(
+def _loaded(
     matrices: Matrices,
     vectors: Vectors,
     ready: ReadyFlags | None,
@@ -588,7 +626,44 @@ def _prepare(
     adds: bool,
     pushed: PushKernel | None,
 ) -> MatmulLaunch | None:
-    """Prepare the launch of such a matmul; None if nothing is multiplied, and only a bias or zeros are written."""
+    """Prepare the launch of such a matmul, and load its kernel; None if only a bias or zeros are written.
+
+    If the kernel is too large, the best of the other tiles is taken: the same one on all ranks with such layouts.
+    Raises TooLargeError if it is too large with every tile.
+    """
+    too_large: dict[Tile, TooLargeError] = {}
+    while True:
+        how = use_descriptors, tile, tf32, adds
+        call = _prepare(matrices, vectors, ready, done, *how, pushed, too_large)
+        if call is None or INTERPRETED:
+            return call
+        a, b, out, own = matrices
+        try:
+            call.load((a, b, out, None if call.copies_own else own), vectors, ready, done, pushed)
+        except TooLargeError as problem:
+            if tile is not None:
+                raise
+            too_large[call.tile.unsplit] = problem
+        else:
+            return call
+
+
+def _prepare(
+    matrices: Matrices,
+    vectors: Vectors,
+    ready: ReadyFlags | None,
+    done: DoneFlags | None,
+    use_descriptors: bool | None,
+    tile: Tile | None,
+    tf32: bool,
+    adds: bool,
+    pushed: PushKernel | None,
+    too_large: Mapping[Tile, TooLargeError],
+) -> MatmulLaunch | None:
+    """Prepare the launch of such a matmul, without the tiles that are known to be too large.
+
+    None if nothing is multiplied, and only a bias or zeros are written.
+    """
     (a, b, out, own), (bias, scales) = matrices, vectors
     scale_a, scale_b, fast = scales or (None, None, False)
     device = check_device(a=a, b=b, out=out, bias=bias, own=own, scale_a=scale_a, scale_b=scale_b)
@@ -631,9 +706,16 @@ def _prepare(
     if tile is None and INTERPRETED:
         tile = INTERPRETER
     elif tile is None:
-        fitting = candidates(
-            gemm.dtype, descriptors=described is not None, shared_memory=bounds.shared_memory, result=result
+        every = candidates(
+            gemm.dtype,
+            descriptors=described is not None,
+            shared_memory=bounds.shared_memory,
+            result=result,
+            adds=adds,
         )
+        fitting = tuple(t for t in every if t not in too_large)
+        if not fitting:
+            raise too_large[every[-1]]
         tile = choose(alike(gemm, fitting), sms, fitting)
     if blockwise and (SCALE_BLOCK % tile.n or SCALE_BLOCK % tile.k):
         raise ValueError(f"scales of blocks need tiles whose columns and steps divide {SCALE_BLOCK}, got {tile}")
@@ -641,15 +723,6 @@ def _prepare(
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
         described = _described((a, b, out, own), rows, use_descriptors)
-    biased_batch = bias is not None and grid.batches > 1
-    if biased_batch or adds:
-        tile = tile.fitting(
-            *(a.element_size(), bounds.shared_memory),
-            descriptors=described is not None,
-            biased_batch=biased_batch,
-            result=result,
-            adds=adds,
-        )
     plan = grid.schedule(tile, sms)
     left = grid.tiles + grid.early - plan.whole
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
@@ -666,6 +739,7 @@ def _prepare(
         high = -(-raised_block // tile.m)  # tiles of a block in a column; those of other blocks come later
         group = -(-high // -(-high // group))
     return MatmulLaunch(
+        tile=tile,
         device=device,
         programs=plan.programs,
         described=described,

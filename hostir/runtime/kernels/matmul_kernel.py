@@ -294,14 +294,25 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(base, column, width, step, BC: tl.constexpr):
+    """Load `[1, BC]` of a vector, from `column` on, zero behind its end.
+
+    The load is of one axis. Triton would else keep the layout of a load of `[1, BC]` for the tile of a batch as well,
+    and convert all of the tile to it through shared memory.
+    """
+    c = (column + tl.arange(0, BC)).to(tl.int64)
+    return tl.load(base + c * step, mask=c < width, other=0.0)[None, :]
+
+
+@triton.jit
 def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
     """Scale the sums of a tile, or of `BC` of its columns, add the bias or what is there, and store them."""
     _, _, column = place
     if C.SCALES == "rows":
-        of_columns = load_pointers(product.scales.b, 0, column, 1, product.N, 0, product.scales.b_column, 1, BC)
+        of_columns = _load_columns(product.scales.b, column, product.N, product.scales.b_column, BC)
         x = x * scales_of_rows(product, place, 0, C) * of_columns
     if C.HAS_BIAS:
-        x += to_float32(load_pointers(product.bias.base, 0, column, 1, product.N, 0, product.bias.step, 1, BC))
+        x += to_float32(_load_columns(product.bias.base, column, product.N, product.bias.step, BC))
     if C.ADDS:
         x += to_float32(_stored(product, place, BC, C))
     store(product, place, x, BC, C)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.devices import check_device, launching
+from hostir.runtime.kernels.devices import check_device, launch, launching
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
@@ -64,7 +64,8 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = N
     count, columns = flat.shape
     width = min(triton.next_power_of_2(columns), MAX_WIDTH)
     with launching(check_device(x=x, weight=weight, out=out)):
-        _rms_norm_kernel[(count,)](
+        launch(
+            *(_rms_norm_kernel, count),
             *(flat, weight, flat_out, columns, *flat.stride()),
             *(0 if weight is None else weight.stride(0), *flat_out.stride(), eps),
             WIDTH=width,

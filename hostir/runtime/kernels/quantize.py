@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.devices import check_device, launching
+from hostir.runtime.kernels.devices import check_device, launch, launching
 from hostir.runtime.kernels.layout import rows
 from hostir.runtime.kernels.matmul import DTYPES
 from hostir.runtime.kernels.matmul_kernel import from_float32, to_float32
@@ -89,7 +89,8 @@ def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0
     width = min(triton.next_power_of_2(length), _WIDTH)
     segments, count = flat_out.numel(), _WIDTH // width
     with launching(check_device(x=x, out=out)):
-        _row_scales_kernel[(-(-segments // count),)](
+        launch(
+            *(_row_scales_kernel, -(-segments // count)),
             *(flat, flat_out, segments, flat_out.shape[1], length, *flat.stride(), *flat_out.stride()),
             *(torch.finfo(aten.FP8[dtype]).max, aten.LEAST_SCALE),
             COUNT=count,
@@ -112,7 +113,8 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
         return
     (count, columns), width = flat.shape, min(triton.next_power_of_2(x.shape[-1]), _WIDTH)
     with launching(check_device(x=x, scale=scale, out=out)):
-        _quantize_kernel[(count * -(-columns // width),)](
+        launch(
+            *(_quantize_kernel, count * -(-columns // width)),
             *(flat, by_rows, flat_out, columns, columns // scale.shape[-1]),
             *(*flat.stride(), *by_rows.stride(), *flat_out.stride()),
             torch.finfo(aten.FP8[dtype]).max,

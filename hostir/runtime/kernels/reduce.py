@@ -15,7 +15,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.devices import INTERPRETED, Compiled, bind_thread, check_device, launching, limits
+from hostir.runtime.kernels.devices import (
+    INTERPRETED,
+    Compiled,
+    StandIn,
+    bind_thread,
+    check_device,
+    launch,
+    launching,
+    limits,
+    load,
+    only_loads,
+)
 from hostir.runtime.kernels.flags import (
     MISSED,
     Awaited,
@@ -279,22 +290,28 @@ class SumLaunch:
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
-        """Launch for x, own rows, an addend and the result, on the current stream.
+        """Launch for x, own rows, an addend and the result, on the current stream; or only load the kernel.
 
         Returns a function that launches it again for the same addresses, on the stream that is then current; None if
-        the kernel had to be compiled.
+        it was not launched, and in the interpreter.
         """
-        if self.compiled is not None:
-            again = partial(self._start, self.compiled, self._arguments(tensors, ready, done, _address))
-            again()
-            return again
+        if self.compiled is None:
+            self._load(tensors, ready, done)
+        if self.compiled is None or only_loads():
+            return None
+        again = partial(self._start, self.compiled, self._arguments(tensors, ready, done, _address))
+        again()
+        return again
+
+    def _load(self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None) -> None:
+        """Compile and load the kernel; in the interpreter, run it."""
+        given, last = self._arguments(tensors, ready, done, _itself), (self.blocks, self.constants)
         with launching(self.device):
-            given, last = self._arguments(tensors, ready, done, _itself), (self.blocks, self.constants)
-            stream = 0 if INTERPRETED else torch.cuda.current_stream(self.device).cuda_stream
-            kernel = sum_kernel[(self.programs,)](*given, self._counts(stream), *last, **self.options)
-        if not INTERPRETED:
-            self.compiled = Compiled(kernel)
-        return None
+            if INTERPRETED:
+                sum_kernel[(self.programs,)](*given, self._counts(0), *last, **self.options)
+                return
+            counts = None if done is None else StandIn.of((1,), (1,), torch.int64, self.device)
+            self.compiled = load(sum_kernel, (*given, counts, *last), self.options)
 
     def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
         if torch.cuda.current_device() != self.device.index:
@@ -487,7 +504,7 @@ def add_up(
 ) -> Again | None:
     """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None if it took more than one launch, or the kernel was compiled.
+    None if it took more than one launch, and in the interpreter.
     """
     device = check_device(x=x, out=out, own=own, addend=addend)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
@@ -535,7 +552,8 @@ def add_up(
         for position in itertools.product(*(range(size) for size, _, _ in outer)):
             x_at = sum(i * step for i, (_, step, _) in zip(position, outer, strict=True))
             out_at = sum(i * step for i, (_, _, step) in zip(position, outer, strict=True))
-            _reduce_sum_kernel[(P * -(-Q // BQ),)](
+            launch(
+                *(_reduce_sum_kernel, P * -(-Q // BQ)),
                 x.as_strided((1,), (1,), x.storage_offset() + x_at),
                 out.as_strided((1,), (1,), out.storage_offset() + out_at),
                 *(P, Q, R, x_p, x_q, x_r, out_p, out_q),

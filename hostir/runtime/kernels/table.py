@@ -365,6 +365,8 @@ def _sum_of_few(
 
 # Kernels that may return a function that repeats the call, see `repeating`.
 REPEATABLE: tuple[Kernel, ...] = (*WHOLE.values(), _scaled_matmul_of_either, sum_by_blocks, _sum_of_few)
+# Kernels that launch kernels of Triton, at least for some operands: they can be loaded before a call.
+IN_TRITON: tuple[Kernel, ...] = (*REPEATABLE, *BY_BLOCKS.values(), *PUSHED.values(), *_BY_ROWS.values())
 # Kernels that call cuBLAS, at least for some operands.
 BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, _scaled_matmul_of_either)
 

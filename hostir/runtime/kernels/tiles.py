@@ -84,24 +84,21 @@ class Tile:
     rate_waiting: float | None = None
     early_blocks: int = 0
 
-    def shared_memory(
-        self,
-        itemsize: int,
-        *,
-        descriptors: bool,
-        biased_batch: bool = False,
-        result: int | None = None,
-        adds: bool = False,
-    ) -> int:
-        """Return the bytes of shared memory that it takes for operands of `itemsize` bytes, and results of `result`.
+    @property
+    def unsplit(self) -> Tile:
+        """The same tile as `candidates` returns it: none is split."""
+        return replace(self, split=0, parts=MAX_PARTS, early_blocks=0)
+
+    def shared_memory(self, itemsize: int, *, descriptors: bool, result: int | None = None, adds: bool = False) -> int:
+        """Return the most bytes of shared memory that it takes for operands of `itemsize` bytes, results of `result`.
 
         They are those of the pipeline, of the tile that a TMA store reads, and as many for one to which it `adds`, and
-        of barriers and layout conversions; the latter take more if a bias is added to whole tiles of a batch.
+        of vectors and barriers. Behind the pipeline a tile of float32 sums may change its layout in the same memory.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
-        outgoing = self.m * self.n * (result or itemsize) // (2 if self.halves else 1)
-        changes = _BIASED_BATCH if biased_batch and not self.halves else 0
-        return pipeline + (outgoing * (1 + adds) if descriptors else 0) + _SCRATCH + changes
+        elements = self.m * self.n // (2 if self.halves else 1)
+        outgoing = elements * (result or itemsize) * (1 + adds) if descriptors else 0
+        return max(pipeline, 4 * elements) + outgoing + _VECTORS
 
     def fitting(
         self,
@@ -109,22 +106,21 @@ class Tile:
         shared_memory: int,
         *,
         descriptors: bool,
-        biased_batch: bool = False,
         result: int | None = None,
         adds: bool = False,
     ) -> Tile:
         """Return the same tile with as many of its stages as fit into `shared_memory` bytes, at least one."""
         tile = self
         while tile.stages > 1 and shared_memory < tile.shared_memory(
-            itemsize, descriptors=descriptors, biased_batch=biased_batch, result=result, adds=adds
+            itemsize, descriptors=descriptors, result=result, adds=adds
         ):
             tile = replace(tile, stages=tile.stages - 1)
         return tile
 
 
-# Bytes that the compiler takes for barriers and layout conversions, rounded up: at most 1 KiB was seen.
-_SCRATCH = 2 << 10
-_BIASED_BATCH = 8 << 10
+# Bytes for a vector of scales, a bias or flags of a tile, which changes its layout while the pipeline holds the next
+# tile, and for barriers: at most 1056, of 256 numbers in float32 and 4 stages.
+_VECTORS = 2 << 10
 
 # Tables are ordered by preference: of two tiles with the same estimate, the first wins.
 _TMA_16_BIT = (
@@ -184,11 +180,17 @@ INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
 
 @functools.lru_cache(maxsize=256)
 def candidates(
-    dtype: str, *, descriptors: bool = True, shared_memory: int = 227 << 10, result: int | None = None
+    dtype: str,
+    *,
+    descriptors: bool = True,
+    shared_memory: int = 227 << 10,
+    result: int | None = None,
+    adds: bool = False,
 ) -> tuple[Tile, ...]:
     """Return the tiles worth trying for a dtype, as `Gemm` names it, that fit into `shared_memory` bytes.
 
-    `result` is as in `Gemm`: with wider results than operands, tiles have as many of their stages as fit.
+    `result` is as in `Gemm`. With wider results than operands, or if the product `adds` to what the output holds,
+    tiles have as many of their stages as fit.
 
     Raises ValueError if none fits.
     """
@@ -197,15 +199,10 @@ def candidates(
         tables[dtype] = (_TMA_8_BIT if dtype == "f8" else _TMA_8_BIT_STEPS) if descriptors else _POINTERS_8_BIT
     tiles = tables.get(dtype, _TMA_16_BIT if descriptors else _POINTERS_16_BIT)
     itemsize = Gemm(1, 1, 1, dtype).itemsize
-    if itemsize == 1 and result == 4:
-        # Seen by compiling: of a batch, a piece of 128 columns or more per 4 warps changes its layout in memory of its
-        # own, as large as the piece, before it is stored.
-        tiles = tuple(replace(t, halves=t.n > 64) for t in tiles if t.n <= 32 * t.warps)
-    if result is not None and result > itemsize:
-        tiles = tuple(t.fitting(itemsize, shared_memory, descriptors=descriptors, result=result) for t in tiles)
-    fitting = tuple(
-        t for t in tiles if t.shared_memory(itemsize, descriptors=descriptors, result=result) <= shared_memory
-    )
+    memory: dict[str, Any] = {"descriptors": descriptors, "result": result, "adds": adds}
+    if adds or (result or itemsize) > itemsize:
+        tiles = tuple(t.fitting(itemsize, shared_memory, **memory) for t in tiles)
+    fitting = tuple(t for t in tiles if t.shared_memory(itemsize, **memory) <= shared_memory)
     if not fitting:
         raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
     return fitting

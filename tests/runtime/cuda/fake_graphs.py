@@ -126,6 +126,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "is_current_stream_capturing": lambda: Device.callers_capture or Device.capture is not None,
         "default_stream": lambda device: caller,
         "current_stream": lambda device: Device.current,
+        "synchronize": lambda device: None,
         "set_stream": lambda stream: setattr(Device, "current", stream),
     }
     for name, fake in cuda.items():
@@ -135,6 +136,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_workers", {})
     monkeypatch.setattr(streams, "_taken", Counter())
     monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "_communicating", {})
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(Device.current), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: log.append(("leave", *which)))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -21,19 +22,19 @@ import pytest
 import torch
 
 from hostir.ir.program import Program
-from hostir.ir.types import FLAG
 from hostir.runtime.binding import completed, compute_block
 from hostir.runtime.cuda import machine as cuda
+from hostir.runtime.cuda import memory as cuda_memory
 from hostir.runtime.cuda import onesided as cuda_onesided
 from hostir.runtime.cuda import streams
 from hostir.runtime.cuda.machine import CudaMachine, CudaPlan
-from hostir.runtime.cuda.memory import CREDITS, notes, prepare
+from hostir.runtime.cuda.memory import PeerMemory
 from hostir.runtime.cuda.onesided import CudaOneSided
 from hostir.runtime.groups import Groups
 from hostir.runtime.kernels.aten import add_up
 from hostir.runtime.kernels.table import Kernel, kernel_table
-from hostir.runtime.symmetric import BufferInfo, ExchangeTexts, Offer, SharedMemory
-from hostir.runtime.unroll import ComputeOp, UnrolledProgram, unroll
+from hostir.runtime.symmetric import ExchangeTexts, Offer
+from hostir.runtime.unroll import ComputeOp, unroll
 
 CPU = torch.device("cpu")
 STEPS = 2_000_000
@@ -53,8 +54,9 @@ class Stream:
     def __init__(self, device: object = None) -> None:
         self.tasks: deque[Task] = deque()
         self.copying: Event | None = None
-        self.cuda_stream = len(Gpus.here.streams)
-        Gpus.here.streams.append(self)
+        with Gpus.here.running:
+            self.cuda_stream = len(Gpus.here.streams)
+            Gpus.here.streams.append(self)
 
     def add(self, do: Callable[[], object], may: Callable[[], bool] = lambda: True) -> None:
         self.tasks.append(Task(do, may))
@@ -70,7 +72,7 @@ class Event:
     """A point in a queue."""
 
     def __init__(self, **_: object) -> None:
-        self.reached: list[bool] = []
+        self.reached = [True]
 
     def record(self, stream: Stream) -> None:
         reached = self.reached = list[bool]()
@@ -80,6 +82,9 @@ class Event:
         reached = self.reached
         stream.add(lambda: None, lambda: bool(reached))
 
+    def query(self) -> bool:
+        return bool(self.reached)
+
 
 class InProduct(Event):
     """The begin of a product that stores to peers itself: what starts there may read what is not written."""
@@ -88,12 +93,12 @@ class InProduct(Event):
         raise AssertionError("it would run beside the product")
 
 
-@dataclass
-class Shared:
+class Shared(PeerMemory):
     """Symmetric memory that is the memory of this process."""
 
-    rank: int
-    memory: dict[int, torch.Tensor]
+    def __init__(self, rank: int, memory: dict[int, torch.Tensor]) -> None:
+        super().__init__(CPU, rank)
+        self.memory = memory
 
     @contextmanager
     def offering(self, size: int) -> Iterator[str]:
@@ -106,15 +111,6 @@ class Shared:
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         return {rank: self.memory[rank] for rank in ranks}
 
-    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        prepare(unrolled, memory)
-
-    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        return (BufferInfo(*CREDITS, (1,), FLAG.name),)
-
-    def notes(self, unrolled: UnrolledProgram) -> str:
-        return notes(unrolled)
-
 
 @dataclass
 class Gpus:
@@ -125,6 +121,7 @@ class Gpus:
     waiting: bool = False
     pushes: int = 0  # how many products have stored to peers themselves since ranks were planned last
     current: Stream = field(init=False)
+    running: threading.Lock = field(default_factory=threading.Lock)
 
     def kernels(self) -> Mapping[str, Kernel]:
         """Kernels that run when their stream gets there."""
@@ -150,6 +147,15 @@ class Gpus:
             self.current.copying = InProduct()
 
         return issue
+
+    def synchronize(self, device: torch.device) -> None:
+        """Runs what is in the queues until they are empty; other threads do so too, and raise flags meanwhile."""
+        while any(s.tasks for s in self.streams):
+            with self.running:
+                while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
+                    for stream in ready:
+                        stream.tasks.popleft().do()
+            time.sleep(1e-4)
 
     def run(self, random: Random) -> None:
         """Runs what is in the queues. Fails where nothing can go on."""
@@ -289,15 +295,22 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(streams, "_workers", {})
     monkeypatch.setattr(streams, "_taken", Counter())
+    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "_communicating", {})
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(these.current), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", these.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     # Whatever has been issued holds its tensors: nothing is reused before it has run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(cuda_onesided, "in_batches", these.in_batches)
+    monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
+    for module in (cuda_onesided, cuda_memory):
+        monkeypatch.setattr(module, "in_batches", these.in_batches)
+        monkeypatch.setattr(module, "write", _write)
     monkeypatch.setattr(
         cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
     )
@@ -311,7 +324,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(cuda_onesided.CudaOneSided, "add_up", lambda _, *given, **o: these.later(add_up)(*given, **o))
     monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
     monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
-    monkeypatch.setattr(cuda_onesided, "write", _write)
     return these
 
 

@@ -369,7 +369,7 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
         how(e, a, b, c)
     here = object.__new__(sessions.Session)
     here.members = weakref.WeakSet([e])
-    here.watchdog = types.SimpleNamespace(leave=lambda: None, close=lambda done: None)
+    here.watchdog = types.SimpleNamespace(leave=lambda: None, close=lambda done: None, misaligned="")
     here.groups, here.calls, here.owner = Groups(0, CPU), sessions.Calls(), True
     seen: list[int] = []
     monkeypatch.setattr(sessions, "_current", here)

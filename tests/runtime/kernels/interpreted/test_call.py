@@ -50,13 +50,13 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every launch, from the second of its kind on, goes to this one."""
     recorder = Recorder()
-    original = matmul_call.MatmulLaunch._compile
+    original = matmul_call.MatmulLaunch._interpret
 
-    def compile(self: matmul_call.MatmulLaunch, *tensors: object) -> None:
+    def interpret(self: matmul_call.MatmulLaunch, *tensors: object) -> None:
         original(self, *tensors)
         self.compiled = recorder
 
-    monkeypatch.setattr(matmul_call.MatmulLaunch, "_compile", compile)
+    monkeypatch.setattr(matmul_call.MatmulLaunch, "_interpret", interpret)
     monkeypatch.setattr(matmul_call, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(module, "_calls", {})
@@ -135,7 +135,7 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
 def test_what_does_a_launch_again_passes_the_same_on_the_stream_that_is_current_then(recorder):
     a, b, out = filled([32, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(32, 32).bfloat16()
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"), first=1)
-    assert multiply(a, b, out, ready=flags, tile=SPLIT) is None, "the first launch compiles"
+    assert multiply(a, b, out, ready=flags, tile=SPLIT) is None, "the first one is interpreted"
     again = multiply(a, b, out, ready=flags, tile=SPLIT)
     recorder.current = 5
     again()

@@ -171,7 +171,7 @@ def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, f
     if flags:
         ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1)
         options |= {"ready": ready, "own": own, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
-    assert module.add_up(x, out, 0, **options) is None, "the first launch compiles"
+    assert module.add_up(x, out, 0, **options) is None, "the first one is interpreted"
     (call,) = module._sums.values()
     call.compiled = recorder
     again = module.add_up(x, out, 0, **options)
