@@ -31,8 +31,8 @@ from hostir.check.signature import small_sizes
 from hostir.ir import Program
 from hostir.ir.machine import unrolled_length
 from hostir.lower import STRATEGIES
-from tests.mutants import Mutant
-from tests.mutation import SENT, every_mutant, on_grid, originals, sample, tiny
+from tests.judging.mutants import Mutant
+from tests.judging.mutation import SENT, every_mutant, on_grid, originals, sample, tiny
 
 RANKS = (8, 16, 32, 64)
 SLICES = 64
@@ -93,7 +93,7 @@ def programs() -> list[Program]:
 def compare(mutant: Mutant) -> str:
     """Whether one rank stands for all in a mutant, and what is made of it then."""
     try:
-        program = hi.parse(mutant.text, mutant.of)
+        program = hi.parse(mutant.text, mutant.name)
     except hi.HostIRError:
         return "no program"
     if check_structure(program) or (sizes := small_sizes(program, {})) is None:
@@ -103,7 +103,7 @@ def compare(mutant: Mutant) -> str:
         return "ranks differ"
     wrong, all_wrong = bool(findings_of(program, order)), bool(analyse(program, sizes, 2).findings)
     if wrong != all_wrong:
-        print(f"{mutant.of}: {mutant.what}: one rank says {wrong}, all say {all_wrong}", flush=True)
+        print(f"{mutant.name}: {mutant.change}: one rank says {wrong}, all say {all_wrong}", flush=True)
         return "DIFFERENT"
     return "both wrong" if wrong else "both right"
 

@@ -3,14 +3,14 @@
     python -m benchmarks.judge --programs 100                                    a first look
     python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all right programs
     python -m benchmarks.judge --programs 0 --mutants 4000 --calls-by-hand 0     mutants of compiled programs
-    python -m benchmarks.judge --programs 100 --promise one_stream               with a checker that believes too much
+    python -m benchmarks.judge --programs 100 --promise one_stream               with a checker that assumes too much
 
-Random programs that the checker accepts and that have no synchronisation to spare (`tests/random_programs.py`), the
-hand-written ones of `tests/cases/counterexamples`, and what the compiler makes of every pattern (`tests/mutation.py`),
-run on processes (`tests/real_ranks.py`). Each call's outputs must have the bits that simulated ranks give in program
-order. So must those of the mutants of compiled programs (`tests/mutants.py`) that the checker accepts: an order that it
-believes in, and that processes do not keep, shows there too. Their verdicts can be kept as those of
-`benchmarks.mutation`, so that a later call, with the same file, goes on.
+The programs run on processes (`tests/judging/real_ranks.py`). They are random programs that the checker accepts, with
+little synchronisation (`tests/judging/random_programs.py`), the hand-written programs of
+`tests/cases/counterexamples`, and every pattern, lowered (`tests/judging/mutation.py`). Outputs must have the bits that
+simulated ranks give in program order. So must outputs of the mutants (`tests/judging/mutants.py`) that the checker
+accepts: if the checker assumes an order that processes do not guarantee, they go wrong. Their verdicts can be kept in
+a file, as in `benchmarks.mutation`, and a later call with the same file continues.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from benchmarks.harness import table, write
 from benchmarks.mutation import Kept, begin, comment, digest
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from tests import mutation
-from tests.mutants import Mutant
-from tests.mutation import every_mutant, originals, sample
-from tests.random_programs import Accepts, accepted, loosened
-from tests.real_ranks import CALLS, Case, judged
+from tests.judging import mutation
+from tests.judging.mutants import Mutant
+from tests.judging.mutation import every_mutant, originals, sample
+from tests.judging.random_programs import Accepts, accepted, loosened
+from tests.judging.real_ranks import CALLS, Case, judged
 
 HAND_WRITTEN = Path(__file__).parents[1] / "tests" / "cases" / "counterexamples"
 SIZES = {"five_rounds": {"N": 10}}
@@ -76,16 +76,16 @@ class Done:
 
 def tried(work: Work) -> Done:
     """Draws the programs of some seeds, and runs those that are accepted."""
-    believed = contextlib.nullcontext()
+    assumed = contextlib.nullcontext()
     accepts: Accepts = accepted
     if work.promise:
-        from tests.promises import PROMISES
+        from tests.judging.promises import PROMISES
 
-        believed, accepts = PROMISES[work.promise].believed(), PROMISES[work.promise].accepts
+        assumed, accepts = PROMISES[work.promise].assumed(), PROMISES[work.promise].accepts
     seeds = range(work.first, work.first + work.count)
     drawn = [(seed, loosened(seed, work.ranks, accepts)) for seed in seeds]
     cases = [Case(program, seed, work.calls) for seed, program in drawn if program is not None]
-    with believed:
+    with assumed:
         verdicts = judged(cases, work.patience)
     wrong = [(f"seed {v.case.seed} on {work.ranks} ranks: {v}", str(v.case.program)) for v in verdicts if v.wrong]
     return Done(work, len(cases), wrong)
@@ -163,7 +163,7 @@ def of_mutants(some: Sequence[Mutant], calls: int, patience: float) -> list[tupl
     cases: dict[Mutant, Case] = {}
     for mutant in some:
         try:
-            program = hi.parse(mutant.text, mutant.of)
+            program = hi.parse(mutant.text, mutant.name)
         except HostIRError:
             found.append((mutant, None))
             continue
@@ -196,8 +196,9 @@ def mutated(given: argparse.Namespace) -> list[mutation.Verdict]:
 
 def by_kind(verdicts: Sequence[mutation.Verdict], calls: int) -> list[list[str]]:
     """A row for each kind of edit, and one for all."""
-    kinds = sorted({v.mutant.kind for v in verdicts})
-    groups = [("all mutants", verdicts), *((kind, [v for v in verdicts if v.mutant.kind == kind]) for kind in kinds)]
+    kinds = sorted({v.mutant.operator for v in verdicts})
+    by_operator = ((kind, [v for v in verdicts if v.mutant.operator == kind]) for kind in kinds)
+    groups = [("all mutants", verdicts), *by_operator]
     rows = []
     for name, group in groups:
         run = sum(not v.findings for v in group)
@@ -242,7 +243,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--patience", type=float, default=20.0, help="seconds that a communication may stand still")
-    options.add_argument("--promise", default="", help="one of tests/promises.py, which the checker believes")
+    options.add_argument("--promise", default="", help="one of tests/judging/promises.py, which the checker assumes")
     options.add_argument("--keep", type=Path, default=Path("/tmp/judge"), help="folder for what goes wrong")
     options.add_argument("--out", type=Path, help="writes .json and .md there")
     chosen = options.parse_args(given)
@@ -272,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> int:
         verdicts = mutated(chosen)
         rows = by_kind(verdicts, chosen.calls)
         for v in (v for v in verdicts if v.guilt):
-            said = f"mutant {digest(v.mutant.text)} of {v.mutant.of}: {v.mutant.what}: {v.guilt}"
+            said = f"mutant {digest(v.mutant.text)} of {v.mutant.name}: {v.mutant.change}: {v.guilt}"
             keep(chosen.keep, said, v.mutant.text)
             failures.append(said)
         texts.append(table(["edit", "mutants", "refused", "accepted and run", "calls", "wrong"], rows))

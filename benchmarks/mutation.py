@@ -3,8 +3,8 @@
     python -m benchmarks.mutation --limit 400                                        a first look, in minutes
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
 
-A mutant is a right program with one edit (`tests/mutants.py`). The checker should reject every one that the simulated
-ranks convict (`tests/mutation.py`), and none of the programs that the mutants were made from.
+A mutant is a correct program with one edit (`tests/judging/mutants.py`). The checker should reject every mutant that
+the simulated ranks show to be wrong (`tests/judging/mutation.py`), and accept all original programs.
 
 All of them take more than an hour on one core. Verdicts that are kept are not judged again, so the work can be split
 over several calls, also on other machines with the same sources, of which the last one prints the table of all:
@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tests.mutants import Mutant
-from tests.mutation import OUTCOMES, Verdict, edited_twice, every_mutant, judge, originals, sample, subject
+from tests.judging.mutants import Mutant
+from tests.judging.mutation import OUTCOMES, Verdict, edited_twice, every_mutant, judge, originals, sample, subject
 
 ROOT = Path(__file__).parents[1]
 ORIGINAL = "unchanged"  # the kind of the programs that the mutants are made from
@@ -114,7 +114,7 @@ def digest(text: str) -> str:
 
 def digest_of_sources() -> str:
     """Of all that a verdict depends on."""
-    paths = [*(ROOT / "hostir").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    paths = [path for folder in ("hostir", "examples", "tests/judging") for path in (ROOT / folder).rglob("*.py")]
     return digest("".join(path.read_text() for path in sorted(paths)))
 
 
@@ -123,7 +123,7 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
     """How many of each outcome, by kind of edit, and in all."""
     kinds: dict[str, Counter[str]] = {}
     for verdict in verdicts:
-        kinds.setdefault(verdict.mutant.kind, Counter())[verdict.outcome] += 1
+        kinds.setdefault(verdict.mutant.operator, Counter())[verdict.outcome] += 1
     changed = [count for kind, count in kinds.items() if kind != ORIGINAL]
     return {
         "all mutants": sum(changed, Counter()),
@@ -144,7 +144,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
         for kind, n in counted(verdicts).items()
     ]
     doubts = Counter(
-        (v.outcome, subject(v.findings[0]), v.mutant.kind) for v in verdicts if v.outcome in ("benign", "unfounded")
+        (v.outcome, subject(v.findings[0]), v.mutant.operator) for v in verdicts if v.outcome in ("benign", "unfounded")
     )
     return "\n\n".join(
         [
@@ -167,8 +167,9 @@ def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
         if v.outcome not in ("missed", "benign", "unfounded"):
             continue
         digest = hashlib.sha256(v.mutant.text.encode()).hexdigest()[:8]
-        path = folder / v.outcome.replace(" ", "_") / f"{v.mutant.kind.replace(' ', '_')}-{v.mutant.of}-{digest}.hir"
-        said = [f"{v.mutant.kind}: {v.mutant.what}", *filter(None, [v.guilt]), *v.findings]
+        file = f"{v.mutant.operator.replace(' ', '_')}-{v.mutant.name}-{digest}.hir"
+        path = folder / v.outcome.replace(" ", "_") / file
+        said = [f"{v.mutant.operator}: {v.mutant.change}", *filter(None, [v.guilt]), *v.findings]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(comment("\n".join(said)) + v.mutant.text)
         paths.append(path)
@@ -240,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out and not missing:
         write(given.out, text, verdicts, environment(given, time.perf_counter() - begun))
     right = {"innocent"}
-    return int(any(v.outcome == "missed" or (v.mutant.kind == ORIGINAL and v.outcome not in right) for v in verdicts))
+    rejected = (v.mutant.operator == ORIGINAL and v.outcome not in right for v in verdicts)
+    return int(any(v.outcome == "missed" for v in verdicts) or any(rejected))
 
 
 if __name__ == "__main__":

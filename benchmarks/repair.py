@@ -3,8 +3,9 @@
     python -m benchmarks.repair --limit 60                               a first look
     python -m benchmarks.repair --out benchmarks/results/repair          all of them
 
-A repair should chain no more work than the program that was right (`hostir check --fix`, `tests/mutation.py`). Each
-one that chains more, and each program that was not repaired, is printed and stands below the table.
+A repair (`hostir check --fix`) should not have a longer chain of work than the original program
+(`tests/judging/mutation.py`). The benchmark prints each repair with a longer chain and each program that was not
+repaired, and lists them below the table.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from hostir.check.proof import analyse
 from hostir.check.repair import longest_chain, repair
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from tests.mutants import Mutant, mutants
-from tests.mutation import originals
+from tests.judging.mutants import Mutant, mutants
+from tests.judging.mutation import originals
 
 SYNCHRONISATIONS = ("fork", "join", "synchronize", "wait", "wait_signal", "signal", "barrier", "ready")
 
@@ -54,14 +55,14 @@ def broken(programs: Sequence[Program]) -> Iterator[tuple[Program, Mutant]]:
     """Every mutant of these programs with one synchronisation less, with the program that it was made from."""
     kinds = {f"delete {name}" for name in SYNCHRONISATIONS}
     for program in programs:
-        yield from ((program, mutant) for mutant in mutants(program) if mutant.kind in kinds)
+        yield from ((program, mutant) for mutant in mutants(program) if mutant.operator in kinds)
 
 
 def repaired(original: Program, mutant: Mutant) -> Repaired:
     """The repair of a mutant, read back from its text."""
     before, start = chain(original), time.perf_counter()
     try:
-        after = hi.parse(str(repair(hi.parse(mutant.text, mutant.of))), mutant.of)
+        after = hi.parse(str(repair(hi.parse(mutant.text, mutant.name))), mutant.name)
     except HostIRError as refused:
         return Repaired(mutant, before, -1, time.perf_counter() - start, refused.diagnostics[0].message)
     seconds = time.perf_counter() - start
@@ -86,15 +87,15 @@ def main() -> None:
     every = list(broken(originals()))
     if given.limit:
         every = Random(0).sample(every, min(given.limit, len(every)))
-    counts = {kind: Counter[str]() for kind in sorted({mutant.kind for _, mutant in every})}
+    counts = {kind: Counter[str]() for kind in sorted({mutant.operator for _, mutant in every})}
     slowest, bad = 0.0, list[str]()
     for original, mutant in every:
         found = repaired(original, mutant)
         slowest = max(slowest, found.seconds)
-        counts[mutant.kind]["as short" if found.good else "longer" if found.after >= 0 else "not repaired"] += 1
+        counts[mutant.operator]["as short" if found.good else "longer" if found.after >= 0 else "not repaired"] += 1
         if not found.good:
             end = found.why or f"the longest chain grows from {found.before} to {found.after}"
-            bad.append(f"@{mutant.of} {mutant.what}: {end}")
+            bad.append(f"@{mutant.name} {mutant.change}: {end}")
             print(bad[-1], flush=True)
     outcomes = ("as short", "longer", "not repaired")
     total = {"all": sum(counts.values(), Counter[str]())}

@@ -1,4 +1,4 @@
-"""What all tests share: golden files, the settings of hypothesis, and GPUs that a test may need."""
+"""Golden files, settings of hypothesis, the order of tests, and GPUs that tests need."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.golden import Golden
 
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
-# `make test` runs those marked `alone` at the end, and looks for them in these files only.
+# `make test` runs tests marked `alone` at the end, and looks for them in these files only.
 ALONE = {TESTS / "runtime" / f"test_{name}.py" for name in ("processes", "torchrun")}
 
-# The same draws every time, so that a change is blamed for what it breaks and for nothing else. Fresh ones, to look for
-# what nobody has found yet: pytest --hypothesis-profile=fresh
+# The draws are the same every time, so that a failure is the fault of the change. For new draws:
+# pytest --hypothesis-profile=fresh
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
@@ -28,19 +28,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def golden(pytestconfig: pytest.Config) -> Golden:
-    """``golden("lower/ag_matmul.hir", text)`` holds the text against tests/cases/lower/ag_matmul.hir."""
+    """``golden("lower/ag_matmul.hir", text)`` compares the text with tests/cases/lower/ag_matmul.hir."""
     return Golden(TESTS / "cases", accept=pytestconfig.getoption("accept"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that no worker begins it when the others have nothing left to do."""
+    """Put slow tests first, so that no worker starts one when the others have nothing left to do."""
     if lost := [item.nodeid for item in items if item.get_closest_marker("alone") and item.path not in ALONE]:
         raise pytest.UsageError(f"'make test' runs tests marked 'alone' of {len(ALONE)} files only: {', '.join(lost)}")
     items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("torchrun")))
 
 
 def pytest_collection_finish() -> None:
-    """Have the garbage collector look at new objects seldom, never at modules: it took a sixth of the time."""
+    """Let the garbage collector run seldom and skip modules: it took a sixth of the time."""
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
 
@@ -48,19 +48,19 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not item.path.is_relative_to(TESTS / "gpu"):
         return
-    import torch  # here, because most runs have no test that needs it
+    import torch  # imported here, because most runs do not need it
 
     marker = item.get_closest_marker("gpus")
     needed = marker.args[0] if marker else 1
-    found = torch.cuda.device_count()
-    if found < needed:
-        pytest.skip(f"{NO_GPU}: needs {needed}, found {found}")
+    available = torch.cuda.device_count()
+    if available < needed:
+        pytest.skip(f"{NO_GPU}: needs {needed}, found {available}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
     if skipped:
         message = (
-            f"NOT RUN: {len(skipped)} tests under tests/gpu, {NO_GPU}; run `pytest tests/gpu` on a machine that has one"
+            f"NOT RUN: {len(skipped)} tests under tests/gpu, {NO_GPU}; run `pytest tests/gpu` on a machine with GPUs"
         )
         terminalreporter.write_line(message, yellow=True, bold=True)

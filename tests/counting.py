@@ -1,4 +1,4 @@
-"""How much work something is, as a number that is the same on every machine: the functions that it calls."""
+"""The work of a function as a number that is the same on every machine: the number of function calls."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def calls_of(work: Callable[[], Any]) -> int:
-    """How many functions some work calls, those of the interpreter among them."""
+    """Return the number of functions that `work` calls, including functions of the interpreter."""
     count = 0
 
-    def tell(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(tell)
+    sys.setprofile(count_call)
     try:
         work()
     finally:

@@ -1,11 +1,11 @@
-"""Makes the changes of a page in a copy of hostir. A change is anchored by a name, never by a line or a file.
+"""Makes the changes of a page in a copy of hostir. A change is anchored by a name, not by a line or a file.
 
-    ```python after NAME     definitions that come after a class, function, method or table
+    ```python after NAME     definitions after a class, function, method or table
     ```python in NAME        methods of a class, or entries of a table
     ```python import NAME    names of other modules, which the module that defines NAME imports
 
-NAME is defined once in hostir, or is written as `module.NAME`. Whatever a module already has is skipped. So a page
-still runs for somebody who has followed it.
+NAME must be defined once in hostir, or be written as `module.NAME`. Changes that a module already has are skipped, so a
+page still runs for somebody who has followed it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Anchor(NamedTuple):
 
 def definitions(body: list[ast.stmt]) -> dict[str, DEFINITION]:
     """Return the classes, functions and variables that statements define. The first definition of a name counts."""
-    found: dict[str, DEFINITION] = {}
+    by_name: dict[str, DEFINITION] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.setdefault(node.name, node)
+            by_name.setdefault(node.name, node)
         elif isinstance(node, TABLE):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
-                found.setdefault(ast.unparse(target), node)
-    return found
+                by_name.setdefault(ast.unparse(target), node)
+    return by_name
 
 
 def anchors(root: Path, name: str) -> Iterator[Anchor]:
@@ -58,10 +58,12 @@ def anchors(root: Path, name: str) -> Iterator[Anchor]:
 
 def anchor(root: Path, name: str) -> Anchor:
     """Return the definition called `name`. Fails unless there is exactly one."""
-    found = list(anchors(root, name))
-    paths = [str(each.path.relative_to(root)) for each in found]
-    assert len(found) == 1, f"a page changes hostir at {name!r}, which must be defined once; it is defined in {paths}"
-    return found[0]
+    candidates = list(anchors(root, name))
+    paths = [str(candidate.path.relative_to(root)) for candidate in candidates]
+    assert len(candidates) == 1, (
+        f"a page changes hostir at {name!r}, which must be defined once; it is defined in {paths}"
+    )
+    return candidates[0]
 
 
 def edit(root: Path, verb: str, name: str, text: str) -> None:
@@ -70,7 +72,7 @@ def edit(root: Path, verb: str, name: str, text: str) -> None:
     source = at.path.read_text(encoding="utf-8")
     text = textwrap.dedent(text)
     if verb == "import":
-        sources = {each: anchor(root, each).path for each in text.split()}
+        sources = {word: anchor(root, word).path for word in text.split()}
         text = "".join(f"from {_dotted(root, path)} import {n}\n" for n, path in sources.items() if path != at.path)
     change = {"after": _after, "in": _inside, "import": _imported}[verb]
     at.path.write_text(change(at, source, text), encoding="utf-8")
@@ -128,7 +130,7 @@ def _offset(source: str, node: ast.stmt | ast.expr) -> int:
 
 
 def _last_definition(node: ast.ClassDef) -> ast.FunctionDef:
-    return [each for each in node.body if isinstance(each, ast.FunctionDef)][-1]
+    return [statement for statement in node.body if isinstance(statement, ast.FunctionDef)][-1]
 
 
 def _keys(table: ast.expr) -> list[ast.expr]:
@@ -138,4 +140,4 @@ def _keys(table: ast.expr) -> list[ast.expr]:
 def _names(body: list[ast.stmt]) -> Iterator[ast.alias]:
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (ast.alias(each.name, each.asname) for each in node.names)
+            yield from (ast.alias(alias.name, alias.asname) for alias in node.names)

@@ -1,4 +1,4 @@
-"""Golden files: what a test expects, kept as a file under tests/cases that people read and review."""
+"""Golden files: expected texts of tests, kept as files under tests/cases that people review."""
 
 from __future__ import annotations
 

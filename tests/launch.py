@@ -1,11 +1,10 @@
-"""Runs commands in processes forked from one that has imported torch, triton and hostir for all of them.
+"""Runs commands in processes that are forked from a server that has imported torch, triton and hostir.
 
-`begin` starts one command, or the ranks of a job, whose store it holds; `launch` waits until they end. Most commands of
-tests take less time than the imports.
+`begin` starts one command, or the ranks of a job and their store. `launch` waits until they end. Most commands of tests
+take less time than the imports.
 
-A process begins as `python COMMAND...` would, apart from the modules that are there already, and looks for garbage
-less often. Where tests are about the start itself (imports, torchrun, the commands of the README) they start processes
-anew.
+A process starts like `python COMMAND...`, but some modules are already imported, and garbage is collected less often.
+Tests of the start itself (imports, torchrun, the commands of the README) start new processes.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-GRACE = 20  # seconds that ranks have to end by themselves, once one has failed
-LONGEST = 1 << 20  # bytes of a request
+GRACE = 20  # seconds until the other ranks are killed, after one has failed
+MAX_REQUEST_BYTES = 1 << 20
 
 
 class Job:
-    """A command that runs, or the ranks of a job; used as `subprocess.Popen` is.
+    """A running command, or the ranks of a job, with the methods of `subprocess.Popen`.
 
     Fields:
-        returncode: None until `communicate` has seen the end; then the first exit code that is not 0, negative if a
-            signal ended that process.
+        returncode: None until `communicate` returns; then 0 or the first other exit code, negative if a signal ended
+            that process.
     """
 
     def __init__(self, ranks: int, command: tuple[str, ...], env: Mapping[str, str], cwd: Path) -> None:
-        self.args, self.returncode, self._said = command, None, ("", "")
-        self._printed = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115, closed when the end is known
+        self.args, self.returncode, self._output = command, None, ("", "")
+        self._printed = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115, closed in communicate
         self._ends, theirs = socket.socketpair()
         request = {"ranks": ranks, "command": command, "env": dict(env), "cwd": str(cwd)}
         with theirs:
@@ -54,23 +53,23 @@ class Job:
         self._group = int(group)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; what was printed to stdout and to stderr.
+        """Wait for the end and return stdout and stderr.
 
         Raises:
-            subprocess.TimeoutExpired: it did not end within so many seconds.
+            subprocess.TimeoutExpired: it did not end within `timeout` seconds.
         """
         if self.returncode is not None:
-            return self._said
+            return self._output
         self._ends.settimeout(timeout)
         try:
             code = self._ends.recv(64)
         except TimeoutError:
-            printed = (text.encode() for text in self._read())  # as of Popen
+            printed = (text.encode() for text in self._read())  # bytes, as in Popen
             raise subprocess.TimeoutExpired(self.args, timeout or 0, *printed) from None
-        self.returncode, self._said = int(code or -signal.SIGKILL), self._read()
-        for each in (self._ends, *self._printed):
-            each.close()
-        return self._said
+        self.returncode, self._output = int(code or -signal.SIGKILL), self._read()
+        for file in (self._ends, *self._printed):
+            file.close()
+        return self._output
 
     def _read(self) -> tuple[str, str]:
         for file in self._printed:
@@ -79,37 +78,37 @@ class Job:
         return out, err
 
     def kill(self) -> None:
-        """End all that is left of it."""
+        """Kill all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGKILL)
 
 
 def python_path(*folders: Path) -> str:
-    """Return a PYTHONPATH: `folders`, the repository, and then the caller's own, where its modules may lie."""
+    """Return a PYTHONPATH: `folders`, the repository, and the PYTHONPATH of this process."""
     return os.pathsep.join(filter(None, [*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the variables of a process that a test starts: the caller's, the repository's modules, one thread."""
+    """Return the environment of a process that a test starts: the repository's modules, and one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **more}
 
 
 def begin(*command: str, env: Mapping[str, str], ranks: int = 0, cwd: Path = ROOT) -> Job:
-    """Start `python COMMAND...`: a script, `-m MODULE` or `-c CODE`, and its arguments; as so many ranks, if any."""
+    """Start `python COMMAND...`: a script, `-m MODULE` or `-c CODE`, with arguments; on ranks if `ranks` > 0."""
     return Job(ranks, command, env, cwd)
 
 
 def launch(
     ranks: int, *command: str, env: Mapping[str, str], timeout: float, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """A job of so many ranks, or one process where that is 0, until its end. None of it is left."""
+    """Run a job of several ranks, or one process if `ranks` is 0, until it ends; kill all that is left."""
     job = begin(*command, env=env, ranks=ranks, cwd=cwd)
     try:
-        printed, said = job.communicate(timeout)
+        out, err = job.communicate(timeout)
     finally:
         job.kill()
         job.communicate()
-    return subprocess.CompletedProcess(command, job.returncode, printed, said)
+    return subprocess.CompletedProcess(command, job.returncode, out, err)
 
 
 def free_port() -> int:
@@ -120,7 +119,7 @@ def free_port() -> int:
 
 @cache
 def _server(interpret: str | None) -> socket.socket:
-    """Where requests go. The server ends when nobody holds this end; Triton looks at its variable when imported."""
+    """Start the server and return the socket for requests; `interpret` is TRITON_INTERPRET, read on import."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = environment() | ({"TRITON_INTERPRET": interpret} if interpret else {})
     command = [sys.executable, __file__, str(theirs.fileno())]
@@ -134,10 +133,10 @@ def _server(interpret: str | None) -> socket.socket:
 
 
 # In the server ----------------------------------------------------------------------------------------------------
-def served(requests: socket.socket) -> tuple[dict[str, Any], socket.socket]:
-    """Forks for every request, and returns it in the fork, with the end that is to be told how the job ended."""
+def serve(requests: socket.socket) -> tuple[dict[str, Any], socket.socket]:
+    """Fork for every request; return, in the fork, the request and the socket for the exit code."""
     while True:
-        request, fds, _, _ = socket.recv_fds(requests, LONGEST, 3)
+        request, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
         if not request:
             os._exit(0)
         with contextlib.suppress(ChildProcessError):
@@ -155,8 +154,8 @@ def served(requests: socket.socket) -> tuple[dict[str, Any], socket.socket]:
     return json.loads(request), socket.socket(fileno=fds[0])
 
 
-def forked(ranks: int, port: int) -> set[int]:
-    """The processes of the ranks; nothing in each of these, whose environment says which it is."""
+def fork_ranks(ranks: int, port: int) -> set[int]:
+    """Fork the ranks and return their process ids; return an empty set in each rank, after setting its environment."""
     job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     children = set()
@@ -168,8 +167,8 @@ def forked(ranks: int, port: int) -> set[int]:
     return children
 
 
-def ended(children: set[int]) -> int:
-    """Waits for all: the first exit code that is not 0. Once one has failed, the others have `GRACE` left."""
+def wait_for(children: set[int]) -> int:
+    """Wait for all processes and return the first exit code that is not 0; after a failure, kill them in `GRACE` s."""
     failed, last = 0, float("inf")
     while children:
         child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
@@ -186,12 +185,12 @@ def ended(children: set[int]) -> int:
     return failed
 
 
-def supervised(ranks: int, ends: socket.socket) -> None:
-    """Returns in each process of the job. The one that began waits for them and says how they ended."""
+def supervise(ranks: int, ends: socket.socket) -> None:
+    """Fork the processes of a job and return in each; the first process waits for them and sends the exit code."""
     ends.send(str(os.getpid()).encode())
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    children = forked(ranks, port) if ranks else {os.fork()} - {0}  # before the store has threads
+    children = fork_ranks(ranks, port) if ranks else {os.fork()} - {0}  # before the store has threads
     if not children:
         ends.close()
         listening.close()
@@ -202,14 +201,14 @@ def supervised(ranks: int, ends: socket.socket) -> None:
         _store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-    ends.send(str(ended(children)).encode())
+    ends.send(str(wait_for(children)).encode())
     os._exit(0)
 
 
 def main() -> None:
     import networkx  # noqa: F401
     import pytest  # noqa: F401
-    import torch._inductor.config  # which torch.use_deterministic_algorithms imports: more than a second
+    import torch._inductor.config  # torch.use_deterministic_algorithms imports it, which takes more than a second
     import torch.distributed.checkpoint  # noqa: F401
 
     import examples.patterns  # noqa: F401
@@ -220,15 +219,15 @@ def main() -> None:
     import hostir.torch  # noqa: F401
     from hostir.ir.parser import tree_of
 
-    tree_of("hostir 1\nmesh @one [rank] = 0\nfusion @none() -> () {\n}\n", "")  # makes the parser, once for all
+    tree_of("hostir 1\nmesh @one [rank] = 0\nfusion @none() -> () {\n}\n", "")  # builds the parser
     gc.collect()
-    gc.freeze()  # or each fork copies all pages when it ends
-    gc.set_threshold(50_000, 10, 10)  # as in tests/conftest.py; it took a tenth of the time of ranks
-    request, ends = served(socket.socket(fileno=int(sys.argv[1])))
+    gc.freeze()  # otherwise each fork copies all pages when it ends
+    gc.set_threshold(50_000, 10, 10)  # as in tests/conftest.py: it saves a tenth of the time of ranks
+    request, ends = serve(socket.socket(fileno=int(sys.argv[1])))
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    supervised(request["ranks"], ends)
+    supervise(request["ranks"], ends)
     if "PYTHONWARNINGS" in os.environ:
         warnings.simplefilter(os.environ["PYTHONWARNINGS"])  # type: ignore[arg-type]
     first, *rest = request["command"]

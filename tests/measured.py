@@ -1,4 +1,4 @@
-"""What was measured: the results that each benchmark has, and the tables that pages make of them."""
+"""Results of benchmarks: the files of each benchmark, and the tables that pages show."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.scores import cell, cells, in_order
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-MACHINE = "2xH100"  # whose results the page on speed shows
+MACHINE = "2xH100"  # the machine of the results in docs/performance.md
 MAIN = 'if __name__ == "__main__":'
 
-# The results of each benchmark, as they are called but for ranks and dtypes.
+# The names of each benchmark's results, without ranks and dtypes.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "allgather_matmul": ("allgather_matmul",),
     "arrivals": ("arrivals",),
@@ -44,30 +44,30 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "torch_operators": ("torch_operators",),
 }
 OTHERS = {
-    "chart": "draws the results of others",
-    "on_eight": "runs others; on 8 GPUs it has not been run",
+    "chart": "draws the results of other benchmarks",
+    "on_eight": "runs other benchmarks; it has not been run on 8 GPUs",
     "profile": "draws [pictures](../../docs/images) of kernels",
 }
 
 
 def started() -> list[str]:
-    """The modules of benchmarks that can be started."""
+    """Return the names of the benchmarks that can be started."""
     return sorted(file.stem for file in ROOT.glob("benchmarks/*.py") if MAIN in file.read_text())
 
 
 def files_of(name: str) -> list[Path]:
-    """The committed results of a name, of all ranks, dtypes and machines."""
+    """Return the committed results of a name, for all ranks, dtypes and machines."""
     known = re.compile(re.escape(name) + r"(_(f16|f32))?(_\d+)?\.json")
     return sorted(file for file in RESULTS.rglob("*.json") if known.fullmatch(file.name))
 
 
 def stamp(file: Path) -> str:
-    """When, of which commit and where results were made, from the second paragraph of their table."""
+    """Return the date, commit and machine of results, from the second paragraph of their table."""
     return file.with_suffix(".md").read_text().split("\n\n")[1]
 
 
 def overview() -> str:
-    """The page that lists all results."""
+    """Return the page that lists all results."""
     lines = []
     for benchmark in started():
         for name in NAMES.get(benchmark, ()):
@@ -87,7 +87,7 @@ Rows = list[dict[str, Any]]
 
 
 def compiled_ratios(rows: Rows) -> list[float]:
-    """Return the time of the fastest peer issued alike, divided by the time of `hi.compile`, for each row."""
+    """Return the time of the fastest peer in the same mode, divided by the time of `hi.compile`, for each row."""
     return [row["alike_us"] / row["ours_us"] for row in rows if row.get("alike_us") and row["ours_us"]]
 
 
@@ -103,7 +103,7 @@ def faster(ratios: list[float]) -> int:
 
 
 def compared(data: dict[str, Any]) -> str:
-    """Compares `hi.compile` with the peers."""
+    """Return the table that compares `hi.compile` with the peers."""
     rows = in_order(data["rows"])
     dropped = {"floor us", "error", "must reach", "goal", "met"}
     lines = [{name: text for name, text in cells(row).items() if name not in dropped} for row in rows]
@@ -114,8 +114,8 @@ def compared(data: dict[str, Any]) -> str:
     ratios = compiled_ratios(rows)
     if not ratios:
         return text
-    said = f"`hi.compile` is faster than the best peer issued alike in {faster(ratios)} of {len(rows)} rows"
-    return f"{text}\n\n{said}; the median is {median(ratios):.2f} x."
+    sentence = f"`hi.compile` is faster than the best peer issued alike in {faster(ratios)} of {len(rows)} rows"
+    return f"{text}\n\n{sentence}; the median is {median(ratios):.2f} x."
 
 
 SUMMARY: Mapping[str, str] = {
@@ -151,22 +151,22 @@ def summary(results: Path = RESULTS / MACHINE) -> str:
 
 
 def functions(data: dict[str, Any]) -> str:
-    """The functions of hostir.torch against the peers, by mode."""
+    """Return the table that compares the functions of hostir.torch with the peers, by mode."""
     rows = in_order(data["rows"])
     lines = [{n: t for n, t in cells(row).items() if not n.startswith(("floor", "must", "met"))} for row in rows]
     text = table([*lines[0]], [[*line.values()] for line in lines])
     if left := data["not_measured"]:
         text += f"\n\nNot measured, as time was short: {', '.join(left)}."
-    said = []
+    summaries = []
     for mode in rows[0]["modes"]:
         if ratios := mode_ratios(rows, mode):
-            found = f"faster than the best peer in {faster(ratios)} of {len(rows)} rows"
-            said.append(f"{mode}: {found}, median {median(ratios):.2f} x")
-    return f"{text}\n\n{'; '.join(said)}."
+            count = f"faster than the best peer in {faster(ratios)} of {len(rows)} rows"
+            summaries.append(f"{mode}: {count}, median {median(ratios):.2f} x")
+    return f"{text}\n\n{'; '.join(summaries)}."
 
 
 def blocks(data: dict[str, Any]) -> str:
-    """Steps of a block of Llama-3."""
+    """Return the table of the steps of a Llama-3 block."""
     lines = []
     for row in data["rows"]:
         for name, way in row["ways"].items():
@@ -179,7 +179,7 @@ def blocks(data: dict[str, Any]) -> str:
 
 
 def hosts(data: dict[str, Any]) -> str:
-    """Host times beside those of the same calls by hand."""
+    """Return the table of host times, beside the same calls by hand."""
     rows = data["results"]
     lines = [[r["what"], cell(r["ours us"], 0), cell(r.get("by hand us"), 0), cell(r.get("ratio"))] for r in rows]
     return table(["what", "hostir us", "by hand us", "ratio"], lines)
@@ -197,7 +197,7 @@ SUMMARISED = re.compile(r"(?<=<!-- measured -->\n).*?(?=\n<!-- end -->)", re.DOT
 
 
 def filled(page: str, results: Path = RESULTS / MACHINE) -> str:
-    """A page with the table of each result that it marks; `Not measured.` where there is none."""
+    """Return a page with the table of each result that it marks, or `Not measured.` if there is no result."""
 
     def text(mark: re.Match[str]) -> str:
         file = results / f"{mark[1]}.json"

@@ -1,18 +1,19 @@
 """Runs the code of a Markdown page as a reader would, from the top.
 
-    ```python              runs; the blocks of a page share their names
-    ```python FILE         is a part of that file, which has tests of its own
+    ```python              runs; the blocks of a page share their variables
+    ```python FILE         is a part of that file, which has its own tests
     ```python VERB NAME    changes hostir (tests/edits.py): the page runs with a changed copy
-    ```output              is what the block before it prints
-    ```hir                 is a program that checks
+    ```output              is the output of the block before it
+    ```hir                 is a program that the checker accepts
     ```hir NAME            is the case tests/cases/findings/NAME.hir, without its comments
-    ```finding             is what is found in the case before it
+    ```finding             is the output of the checker for the case before it
     ```console             holds commands after `$ ` and, optionally, their output
     ```text                is not run
 
-`hostir` and the ranks of torchrun are forked from a process that has imported torch (tests/launch.py); the test of
-`make demo` starts the same commands anew. In outputs `...` stands for anything. The commands of a block with `gpu`
-behind its language need GPUs and are only looked at; so are those of make, which runs the tests.
+`hostir` and the ranks of torchrun are forked from a process that has imported torch (tests/launch.py). The test of
+`make demo` starts the same commands in new processes. In outputs, `...` stands for any text. Commands of `make`, which
+runs the tests, and commands of a block with `gpu` after its language are not run; only their options and files are
+checked.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.launch import launch, python_path
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {"python", "output", "hir", "finding", "console", "text"}
-COMMAND = re.compile(  # one that needs no shell and starts nothing but hostir
+COMMAND = re.compile(  # a command that needs no shell and starts only hostir
     r"(?P<variables>(?:export \w+=\w+; |\w+=\w+ )*)"
     r"(?:torchrun --standalone --nproc-per-node (?P<ranks>\d) |(?=hostir))(?P<words>[^;|&<>]+)"
     r"(?: > (?P<file>\S+))?\s*"
@@ -47,7 +48,7 @@ FENCE = re.compile(r"^```(\w*)(?: (?:(after|in|import) )?([\w./]+))?\n(.*?)^```$
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the verb of a change, the word after it, its text and the text's first line."""
+    """A fenced block: its language, the verb of a change, the word after it, its text and its first line."""
 
     language: str
     verb: str
@@ -58,16 +59,16 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = [
+    fenced = [
         Block(m[1], m[2] or "", m[3] or "", m[4], text[: m.start(4)].count("\n") + 1) for m in FENCE.finditer(text)
     ]
-    unknown = [f"{page.name}:{b.line - 1}: {b.language!r}" for b in found if b.language not in LANGUAGES]
-    assert not unknown, f"a block in no language that is run, {', '.join(unknown)}; expected one of {sorted(LANGUAGES)}"
-    return found
+    unknown = [f"{page.name}:{b.line - 1}: {b.language!r}" for b in fenced if b.language not in LANGUAGES]
+    assert not unknown, f"a block in an unknown language: {', '.join(unknown)}; expected one of {sorted(LANGUAGES)}"
+    return fenced
 
 
 def check_python(page: Path, folder: Path) -> None:
-    """Runs the Python of a page in a process of its own, in `folder`, and compares what each block prints."""
+    """Run the Python of a page in a new process, in `folder`, and compare the output of each block."""
     command = (__file__, str(page), str(folder / f"{page.stem}.py"))
     if any(block.verb for block in blocks(page)):
         change(page, folder)
@@ -83,7 +84,7 @@ def check_python(page: Path, folder: Path) -> None:
             continue
         if block.language == "python" and block.word:
             assert block.text in (ROOT / block.word).read_text(), (
-                f"{page.name}:{block.line}: {block.word} reads otherwise"
+                f"{page.name}:{block.line}: not a part of {block.word}"
             )
         elif block.language == "python":
             before = next(printed)
@@ -92,7 +93,7 @@ def check_python(page: Path, folder: Path) -> None:
 
 
 def change(page: Path, folder: Path) -> None:
-    """Copies the package to `folder` and changes it as the page says."""
+    """Copy the package to `folder` and make the changes of the page."""
     shutil.copytree(ROOT / "hostir", folder / "hostir", ignore=shutil.ignore_patterns("__pycache__"))
     for block in blocks(page):
         if block.verb:
@@ -100,7 +101,7 @@ def change(page: Path, folder: Path) -> None:
 
 
 def check_console(page: Path, folder: Path) -> None:
-    """Runs the commands of a page in `folder`, which looks like the repository, and compares what they print."""
+    """Run the commands of a page in `folder`, which looks like the repository, and compare their output."""
     (folder / "examples").symlink_to(ROOT / "examples")
     for name in ("docs/images", "dump"):
         (folder / name).mkdir(parents=True)
@@ -110,7 +111,7 @@ def check_console(page: Path, folder: Path) -> None:
         for line, command, expected in commands(block):
             where = f"{page.name}:{line}: {command}"
             if block.word or command.startswith("make "):
-                looks_right(command, where)
+                check_without_running(command, where)
                 continue
             done = ran(command, folder)
             assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
@@ -119,12 +120,12 @@ def check_console(page: Path, folder: Path) -> None:
 
 
 def ran(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command of a page; `hostir`, and torchrun's ranks, in processes that need not import torch."""
+    """Run a command of a page; `hostir` and the ranks of torchrun are forked with torch imported."""
     if not (known := COMMAND.fullmatch(command)):
         return subprocess.run(
             ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment(), timeout=250
         )
-    variables = dict(one.split("=") for one in re.findall(r"\w+=\w+", known["variables"]))
+    variables = dict(pair.split("=") for pair in re.findall(r"\w+=\w+", known["variables"]))
     words = shlex.split(known["words"], comments=True)
     words = words if known["ranks"] else ["-m", *words]
     done = launch(int(known["ranks"] or 0), *words, cwd=folder, env=environment() | variables, timeout=250)
@@ -135,7 +136,7 @@ def ran(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def commands(block: Block) -> Iterator[tuple[int, str, str]]:
-    """The commands of a console block, each with its line and with what it prints."""
+    """Yield the commands of a console block, each with its line and its output."""
     assert block.text.startswith("$ "), f"line {block.line}: a console block begins with '$ '"
     line = block.line
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
@@ -144,8 +145,8 @@ def commands(block: Block) -> Iterator[tuple[int, str, str]]:
         line += part.count("\n")
 
 
-def looks_right(command: str, where: str) -> None:
-    """Holds a command that is not run against what there is: targets of make, files, options."""
+def check_without_running(command: str, where: str) -> None:
+    """Check that the make targets, files and options of a command exist."""
     if command.startswith("make "):
         subprocess.run(
             ["make", "--dry-run", *shlex.split(command, comments=True)[1:]], cwd=ROOT, check=True, capture_output=True
@@ -163,27 +164,27 @@ def looks_right(command: str, where: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """That of a shell in which the virtual environment is active."""
+    """Return the environment of a shell in which the virtual environment is active."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
 def compare(page: Path, line: int, expected: str, got: str) -> None:
     if not doctest.OutputChecker().check_output(expected.rstrip() + "\n", got.rstrip() + "\n", doctest.ELLIPSIS):
-        raise AssertionError(f"{page.name}:{line}: expected\n{expected}\nbut it prints\n{got}")
+        raise AssertionError(f"{page.name}:{line}: expected\n{expected}\nbut the output is\n{got}")
 
 
 def _run(page: Path, module: Path) -> list[str]:
-    """What each Python block prints. All of them stand in one file, so that errors and names find their lines."""
-    found = [b for b in blocks(page) if b.language == "python" and not b.word]
+    """Run the Python blocks and return their outputs; one file holds them at the line numbers of the page."""
+    python_blocks = [b for b in blocks(page) if b.language == "python" and not b.word]
     lines = [""] * page.read_text(encoding="utf-8").count("\n")
-    for block in found:
+    for block in python_blocks:
         texts = block.text.splitlines()
         lines[block.line - 1 : block.line - 1 + len(texts)] = texts
     module.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    names = sys.modules.setdefault("page", ModuleType("page")).__dict__  # dataclasses look their module up
+    names = sys.modules.setdefault("page", ModuleType("page")).__dict__  # dataclasses look up their module
     printed = []
-    for block in found:
+    for block in python_blocks:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile("\n" * (block.line - 1) + block.text, str(module), "exec", dont_inherit=True), names)
         printed.append(out.getvalue())

@@ -1,4 +1,4 @@
-"""The page of the Python interface, docs/python.md, from signatures and docstrings.
+"""Makes docs/python.md, the page of the Python interface, from signatures and docstrings.
 
 `pytest tests/test_docs.py --accept` writes it.
 """
@@ -29,7 +29,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Running", ("run", "Executor", "Started", "session", "Session", "Trace", "knobs.scope")),
     ("Mistakes", ("HostIRError", "Diagnostic")),
 )
-GIVEN = {
+NOT_CONSTRUCTED = {  # by users
     "Tensor",
     "LoopAxis",
     "Session",
@@ -39,8 +39,8 @@ GIVEN = {
     "Program",
     "HostIRError",
     "Diagnostic",
-}  # users construct none
-INTERNAL = {  # public to other parts of hostir
+}
+INTERNAL = {  # used by other parts of hostir only
     "Choice": {"from_json", "to_json"},
     "Ranges": {"candidate", "plain", "program", "representative", "representatives", "to_json"},
     "DeviceMesh": {"axis_name"},
@@ -68,7 +68,7 @@ In signatures, `Extent` is a size: an integer, a name that the call binds (`"M"`
 
 
 def markdown() -> str:
-    """The page."""
+    """Return the page."""
     parts = [PAGE]
     for title, names in SECTIONS:
         parts += [f"## {title}\n", *(_entry(name) for name in names)]
@@ -76,7 +76,7 @@ def markdown() -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class documents, in the order in which it defines them."""
+    """Yield the documented public methods and properties of a class, in the order of their definition."""
     for name, member in vars(cls).items():
         public = not name.startswith("_") and name not in INTERNAL.get(cls.__name__, ())
         if public and isinstance(member, (property, cached_property)) and member.__doc__:
@@ -90,7 +90,9 @@ def _entry(name: str) -> str:
     if not inspect.isclass(thing):
         return f"### `hi.{name}`\n\n{_code(f'hi.{name}', thing)}{_text(thing)}\n"
     shown = f"hi.{name}" if name in hi.__all__ else name
-    constructed = "" if name in GIVEN or issubclass(thing, (Warning, hi.ParallelType)) else _code(shown, thing)
+    constructed = (
+        "" if name in NOT_CONSTRUCTED or issubclass(thing, (Warning, hi.ParallelType)) else _code(shown, thing)
+    )
     parts = [f"### `{shown}`\n\n{constructed}{_text(thing)}\n"]
     if "__call__" in vars(thing):
         parts.append(f"{_code(name.lower(), thing.__call__, bound=True)}{_text(thing.__call__)}\n")
@@ -103,52 +105,53 @@ def _entry(name: str) -> str:
 
 
 def _code(name: str, function: Callable[..., Any], *, bound: bool = False) -> str:
-    """The signature in a block that is not run; `bound` where the first parameter is the object."""
+    """Return the signature in a block that is not run; `bound` drops the first parameter."""
     signature = inspect.signature(function)
-    users = [p for p in signature.parameters.values() if str(p.default) != "<factory>"]
-    given = [_parameter(p) for p in users[1 if bound else 0 :]]
+    public = [p for p in signature.parameters.values() if str(p.default) != "<factory>"]
+    parameters = [_parameter(p) for p in public[1 if bound else 0 :]]
     kinds = [p.kind for p in signature.parameters.values()]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        given.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY) - bound, "*")
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY) - bound, "*")
     result = "" if inspect.isclass(function) else _result(function, signature.return_annotation)
-    line = f"{name}({', '.join(given)}){result}"
+    line = f"{name}({', '.join(parameters)}){result}"
     if len(line) > WIDEST:
-        line = f"{name}(\n" + "".join(f"    {it},\n" for it in given) + f"){result}"
+        line = f"{name}(\n" + "".join(f"    {it},\n" for it in parameters) + f"){result}"
     return f"```text\n{line}\n```\n\n"
 
 
 def _parameter(p: inspect.Parameter) -> str:
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(p.kind, "")
-    kind = "" if p.annotation in (p.empty, "Any") else f": {p.annotation}"
+    annotation = "" if p.annotation in (p.empty, "Any") else f": {p.annotation}"
     default = repr(p.default) if isinstance(p.default, str) else str(p.default)
-    return f"{stars}{p.name}{kind}" + ("" if p.default is p.empty else f" = {default}" if kind else f"={default}")
+    equals = f" = {default}" if annotation else f"={default}"
+    return f"{stars}{p.name}{annotation}{'' if p.default is p.empty else equals}"
 
 
-def _result(function: Callable[..., Any], kind: Any) -> str:
-    if kind in (inspect.Signature.empty, "None"):
+def _result(function: Callable[..., Any], annotation: Any) -> str:
+    if annotation in (inspect.Signature.empty, "None"):
         return ""
-    inner = re.fullmatch(r"Iterator\[(.*)\]", str(kind))
-    if inner and hasattr(function, "__wrapped__"):  # for `with`
+    inner = re.fullmatch(r"Iterator\[(.*)\]", str(annotation))
+    if inner and hasattr(function, "__wrapped__"):  # a context manager
         return f" -> ContextManager[{inner[1]}]"
-    return f" -> {kind}"
+    return f" -> {annotation}"
 
 
 def _text(thing: Any) -> str:
-    """The docstring as Markdown: what is listed under `Args:` and the like becomes a list."""
+    """Return the docstring as Markdown; sections such as `Args:` become lists."""
     lines = inspect.cleandoc(thing.__doc__).splitlines()
-    found: list[str] = []
+    rows: list[str] = []
     listing = False
     for line in lines:
         if line in HEADINGS:
             listing = True
-            found += [HEADINGS[line], ""]
+            rows += [HEADINGS[line], ""]
         elif listing and (item := re.fullmatch(r"    ([\w*]+(?:, [\w*]+)*): (.*)", line)):
             names = ", ".join(f"`{name}`" for name in item[1].split(", "))
-            found.append(f"- {names}: {item[2]}")
+            rows.append(f"- {names}: {item[2]}")
         elif listing and line.startswith("    "):
-            found.append(f"  {line.strip()}" if found[-1] else line.strip())
+            rows.append(f"  {line.strip()}" if rows[-1] else line.strip())
         else:
             listing = listing and not line
-            found.append(line)
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join(found))
+            rows.append(line)
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(rows))
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text) + "\n"

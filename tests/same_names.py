@@ -1,4 +1,4 @@
-"""Equality up to names: of values, meshes, their axes, and of the program itself."""
+"""Equality of programs up to the names of values, meshes, mesh axes and the program."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hostir.ir.types import Axis, Factor, Mesh, TensorType
 
 
 def same_up_to_names(a: Program, b: Program) -> bool:
-    """Whether two programs differ in nothing but names. Names of sizes count: they are what a user binds."""
+    """Return True if two programs differ in names only. Names of sizes must be equal, because users bind them."""
     return with_plain_names(a) == with_plain_names(b)
 
 
 def with_plain_names(program: Program) -> Program:
-    """The program with values v0, v1, ... and meshes m0, m1, ... in the order in which they first appear.
+    """Return the program with values v0, v1, ... and meshes m0, m1, ... in the order of their first use.
 
-    Mesh axes become x, and y for the one before it. Meshes that no tensor lies on are dropped.
+    The last mesh axis becomes x, and the axis before it y. Meshes without tensors are dropped.
     """
     return _Renamer(program.phase).program(program)
 

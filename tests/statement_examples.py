@@ -1,8 +1,8 @@
-"""The example in a statement's docstring, as a program that runs.
+"""Makes a runnable program from the example in the docstring of a statement.
 
-An example is one statement in which every operand carries the type that it was defined with. What must stand around
-it is made up here: eight ranks in a line (`@mesh`, and `@other` in another order), inputs, buffers, a handle, a loop.
-A statement by which ranks act alone needs others that do their part, so `ALONE` gives each of those a whole program.
+An example is one statement in which every operand has its type. This module adds the rest: eight ranks in a line
+(`@mesh`, and `@other` in another order), inputs, buffers, a handle, and a loop. A statement of single ranks needs
+matching statements on other ranks, so `ALONE` has a complete program for each of those.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OTHER = "mesh @other [didx] = 3 4 5 6 7 0 1 2\n"
 IN_FLIGHT = ("%x: f32[8@didx, 32]", "%y: f32[8, 32] = allocate", "%h = allgather %x -> %y over didx")
 OPERAND = re.compile(r"%(\w+): (handle|\w+\[[^\]]*\](?: partial\([^)]*\))?(?: on @\w+)?)")
 
-# Where ranks act alone ----------------------------------------------------------------------------------------------
+# Statements of single ranks ---------------------------------------------------------------------------------------
 KEPT = """program @kept(%a: bf16[4, 32]) -> (%y) {
   %x: bf16[4, 32] = allocate_symmetric
   %y: bf16[4, 32] = allocate
@@ -84,7 +84,7 @@ def _sent(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[:1], x[:1], x[2:]])
 
 
-# By keyword: a program around the example, and what it makes of whole tensors.
+# By keyword: a program around the example, and its result for unsharded tensors.
 ALONE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "allocate_symmetric": (KEPT, lambda a: a),
     "rank": (PLACES, torch.add),
@@ -100,19 +100,19 @@ ALONE: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 
 def example_of(cls: type[Statement]) -> str:
-    """The statement on the docstring's `Example:` line; empty where there is none."""
+    """Return the statement after `Example:` in the docstring; empty without an example."""
     return inspect.cleandoc(cls.__doc__ or "").partition("Example:")[2].strip()
 
 
 def example_program(cls: type[Statement]) -> Program:
-    """A program around the example of a statement class. What the example defines or writes is its output."""
+    """Return a program around the example of a statement class; its output is the result of the example."""
     if cls.keyword() in ALONE:
         return parse(f"{HEAD}{ALONE[cls.keyword()][0]}\n", f"the example of {cls.keyword()}")
     example = example_of(cls)
     types = {m[1]: m[2] for m in OPERAND.finditer(example)}
     bare = OPERAND.sub(r"%\1", example)
-    kinds = set(codecs_of(cls).values())
-    fusion = Phase.HOST not in cls.phases or (Codec.WRITE in kinds and "->" not in bare)
+    codecs = set(codecs_of(cls).values())
+    fusion = Phase.HOST not in cls.phases or (Codec.WRITE in codecs and "->" not in bare)
     defined = match[1] if (match := re.match(r"%(\w+) =", bare)) else ""
     written = match[1] if (match := re.search(r"-> %(\w+)", bare)) else ""
 
@@ -122,13 +122,13 @@ def example_program(cls: type[Statement]) -> Program:
         if type == "handle":
             inputs.append(IN_FLIGHT[0])
             lines += IN_FLIGHT[1:]
-        elif name == written or Codec.FREE in kinds:
+        elif name == written or Codec.FREE in codecs:
             lines.append(f"%{name}: {type} = allocate")
         elif name != defined:
             inputs.append(f"%{name}: {type}")
     output = written or (defined if defined in types else "")
-    if Codec.DEFINE in kinds and (not kinds & {Codec.READ, Codec.ALIAS} or "partial" in types.get(output, "")):
-        output = ""  # nothing has been written there yet
+    if Codec.DEFINE in codecs and (not codecs & {Codec.READ, Codec.ALIAS} or "partial" in types.get(output, "")):
+        output = ""  # the result is undefined
     statement = bare.replace(f"%{defined} =", f"%{defined}: {types[defined]} =", 1) if defined in types else bare
     if defined and written:
         statement += f"\nwait %{defined}"

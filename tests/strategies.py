@@ -1,4 +1,4 @@
-"""Hypothesis strategies: random programs of both phases for the text, and random sharded fusions for the lowering."""
+"""Hypothesis strategies: random programs for tests of the text, and random sharded fusions for tests of lowering."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hostir.ir.types import DTYPES, FLAG, STREAM, Factor, Kind
 
 Draw = Callable[..., Any]
 
-# Programs: every statement of the registry with operands that its codecs allow. They read and print, and need make no
-# sense: a new statement is covered as soon as it is registered.
+# Programs have any registered statement with operands that its codecs allow. They parse and print, but have no meaning.
+# A new statement is covered as soon as it is registered.
 WORDS = ["a", "b_1", "x", "M", "K", "didx", "tp", "to", "axis", "over", "on", "in", "streams", "matmul", "wait", "auto"]
 MESHES = (
     Mesh("mesh", ("didx",), (4,), (0, 1, 2, 3)),
@@ -53,7 +53,7 @@ def sizes(draw: Draw, multiple_of: int = 1, quotients: bool = True) -> Size:
 
 @dataclass
 class Text:
-    """What is known while a program is drawn."""
+    """A program under construction: its meshes, and the values in scope."""
 
     phase: Phase
     meshes: tuple[Mesh, ...]
@@ -82,7 +82,7 @@ class Text:
             for _ in range(count):
                 on = marks.pop() if marks and draw(st.integers(0, 2)) == 0 else None
                 ranks = mesh.size(on) if mesh and on in mesh.axes else 1
-                # Quotients could cancel against a factor beside them that ranks must divide.
+                # A quotient could cancel against a neighbouring factor that ranks must divide.
                 factors.append(Factor(draw(sizes(ranks, quotients=count == 1)), on))
             axes.append(Axis(tuple(factors)))
         partial = tuple(sorted(m for m in marks if m != STREAM and draw(st.integers(0, 4)) == 0))
@@ -101,7 +101,7 @@ class Text:
 
 @st.composite
 def programs(draw: Draw) -> Program:
-    """A program of either phase, up to about twenty statements."""
+    """Draw a program of either phase with up to about twenty statements."""
     phase = draw(st.sampled_from(list(Phase)))
     text = Text(phase, tuple(draw(st.lists(st.sampled_from(MESHES), min_size=1, unique=True))))
     inputs = [text.define(draw, text.tensor_type(draw)) for _ in range(draw(st.integers(1, 3)))]
@@ -121,31 +121,31 @@ def _block(draw: Draw, text: Text, depth: int) -> tuple[Statement, ...]:
 
 
 def _statement(draw: Draw, text: Text, cls: type[Statement], depth: int) -> Statement:
-    codecs, given = codecs_of(cls), dict(defaults_of(cls))
+    codecs, fields = codecs_of(cls), dict(defaults_of(cls))
     parts = template(cls.form(text.phase))
     outer, defined = list(text.values), None
     for part in _chosen(draw, parts):
         codec = codecs[part.name]
         if codec is Codec.DEFINE or (codec is Codec.WRITE and text.phase is Phase.FUSION):
             defined = part.name
-            given[part.name] = Value("_", Kind.INDEX)
-            if part is not parts[0]:  # such as a loop's index: its body may use it
-                given[part.name] = text.define(draw, Kind.INDEX)
+            fields[part.name] = Value("_", Kind.INDEX)
+            if part is not parts[0]:  # such as the index of a loop, which its body may use
+                fields[part.name] = text.define(draw, Kind.INDEX)
                 defined = None
         elif codec is Codec.BLOCK:
-            given[part.name] = _block(draw, text, depth + 1)
+            fields[part.name] = _block(draw, text, depth + 1)
         else:
-            given[part.name] = _operand(draw, text, codec)
+            fields[part.name] = _operand(draw, text, codec)
     if Codec.BLOCK in codecs.values():
         text.values = outer
-    statement = cls(**given)
+    statement = cls(**fields)
     if defined is not None:
-        given[defined] = text.define(draw, _result_type(draw, text, statement, defined))
-    return cls(**given)
+        fields[defined] = text.define(draw, _result_type(draw, text, statement, defined))
+    return cls(**fields)
 
 
 def _chosen(draw: Draw, parts: tuple[SyntaxPart, ...]) -> list[FieldPart]:
-    """The fields to fill, in the order of the text; those of optional groups perhaps."""
+    """Return the fields to fill in the order of the text, with some of the optional ones."""
     chosen: list[FieldPart] = []
     for part in parts:
         if isinstance(part, FieldPart):
@@ -174,7 +174,7 @@ def _operand(draw: Draw, text: Text, codec: Codec) -> Any:
 
 
 def _result_type(draw: Draw, text: Text, statement: Statement, name: str) -> TensorType | Kind:
-    """The type that follows from the operands, or another that the text must then declare."""
+    """Return the inferred type of a result, or another type that the text must declare."""
     if name == "handle":
         return Kind.HANDLE
     try:
@@ -186,10 +186,10 @@ def _result_type(draw: Draw, text: Text, statement: Statement, name: str) -> Ten
     return inferred
 
 
-# Fusions: written with the DSL, as a user does, from annotations that are mostly legal.
+# Fusions are written with the DSL, with annotations that are mostly legal.
 @dataclass
 class Drawn:
-    """A fusion, and the values of its named sizes."""
+    """A fusion, and the values of its symbolic sizes."""
 
     fusion: hi.Fusion
     sizes: dict[str, int]
@@ -197,21 +197,21 @@ class Drawn:
 
 @dataclass
 class Plan:
-    """What is known while a fusion is drawn."""
+    """A fusion under construction."""
 
     ranks: int
     mesh: hi.DeviceMesh
     sizes: dict[str, int]
     tensors: list[hi.Tensor] = field(default_factory=list)
     inputs: int = 0
-    summed: list[tuple[hi.Tensor, ...]] = field(default_factory=list)  # both sides and the result, to be partial sums
+    summed: list[tuple[hi.Tensor, ...]] = field(default_factory=list)  # operands and results of row-parallel products
 
     def input(self, shape: list[Size], dtype: str) -> hi.Tensor:
         self.inputs += 1
         return hi.tensor(f"in{self.inputs}", shape, dtype)
 
     def size(self, extent: int) -> Size:
-        """The extent, by its name where it has one."""
+        """Return the symbol for an extent, or the extent if it has no symbol."""
         return next((Size.of(name) for name, value in self.sizes.items() if value == extent), Size(extent))
 
     def divides(self, count: int, extent: Size) -> bool:
@@ -224,9 +224,9 @@ NAMED: list[dict[str, int]] = [{}, {}, {}, {"M": 16}, {"M": 16, "N": 8}]
 
 @st.composite
 def fusions(draw: Draw, ranks: int, named: Sequence[dict[str, int]] = NAMED) -> Drawn | HostIRError:
-    """A sharded fusion of one to four computations for so many ranks, or the diagnostic of an illegal annotation.
+    """Draw a sharded fusion of one to four computations, or the error of an illegal annotation.
 
-    `named`: which sizes have names, of which one is drawn.
+    One of the bindings `named` is drawn: its extents become symbols.
     """
     plan = Plan(ranks, _mesh(draw, ranks), draw(st.sampled_from(named)))
     dtype = draw(st.sampled_from(["f32", "f32", "f32", "bf16", "f16"]))
@@ -238,9 +238,9 @@ def fusions(draw: Draw, ranks: int, named: Sequence[dict[str, int]] = NAMED) -> 
             results = [t for t in plan.tensors if t not in fusion.inputs]
             extra = [t for t in results[:-1] if draw(st.integers(0, 4)) == 0]
             fusion.output(results[-1], *extra)
-        placed = [t.name for each in plan.summed for t in each]
-        for each in plan.summed:
-            _sum_over_ranks(draw, plan, *each)
+        placed = [t.name for product in plan.summed for t in product]
+        for product in plan.summed:
+            _sum_over_ranks(draw, plan, *product)
         for t in fusion.inputs:
             if t.name not in placed and draw(st.integers(0, 3)):
                 _spread(draw, plan, t)
@@ -256,7 +256,7 @@ def fusions(draw: Draw, ranks: int, named: Sequence[dict[str, int]] = NAMED) -> 
 
 
 def _mesh(draw: Draw, ranks: int) -> hi.DeviceMesh:
-    """All ranks in a line or a grid, now and then in another order."""
+    """Draw a mesh of all ranks in a line or a grid, sometimes in another order."""
     devices = list(range(ranks))
     if draw(st.integers(0, 4)) == 0:
         devices = draw(st.permutations(devices))
@@ -274,7 +274,7 @@ def _shape(draw: Draw, plan: Plan) -> list[Size]:
 def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
     x: hi.Tensor = draw(st.sampled_from([plan.tensors[-1], plan.tensors[-1], *plan.tensors]))
     shape, dtype = list(x.shape), x.dtype.name
-    kinds = [
+    operations = [
         "matmul",
         "matmul",
         "linear",
@@ -288,42 +288,42 @@ def _computation(draw: Draw, plan: Plan) -> hi.Tensor:
         "reshape",
         "reshard",
     ]
-    kind = draw(st.sampled_from(kinds if shape else ["mul", "unary", "cast", "reshard"]))
+    operation = draw(st.sampled_from(operations if shape else ["mul", "unary", "cast", "reshard"]))
     columns = plan.size(draw(st.sampled_from([8, 16, 24])))
-    if kind == "matmul":
+    if operation == "matmul":
         square = [t for t in plan.tensors if len(t.shape) == 2 and t.shape[0] == shape[-1] and t.dtype == x.dtype]
         right = draw(st.sampled_from(square)) if square and draw(st.booleans()) else None
         return x @ (right or plan.input([shape[-1], columns], dtype))
-    if kind == "row parallel":
+    if operation == "row parallel":
         left, right = plan.input([*shape[:-1], Size(16)], dtype), plan.input([Size(16), columns], dtype)
         plan.summed.append((left, right, left @ right))
         return plan.summed[-1][-1]
-    if kind == "linear":
+    if operation == "linear":
         weight = plan.input([columns, shape[-1]], dtype)
         return hi.linear(x, weight, plan.input([columns], dtype) if draw(st.booleans()) else None)
-    if kind in ("add", "mul"):
+    if operation in ("add", "mul"):
         same = [t for t in plan.tensors if t.shape == x.shape and t.dtype == x.dtype]
         other = draw(st.sampled_from(same)) if draw(st.booleans()) else plan.input(_aligned(draw, shape), dtype)
-        return x + other if kind == "add" else other * x
-    if kind == "cast":
+        return x + other if operation == "add" else other * x
+    if operation == "cast":
         return hi.cast(x, draw(st.sampled_from(["f32", "f32", "bf16", "f16"])))
-    if kind == "sum":
+    if operation == "sum":
         return hi.sum(x, draw(st.integers(-len(shape), len(shape) - 1)))
-    if kind == "permute":
+    if operation == "permute":
         return hi.permute(x, draw(st.permutations(range(len(shape)))))
-    if kind == "reshape":
+    if operation == "reshape":
         return hi.reshape(x, _reshaped(draw, plan, shape))
-    return hi.reshard(x) if kind == "reshard" else draw(st.sampled_from(UNARY))(x)
+    return hi.reshard(x) if operation == "reshard" else draw(st.sampled_from(UNARY))(x)
 
 
 def _aligned(draw: Draw, shape: list[Size]) -> list[Size]:
-    """A shape that aligns with this one at the end."""
+    """Draw a shape that broadcasts to this shape."""
     lead = draw(st.integers(0, len(shape)))
     return [s if draw(st.integers(0, 4)) else ONE for s in shape[lead:]]
 
 
 def _reshaped(draw: Draw, plan: Plan, shape: list[Size]) -> list[Size]:
-    """Two neighbours merged, or an axis split."""
+    """Draw a shape with two neighbouring axes merged, or with one axis split."""
     k = draw(st.integers(0, len(shape) - 1))
     if k + 1 < len(shape) and draw(st.booleans()):
         return [*shape[:k], shape[k] * shape[k + 1], *shape[k + 2 :]]
@@ -332,13 +332,13 @@ def _reshaped(draw: Draw, plan: Plan, shape: list[Size]) -> list[Size]:
 
 
 def _free(t: hi.Tensor) -> dict[int, Size]:
-    """The axes after splits that lie nowhere yet, with their extents."""
+    """Return the axes after splits that have no parallel type yet, with their extents."""
     factors = [factor for axis in t.axes for factor in axis.factors]
     return {k: factor.extent for k, factor in enumerate(factors) if factor.on is None}
 
 
 def _spread(draw: Draw, plan: Plan, t: hi.Tensor) -> None:
-    """Puts a tensor on the mesh, some axes sharded; now and then on fewer devices, or on the inner part of a split."""
+    """Place a tensor on the mesh and shard some axes, sometimes on fewer devices or along the inner part of a split."""
     mesh = plan.mesh
     if draw(st.integers(0, 9)) == 0:
         mesh = hi.DeviceMesh(range(draw(st.integers(1, plan.ranks))))
@@ -348,7 +348,7 @@ def _spread(draw: Draw, plan: Plan, t: hi.Tensor) -> None:
         if not free or draw(st.integers(0, 2)) == 0:
             continue
         good = [k for k, extent in free.items() if plan.divides(ranks, extent)]
-        bad = [k for k, extent in free.items() if extent.value is not None]  # what is named is found out when it runs
+        bad = [k for k, extent in free.items() if extent.value is not None]  # symbolic extents are checked at run time
         k = draw(st.sampled_from(good if good and draw(st.integers(0, 19)) else bad or list(free)))
         if plan.divides(2 * ranks, free[k]) and draw(st.integers(0, 4)) == 0:
             t.split(k, 2)
@@ -357,7 +357,7 @@ def _spread(draw: Draw, plan: Plan, t: hi.Tensor) -> None:
 
 
 def _sum_over_ranks(draw: Draw, plan: Plan, left: hi.Tensor, right: hi.Tensor, out: hi.Tensor) -> None:
-    """Puts the summands of a product on several ranks, and its result whole on each of these or in parts."""
+    """Shard the contracted axis of a product over ranks, and replicate or shard its result."""
     name = draw(st.sampled_from(plan.mesh.names))
     for t in (left, right, out):
         t.set_device_mesh(plan.mesh)
@@ -369,7 +369,7 @@ def _sum_over_ranks(draw: Draw, plan: Plan, left: hi.Tensor, right: hi.Tensor, o
 
 
 def _stream(draw: Draw, plan: Plan, t: hi.Tensor) -> None:
-    """Puts a whole axis, or its outer or inner part, on the Stream."""
+    """Put an axis, or its outer or inner part, on the Stream."""
     free = _free(t)
     if not free:
         return

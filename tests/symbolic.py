@@ -1,4 +1,4 @@
-"""Patterns whose number of rows is bound at run time, and layouts of inputs that are not dense."""
+"""Patterns with a symbolic number of rows, and layouts of inputs that are not contiguous."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from examples import patterns
 from hostir.ir import HostIRError, Program
 from hostir.lower import STRATEGIES
 
-WIDTHS = {"K": 24, "N": 48, "H": 48}  # which 1, 2, 3, 4 and 8 ranks with 2 slices divide
+WIDTHS = {"K": 24, "N": 48, "H": 48}  # divisible by 1, 2, 3, 4 and 8 ranks with 2 slices
 
 
 def weight_gradient(ranks: int = 4, M: int | str = "M", K: int = 24, N: int = 48, dtype: str = "f32") -> hi.Fusion:
-    """`x.T @ dy`, both sharded on the rows, which are summed away."""
+    """Return `x.T @ dy` with rows, the contracted axis, sharded."""
     with hi.Fusion("weight_gradient") as fusion:
         x, dy = hi.tensor("x", [M, K], dtype), hi.tensor("dy", [M, N], dtype)
         dw = hi.permute(x, (1, 0)) @ dy
@@ -34,20 +34,20 @@ PATTERNS: tuple[Callable[..., hi.Fusion], ...] = (*patterns.PATTERNS, weight_gra
 
 
 def lowered(pattern: Callable[..., hi.Fusion], ranks: int, dtype: str = "f32") -> Iterator[tuple[Program, Program]]:
-    """The fusion, and what each strategy that takes it makes of it."""
+    """Yield the fusion with its program by each strategy that accepts it."""
     names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
-    given: dict[str, Any] = {"ranks": ranks, "S": 2, "M": "M", "dtype": dtype, **WIDTHS}
-    fusion = pattern(**{name: value for name, value in given.items() if name in names})
-    takers: list[Program] = []
+    arguments: dict[str, Any] = {"ranks": ranks, "S": 2, "M": "M", "dtype": dtype, **WIDTHS}
+    fusion = pattern(**{name: value for name, value in arguments.items() if name in names})
+    programs: list[Program] = []
     for strategy in STRATEGIES:
-        with warnings.catch_warnings(), contextlib.suppress(HostIRError):  # whoever cannot overlap a thing refuses
-            warnings.simplefilter("ignore")  # what a strategy leaves whole is no matter here
-            takers.append(hi.lower(fusion, strategy))
-    assert len(takers) >= 2, "sequential and pipeline take all"
-    yield from ((fusion.program(), p) for p in takers)
+        with warnings.catch_warnings(), contextlib.suppress(HostIRError):  # a strategy that overlaps nothing refuses
+            warnings.simplefilter("ignore")  # warnings about communications that are not overlapped
+            programs.append(hi.lower(fusion, strategy))
+    assert len(programs) >= 2, "sequential and pipeline accept all fusions"
+    yield from ((fusion.program(), p) for p in programs)
 
 
-# Layouts: the same numbers, with others between them or in another order --------------------------------------------
+# Layouts ----------------------------------------------------------------------------------------------------------
 def by_columns(x: torch.Tensor) -> torch.Tensor:
     return x.mT.contiguous().mT if x.ndim > 1 else x
 
@@ -67,7 +67,7 @@ def sliced(x: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:
-    """The first row, again and again."""
+    """Return the first row, expanded to the shape of `x`."""
     return x[:1].expand(x.shape)
 
 

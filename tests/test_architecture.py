@@ -1,4 +1,4 @@
-"""docs/architecture.md: what it names exists, its reading order is short enough, its picture shows the rooms."""
+"""docs/architecture.md: its names exist, its reading order is short enough, and its picture shows the rooms."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ COUNT = re.compile(r"\d[\d,]*(?= lines| files)")
 
 @cache
 def definitions(path: str) -> dict[str, ast.stmt]:
-    """Classes, functions, methods and constants of a file, methods as `Class.method`."""
-    found: dict[str, ast.stmt] = {}
+    """Return the classes, functions, methods (as `Class.method`) and constants of a file."""
+    nodes: dict[str, ast.stmt] = {}
     for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+            nodes |= {target.id: node for target in targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
+            nodes[node.name] = node
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}": each for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
+            nodes |= {f"{node.name}.{m.name}": m for m in node.body if isinstance(m, ast.FunctionDef)}
+    return nodes
 
 
 def length(path: str, what: str) -> int:
-    """The lines of the named definitions of a file, or of all of it."""
+    """Return the number of lines of named definitions of a file, or of the whole file."""
     if what.startswith("all"):
         return len((ROOT / path).read_text(encoding="utf-8").splitlines())
     nodes = [definitions(path)[name] for name in re.findall(r"`(\w+)`", what)]
@@ -46,13 +46,13 @@ def length(path: str, what: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "path"), LINKED)
-def test_what_the_page_links_is_defined_there(name: str, path: str) -> None:
+def test_the_names_that_the_page_links_are_defined_in_the_linked_file(name: str, path: str) -> None:
     assert name == path or name in definitions(path)
 
 
 def test_every_class_and_function_that_the_page_names_is_linked() -> None:
     known = {name for name, _ in LINKED} | {name for _, what, _ in ORDER for name in re.findall(r"`(\w+)`", what)}
-    known |= definitions("hostir/runtime/unroll.py").keys()  # the operations, which the page prints
+    known |= definitions("hostir/runtime/unroll.py").keys()  # operations that the page prints
     spans = re.findall(r"`([^`]+)`", PROSE)
     named = {span for span in spans if re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)*|[\w.]+\(\)", span)}
     assert named
@@ -65,12 +65,13 @@ def test_every_path_that_the_page_names_exists() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_reading_order_is_at_most_two_thousand_lines_and_says_how_many() -> None:
+def test_the_reading_order_is_at_most_two_thousand_lines_and_gives_their_numbers() -> None:
     assert len(ORDER) > 10
     lengths = [length(path, what) for path, what, _ in ORDER]
     assert sum(lengths) <= MOST_TO_READ
-    off = [(path, n) for (path, _, said), n in zip(ORDER, lengths, strict=True) if abs(n - int(said)) > 10 + n // 5]
-    assert off == [], "lines that the page says, and how many there are"
+    stated = [(path, int(count)) for path, _, count in ORDER]
+    wrong = [(path, n) for (path, count), n in zip(stated, lengths, strict=True) if abs(n - count) > 10 + n // 5]
+    assert wrong == [], "files with another number of lines than the page states"
 
 
 def every_room() -> dict[str, rooms.Room]:
@@ -78,7 +79,7 @@ def every_room() -> dict[str, rooms.Room]:
     return {room.path: room for top in tops for room in (top, *top.inner)}
 
 
-def test_the_rooms_are_those_of_the_package() -> None:
+def test_the_picture_has_every_room_of_the_package() -> None:
     package = ROOT / "hostir"
     folders = {init.parent for init in package.rglob("__init__.py")} - {package}
     modules = {module.with_suffix("") for module in package.glob("*.py") if module.name != "__init__.py"}
@@ -99,7 +100,7 @@ def test_the_steps_of_the_picture_are_the_headings_of_the_page() -> None:
     assert rooms.STEPS.keys() <= every_room().keys()
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
+def test_the_picture_is_up_to_date() -> None:
     drawn, again = PICTURE.read_text(encoding="utf-8"), rooms.draw(rooms.layers())
     hint = "python docs/rooms.py docs/images/rooms.svg"
     assert COUNT.sub("N", drawn) == COUNT.sub("N", again), hint

@@ -1,4 +1,4 @@
-"""`hi.check` has findings for whatever is wrong with a program, and raises for none."""
+"""`hi.check` returns findings for any invalid program, and does not raise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostir.ir import Program
 from hostir.ir.op import Bin, Codec, Lit, Ref, Statement, Value, codecs_of
 from hostir.ir.sizes import Size
 from hostir.ir.types import STREAM, Axis, DType, Kind, Mesh, TensorType
-from tests.mutants import _edits
+from tests.judging.mutants import edits
 
 ROOT = Path(__file__).parent / "cases"
 SEED = 17
@@ -25,12 +25,12 @@ SEED = 17
 
 @cache
 def programs() -> list[Program]:
-    """All cases of at most four ranks that are programs: tests/test_bad_input.py has the others."""
-    found = []
+    """Return all cases that parse and have at most four ranks."""
+    parsed = []
     for path in sorted(ROOT.rglob("*.hir")):
         with contextlib.suppress(hi.HostIRError):
-            found.append(hi.parse(path.read_text(encoding="utf-8", errors="replace"), path.name))
-    return [program for program in found if program.ranks <= 4]
+            parsed.append(hi.parse(path.read_text(encoding="utf-8", errors="replace"), path.name))
+    return [program for program in parsed if program.ranks <= 4]
 
 
 JUNK: tuple[Any, ...] = (
@@ -41,28 +41,28 @@ JUNK: tuple[Any, ...] = (
 
 
 def _checked(program: Program, **options: Any) -> list[hi.Diagnostic]:
-    found = hi.check(program, **options)
-    assert all(str(finding) for finding in found)
-    return found
+    findings = hi.check(program, **options)
+    assert all(str(finding) for finding in findings)
+    return findings
 
 
 @pytest.mark.parametrize("sizes", [{}, {"M": 5}], ids=str)
-def test_every_text_is_checked_for_any_sizes(sizes: dict[str, int]) -> None:
+def test_every_program_can_be_checked_at_any_sizes(sizes: dict[str, int]) -> None:
     assert len(programs()) > 100
-    sound = [program for program in programs() if sizes.keys() <= program.size_names]
-    found = [_checked(program, sizes=sizes) for program in sound]
-    assert sum(map(bool, found)) >= {0: 40, 1: 1}[len(sizes)]
+    suitable = [program for program in programs() if sizes.keys() <= program.size_names]
+    findings = [_checked(program, sizes=sizes) for program in suitable]
+    assert sum(map(bool, findings)) >= {0: 40, 1: 1}[len(sizes)]
 
 
-def test_mutants_are_checked_that_are_not_even_texts() -> None:
-    found = [mutant for program in programs()[::5] if program.meshes for _, _, mutant in _edits(program)]
-    chosen = Random(SEED).sample(found, 300)
+def test_mutants_that_would_not_parse_can_be_checked() -> None:
+    mutants = [mutant for program in programs()[::5] if program.meshes for _, _, mutant in edits(program)]
+    chosen = Random(SEED).sample(mutants, 300)
     assert sum(bool(_checked(mutant)) for mutant in chosen) > 100
 
 
 def _other_types(value: Value) -> Iterator[Value]:
-    """The value with other types, such as no text has."""
-    yield from (replace(value, type=kind) for kind in Kind)
+    """Yield the value with other types, including types that cannot be written."""
+    yield from (replace(value, type=other) for other in Kind)
     if not isinstance(value.type, TensorType):
         return
     type = value.type
@@ -75,18 +75,18 @@ def _other_types(value: Value) -> Iterator[Value]:
         yield replace(value, type=replace(type, axes=tuple(Axis.of(3, mark) for _ in type.axes)))
 
 
-def _held_otherwise(held: Any, random: Random, program: Program) -> Any:
-    """What a field may be given in place of what it holds: half of the time something of its own kind."""
+def _replacement(old: Any, random: Random, program: Program) -> Any:
+    """Return another value for a field: mostly one of the same type."""
     named = [v for s in program.walk() for v in s.named] or [Value("v", Kind.INDEX)]
     alike: list[Any] = []
-    if isinstance(held, Value):
-        alike = [random.choice(named), *_other_types(held)]
-    elif isinstance(held, tuple):
-        alike = [held[1:], held * 2, held[::-1]]
-    elif isinstance(held, Lit | Ref | Bin):
-        alike = [Ref(random.choice(named)), Bin("%", held, Lit(0)), Bin("-", Lit(0), held), Bin("*", held, Lit(10**17))]
-    elif isinstance(held, Size):
-        alike = [held * Size(1, 1, (("M", 1),)), held / 7, Size(10**12)]
+    if isinstance(old, Value):
+        alike = [random.choice(named), *_other_types(old)]
+    elif isinstance(old, tuple):
+        alike = [old[1:], old * 2, old[::-1]]
+    elif isinstance(old, Lit | Ref | Bin):
+        alike = [Ref(random.choice(named)), Bin("%", old, Lit(0)), Bin("-", Lit(0), old), Bin("*", old, Lit(10**17))]
+    elif isinstance(old, Size):
+        alike = [old * Size(1, 1, (("M", 1),)), old / 7, Size(10**12)]
     return random.choice(alike if alike and random.random() < 0.7 else JUNK)
 
 
@@ -99,50 +99,50 @@ def _put(block: tuple[Statement, ...], old: Statement, new: Statement) -> tuple[
 
 
 def mangled(program: Program, random: Random) -> Program | None:
-    """The program with another thing in one field of it or of a statement; None where none can be built."""
+    """Return the program with another value in one field of it or of a statement; None if that raises."""
     statements = list(program.walk())
     s = random.choice(statements) if statements and random.random() < 0.85 else None
     name = random.choice(
         [f.name for f in fields(s or program) if f.init and f.name not in ("span", "note")] or ["span"]
     )
     try:
-        other = replace(s or program, **{name: _held_otherwise(getattr(s or program, name), random, program)})
+        other = replace(s or program, **{name: _replacement(getattr(s or program, name), random, program)})
     except hi.HostIRError:
         return None
     return other if isinstance(other, Program) else program.with_body(_put(program.body, s, other))
 
 
-def test_programs_that_python_mangled_are_checked() -> None:
+def test_programs_with_arbitrary_fields_can_be_checked() -> None:
     random = Random(SEED)
     drawn = (mangled(random.choice(programs()), random) for _ in range(1500))
-    found = [_checked(program, ranks=random.choice((None, 2))) for program in drawn if program]
-    assert sum(map(bool, found)) > 700
+    findings = [_checked(program, ranks=random.choice((None, 2))) for program in drawn if program]
+    assert sum(map(bool, findings)) > 700
 
 
 @pytest.mark.parametrize(
-    ("field", "held", "message"),
+    ("field", "value", "message"),
     [
         ("streams", "two", "field 'streams' of the program is 'two'"),
         ("meshes", (), "field 'meshes' of the program is ()"),
         ("body", ("free",), "'free' stands among the statements"),
     ],
 )
-def test_what_no_program_can_hold_is_named(field: str, held: Any, message: str) -> None:
-    (found,) = hi.check(replace(programs()[0], **{field: held}))
-    assert message in found.message
-    assert found.expected
+def test_an_invalid_field_of_a_program_is_named(field: str, value: Any, message: str) -> None:
+    (finding,) = hi.check(replace(programs()[0], **{field: value}))
+    assert message in finding.message
+    assert finding.expected
 
 
-def test_a_fusion_that_is_not_finished_is_a_finding() -> None:
+def test_a_fusion_without_an_output_is_an_error() -> None:
     with hi.Fusion("f") as fusion:
         hi.tensor("a", ["M", 8])
-    (found,) = hi.check(fusion)
-    assert "fusion @f has no output" in found.message
+    (finding,) = hi.check(fusion)
+    assert "fusion @f has no output" in finding.message
 
 
 @pytest.mark.parametrize(
     "options", [{"calls": 0}, {"calls": 33}, {"calls": "two"}, {"ranks": "two"}, {"sizes": {"two": 4}}], ids=str
 )
-def test_arguments_that_are_none_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(hi.HostIRError, match=r"two|calls=(0|33)"):
         hi.check(hi.parse((ROOT / "patterns" / "mlp-ring.hir").read_text()), **options)

@@ -1,7 +1,7 @@
-"""The checker and the simulated ranks, held against each other on random programs with random synchronisation.
+"""The checker and the simulated ranks agree on random programs with random synchronisation.
 
-They share no code: the one compares clocks of unrolled events over symbolic regions, the other runs tasks in many
-orders and marks the elements that they touch. What one of them sees, the other must see.
+They share no code. The checker compares clocks of unrolled events over symbolic regions. The simulated ranks run tasks
+in many orders and mark the elements that they access. Each must report what the other reports.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hostir as hi
-from hostir.ir import HostIRError, Program
+from hostir.ir import Program
 from hostir.runtime.sharding import random_inputs
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
+from tests.judging.simulated import failure_of, outcome
 
 Draw = Callable[..., Any]
 HEAD = """hostir 1
@@ -33,13 +33,13 @@ program @drawn(%x: f32[2, 4], %w: f32[2@didx, 4], %k: f32[4, 4], %z: f32[2, 4] o
   %g: flag[2] = allocate_symmetric
   %m: f32[2, 4] = allocate
 """
-WHOLE = ["%x", "%y", "%t", "%s"]
+BUFFERS = ["%x", "%y", "%t", "%s"]
 STREAMS = ["0", "1", "%user"]
 PEER = "(%r + 1) % 2"
 
 
 class Text:
-    """A program while it is drawn, statement by statement."""
+    """A program under construction, drawn statement by statement."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
@@ -59,15 +59,15 @@ class Text:
     def add(self, line: str) -> None:
         self.lines.append(f"  {line}")
 
-    def row(self, whole: str) -> str:
-        """A row of a buffer, which a loop or a rank may choose."""
+    def row(self, buffer: str) -> str:
+        """Return a row of a buffer; its index may depend on the rank."""
         row = self.name()
-        self.add(f"{row} = select {whole}[{self.pick('0', '1', '%r', '(%r + 1) % 2')}]")
+        self.add(f"{row} = select {buffer}[{self.pick('0', '1', '%r', '(%r + 1) % 2')}]")
         return row
 
     def operands(self) -> tuple[str, str]:
-        x = self.pick(*WHOLE)
-        out = self.pick(*(name for name in WHOLE[1:] if name != x))
+        x = self.pick(*BUFFERS)
+        out = self.pick(*(name for name in BUFFERS[1:] if name != x))
         if self.draw(st.booleans()):
             return self.row(x), self.row(out)
         return x, out
@@ -96,20 +96,20 @@ class Text:
         self.flights.append(handle)
 
     def transfer(self) -> None:
-        """From a mesh of one rank to both: the other rank has nothing to send."""
+        """Add a transfer from a mesh of one rank to a mesh of both."""
         handle = self.name()
         self.add(f"{handle} = broadcast %z -> {self.pick('%y', '%t')}")
         self.flights.append(handle)
 
     def send(self) -> None:
-        """One direction, posted by each side on its own."""
+        """Add a message in one direction, posted by each side in a branch."""
         handle, other = self.name(), self.name()
         sender, line = self.draw(st.integers(0, 1)), f"recv {self.pick('%y', '%t')}"
         self.add(f"if %r == {sender} {{ {handle} = send %x to {1 - sender} over didx   wait {handle} }}")
         self.add(f"if %r == {1 - sender} {{ {other} = {line} from {sender} over didx   wait {other} }}")
 
     def kernel(self) -> None:
-        """Rows that a peer, or the rank itself, says are there; what it waits for may stand behind something else."""
+        """Add a matmul that waits for flags of a peer and of its rank; the signals may come before or after it."""
         self.kernels += 1
         epoch, order = self.kernels, self.draw(st.permutations(range(3)))
         parts = [
@@ -117,10 +117,10 @@ class Text:
             [f"set_stream {self.pick(*STREAMS)}", f"signal %g[%r] = {epoch} at %r over didx{self.by_sms()}"],
             [f"set_stream {self.pick(*STREAMS)}", f"matmul %s, %k -> %m ready %g >= {epoch} from %r"],
         ]
-        if self.draw(st.booleans()):  # rows by SMs, beside which the matmul starts if it comes right behind
-            mine, row = self.row("%x"), self.row("%s")
+        if self.draw(st.booleans()):  # copies by SMs, which the matmul directly after them overlaps
+            source, row = self.row("%x"), self.row("%s")
             for part, peer in zip(parts, (PEER, "%r"), strict=False):
-                part.insert(1, f"put {mine} -> {row} at {peer} over didx by 4 sms")
+                part.insert(1, f"put {source} -> {row} at {peer} over didx by 4 sms")
         for n in order:
             for line in parts[n]:
                 self.add(line)
@@ -133,7 +133,7 @@ class Text:
 
     def copy(self) -> None:
         if self.draw(st.booleans()):
-            self.add(f"put {self.pick(*WHOLE)} -> %s at {PEER} over didx{self.pick('', ' by 4 sms')}")
+            self.add(f"put {self.pick(*BUFFERS)} -> %s at {PEER} over didx{self.pick('', ' by 4 sms')}")
         else:
             self.add(f"get %s from {PEER} over didx -> {self.pick('%y', '%t')}")
 
@@ -143,12 +143,13 @@ class Text:
         self.add(f"signal %f[{slot}] = {self.epochs[slot]} at {PEER} over didx{self.by_sms()}")
 
     def by_sms(self) -> str:
-        """Whether a kernel raises a flag."""
+        """Return the suffix of a signal: a kernel or the stream sets the flag."""
         return self.pick("", " by 1 sms")
 
     def wait_signal(self) -> None:
         slot = self.draw(st.integers(0, 1))
-        latest = self.epochs[slot] + (self.draw(st.integers(0, 5)) == 0)  # perhaps one that is yet to come
+        epoch_ahead = self.draw(st.integers(0, 5)) == 0  # sometimes an epoch that no signal has set yet
+        latest = self.epochs[slot] + epoch_ahead
         if latest:
             self.add(f"wait_signal %f[{slot}] >= {self.draw(st.integers(1, latest))}")
 
@@ -164,7 +165,7 @@ class Text:
         self.add("for %i in 0..2 { synchronize %i }")
 
     def loop(self) -> None:
-        """Rounds on alternating streams, each of which may or may not keep to its own row."""
+        """Add a loop over streams in which rounds access the same or different rows."""
         x, out = self.pick("%x", "%t"), self.pick("%y", "%t", "%s")
         read, write = self.name(), self.name()
         body = [
@@ -185,7 +186,7 @@ ACTIONS = [
 
 @st.composite
 def racy_programs(draw: Draw) -> Program:
-    """A program that is sound in structure and otherwise as it happens: about one in five is clean."""
+    """Draw a program without structural errors; about one in five has no findings."""
     text = Text(draw)
     for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=9)):
         action(text)
@@ -199,63 +200,43 @@ def racy_programs(draw: Draw) -> Program:
     return hi.parse(f"{HEAD}" + "\n".join([*text.lines, "  free %t", "  free %m", "}"]) + "\n", "drawn.hir")
 
 
-def diverges(machine: LocalMachine, seeds: range) -> str:
-    """How some schedule goes wrong, or differs from program order; nothing where none does."""
-    first: list[torch.Tensor] = []
-    for seed in seeds:
-        try:
-            calls = machine.run(seed)
-        except HostIRError as failed:
-            return f"seed {seed}: {failed}"
-        held = [x for outputs in calls for parts in outputs for x in parts if x is not None]
-        first = first or held
-        if any(x.isnan().any() for x in held):
-            return f"seed {seed}: NaN"
-        if not all(torch.equal(x, y) for x, y in zip(held, first, strict=True)):
-            return f"seed {seed}: other bits than seed {seeds.start}"
-    return ""
+def observed_race(machine: LocalMachine, seed: int) -> str:
+    """Return the error of the simulated ranks if they watch every access, or ""."""
+    result = outcome(machine, seed, watch=True)
+    return result if isinstance(result, str) else ""
 
 
-def watched(machine: LocalMachine, seed: int) -> str:
-    """What the simulated ranks see for themselves."""
-    try:
-        machine.run(seed, watch=True)
-    except HostIRError as seen:
-        return str(seen)
-    return ""
-
-
-def test_what_the_checker_says_is_what_the_simulated_ranks_see() -> None:
-    met: Counter[str] = Counter()
+def test_the_checker_and_the_simulated_ranks_agree_on_random_programs() -> None:
+    counts: Counter[str] = Counter()
 
     @settings(max_examples=300, suppress_health_check=list(HealthCheck))
     @given(racy_programs())
-    def hold(program: Program) -> None:
-        findings = [found for found in hi.check(program) if found.level == "error"]
-        kinds = {getattr(found, "kind", "structure") for found in findings}
-        met.update(kinds or {"clean"})
+    def agrees(program: Program) -> None:
+        findings = [finding for finding in hi.check(program) if finding.level == "error"]
+        kinds = {getattr(finding, "kind", "structure") for finding in findings}
+        counts.update(kinds or {"clean"})
         if "structure" not in kinds:
-            agree(program, kinds, "\n".join(map(str, findings)))
+            assert_simulated_ranks_agree(program, kinds, "\n".join(map(str, findings)))
 
-    hold()
-    for kind, least in {"clean": 30, "race": 60, "unwritten": 30, "nobody sends": 3, "deadlock": 3}.items():
-        assert met[kind] >= least, f"the programs that are drawn say too little: {met}"
+    agrees()
+    for finding, least in {"clean": 30, "race": 60, "unwritten": 30, "nobody sends": 3, "deadlock": 3}.items():
+        assert counts[finding] >= least, f"too few programs of a kind: {counts}"
 
 
-def agree(program: Program, kinds: set[str], said: str) -> None:
-    """Holds what the checker says of a program against what the simulated ranks do."""
+def assert_simulated_ranks_agree(program: Program, kinds: set[str], messages: str) -> None:
+    """Assert that the simulated ranks fail as the findings of the checker say."""
     machine = rehearse(program, [random_inputs(program, {}, seed) for seed in (1, 2)])
     if kinds & {"collectives differ", "messages differ", "message without partner", "barriers differ"}:
-        assert diverges(machine, range(1)), f"{said}\n{program}"
+        assert failure_of(machine, 1), f"{messages}\n{program}"
         return
-    seen = watched(machine, 0)
+    race = observed_race(machine, 0)
     if not kinds:
-        assert not seen, f"{seen}\n{program}"
-        assert not watched(machine, 7), program
-        assert not (wrong := diverges(machine, range(50))), f"{wrong}\n{program}"
+        assert not race, f"{race}\n{program}"
+        assert not observed_race(machine, 7), program
+        assert not (failure := failure_of(machine, 50)), f"{failure}\n{program}"
     elif kinds <= {"race", "unwritten", "use after free"}:
-        assert seen, f"only the checker sees:\n{said}\n{program}"
+        assert race, f"only the checker reports:\n{messages}\n{program}"
     if kinds & {"deadlock", "nobody sends"}:
-        assert "deadlock" in diverges(machine, range(1)), f"{said}\n{program}"
+        assert "deadlock" in failure_of(machine, 1), f"{messages}\n{program}"
     elif kinds == {"SMs held"}:
-        assert "deadlock" in diverges(machine, range(200)), f"{said}\n{program}"
+        assert "deadlock" in failure_of(machine, 200), f"{messages}\n{program}"

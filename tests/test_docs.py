@@ -21,44 +21,44 @@ EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 @pytest.fixture(scope="module")
 def docs(pytestconfig: pytest.Config) -> Golden:
-    """Holds a page against the text it is made from; `pytest --accept` writes it."""
+    """Compare a page with the text that it is generated from; `pytest --accept` writes it."""
     return Golden(DOCS, accept=pytestconfig.getoption("accept"))
 
 
 @EACH
-def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs_and_prints_the_outputs_of_the_page(page: Path, tmp_path: Path) -> None:
     check_python(page, tmp_path)
 
 
 @EACH
-def test_the_commands_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run_and_print_the_outputs_of_the_page(page: Path, tmp_path: Path) -> None:
     check_console(page, tmp_path)
 
 
 @EACH
-def test_the_programs_of_a_page_check(page: Path) -> None:
+def test_the_checker_accepts_the_programs_of_a_page(page: Path) -> None:
     for block in blocks(page):
         if block.language == "hir" and not block.word:
             assert hi.check(hi.parse(block.text, page.name)) == []
 
 
 @EACH
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_memory_model_says_of_every_statement_where_it_runs() -> None:
+def test_the_memory_model_lists_every_statement_of_host_programs() -> None:
     page = (DOCS / "memory-model.md").read_text()
-    told = {word for line in page.splitlines() if line.startswith("|") for word in re.findall(r"`(\w+)", line)}
-    assert {word for word, statement in REGISTRY.items() if Phase.HOST in statement.phases} <= told
+    listed = {word for line in page.splitlines() if line.startswith("|") for word in re.findall(r"`(\w+)", line)}
+    assert {word for word, statement in REGISTRY.items() if Phase.HOST in statement.phases} <= listed
 
 
-def test_the_language_reference_is_fresh(docs: Golden) -> None:
+def test_the_language_reference_is_up_to_date(docs: Golden) -> None:
     docs("language.md", markdown() + "\n")
 
 
-def test_the_page_of_the_python_interface_is_fresh(docs: Golden) -> None:
+def test_the_page_of_the_python_interface_is_up_to_date(docs: Golden) -> None:
     docs("python.md", python_interface.markdown())
 
 
@@ -69,13 +69,13 @@ def test_the_page_of_the_python_interface_has_every_public_name() -> None:
         assert internal <= vars(getattr(hi, name)).keys()
 
 
-def test_the_table_of_environment_variables_is_fresh(docs: Golden) -> None:
+def test_the_table_of_environment_variables_is_up_to_date(docs: Golden) -> None:
     rows = "".join(f"| `{row.name}` | {row.expected} | {row.default} | {row.doc} |\n" for row in knobs.table())
     page = (DOCS / "environment.md").read_text()
     docs("environment.md", re.sub(r"(?<=\|---\|---\|---\|---\|\n)(\|.*\n)*", lambda _: rows, page))
 
 
-def test_the_performance_table_is_what_was_measured() -> None:
+def test_the_table_of_patterns_shows_the_results() -> None:
     measured = json.loads((ROOT / "benchmarks/results/patterns.json").read_text())["results"]
 
     def fastest(times: dict[str, float]) -> float:
@@ -92,7 +92,7 @@ def test_the_performance_table_is_what_was_measured() -> None:
     assert "\n".join(rows) in (ROOT / "docs/performance.md").read_text()
 
 
-def test_the_table_of_arrivals_is_what_was_measured() -> None:
+def test_the_table_of_arrivals_shows_the_results() -> None:
     measured = json.loads((ROOT / "benchmarks/results/arrivals_8.json").read_text())["rows"]
     page = (ROOT / "docs/performance.md").read_text()
     assert len(measured) == 12
@@ -103,7 +103,7 @@ def test_the_table_of_arrivals_is_what_was_measured() -> None:
         assert f"| {r['model']} M={r['M']} | {' | '.join(f'{time:.0f}' for time in times)} |\n" in page
 
 
-def test_host_times_of_a_call_are_what_was_measured() -> None:
+def test_the_table_of_host_times_shows_the_results() -> None:
     measured = json.loads((ROOT / "benchmarks/results/overhead.json").read_text())["results"]
     of = {r["what"].removeprefix("all-gather + matmul, "): r for r in measured}
     page = (ROOT / "docs/performance.md").read_text()
@@ -116,7 +116,7 @@ def test_host_times_of_a_call_are_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("name", ["2", "4"])
-def test_the_tables_of_one_sided_strategies_are_what_was_measured(name: str) -> None:
+def test_the_tables_of_one_sided_strategies_show_the_results(name: str) -> None:
     measured = json.loads((ROOT / f"benchmarks/results/allgather_matmul_{name}.json").read_text())["rows"]
     page = (ROOT / "docs/performance.md").read_text()
     assert len(measured) == 19

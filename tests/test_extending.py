@@ -1,6 +1,6 @@
-"""docs/extending.md: a statement touches few files, and the page still runs after somebody has followed it.
+"""docs/extending.md: a new statement changes few files, and the page still runs for somebody who has followed it.
 
-tests/test_docs.py tests that the changes of the page can be made, and that the result runs.
+tests/test_docs.py makes the changes of the page and runs the result.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from tests.edits import anchor, edit
 from tests.pages import ROOT, blocks
 
 PAGE = ROOT / "docs/extending.md"
-MOST = {"An elementwise statement": 3, "A statement of another kind": 7}  # one of the three has the user's function
+MOST = {
+    "An elementwise statement": 3,
+    "A statement of another kind": 7,
+}  # one of the three files has the function for users
 
 
 @pytest.mark.parametrize("title", MOST)
-def test_a_statement_touches_few_files(title: str) -> None:
+def test_a_new_statement_changes_few_files(title: str) -> None:
     assert 2 <= len(touched(ROOT, statements_of(ROOT)[title])) <= MOST[title]
 
 
-def test_changes_that_have_been_made_are_not_made_again(tmp_path: Path) -> None:
+def test_changes_are_made_only_once(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "hostir", tmp_path / "hostir", ignore=shutil.ignore_patterns("__pycache__"))
     changes = [block for block in blocks(PAGE) if block.verb]
-    followed: list[dict[Path, str]] = []
+    results: list[dict[Path, str]] = []
     for _ in range(2):
         for block in changes:
             edit(tmp_path, block.verb, block.word, block.text)
-        followed.append({path: path.read_text() for path in tmp_path.rglob("*.py")})
+        results.append({path: path.read_text() for path in tmp_path.rglob("*.py")})
     assert len(changes) > 10
-    assert followed[0] == followed[1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ class Blue: ...
 """
 
 
-def test_definitions_methods_entries_and_imports_go_beside_their_anchors(tmp_path: Path) -> None:
+def test_definitions_methods_entries_and_imports_are_inserted_at_their_anchors(tmp_path: Path) -> None:
     module = tmp_path / "hostir/deep/colours.py"
     module.parent.mkdir(parents=True)
     module.write_text(BEFORE)
@@ -93,5 +96,5 @@ def test_definitions_methods_entries_and_imports_go_beside_their_anchors(tmp_pat
     edit(tmp_path, "in", "TABLE", '"blue": 2\n')
     edit(tmp_path, "in", "colours.NAMES", '"blue"\n')
     edit(tmp_path, "import", "TABLE", "Circle\n")
-    edit(tmp_path, "import", "TABLE", "Red\n")  # the module defines it
+    edit(tmp_path, "import", "TABLE", "Red\n")  # skipped, because the module defines it
     assert module.read_text() == AFTER

@@ -1,4 +1,4 @@
-"""What commands read and write: standard input and output, devices, full disks, closed pipes; and who speaks of it."""
+"""Files that commands read and write: standard streams, devices, full disks, closed pipes, and several ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ran(command: str, **options: str) -> subprocess.CompletedProcess[str]:
-    """A shell's command line in which `hostir` stands for this one."""
+    """Run a command line of a shell, with this interpreter as `hostir`."""
     line = command.replace("hostir ", f"{sys.executable} -m hostir ")
     env = {**os.environ, "PYTHONUNBUFFERED": "", **options}
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env, timeout=120, check=False)
@@ -48,7 +48,7 @@ def test_every_command_reads_standard_input(
     assert capfd.readouterr().out == expected
 
 
-def test_pipes_are_read_whatever_they_are_called(tmp_path: Path) -> None:
+def test_commands_read_pipes_under_any_name(tmp_path: Path) -> None:
     (tmp_path / "program.hir").write_text(PROGRAM)
     for line in ("cat {} | hostir lower -", "cat {} | hostir lower /dev/stdin", "hostir lower <(cat {}) -o -"):
         done = ran(line.format(tmp_path / "program.hir"))
@@ -56,14 +56,14 @@ def test_pipes_are_read_whatever_they_are_called(tmp_path: Path) -> None:
         assert hi.parse(done.stdout) == hi.parse(PROGRAM)
 
 
-def test_standard_input_that_is_closed_is_one_message() -> None:
+def test_closed_standard_input_is_reported_in_one_message() -> None:
     done = ran("hostir lower - <&-")
     assert done.returncode == 2
     assert done.stderr.startswith("error: standard input is closed\n")
 
 
 @pytest.mark.parametrize("change", [lambda text: "\ufeff" + text, lambda text: text.replace("\n", "\r\n")])
-def test_a_mark_of_utf8_and_the_line_ends_of_windows_are_no_part_of_a_text(change, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_byte_order_mark_and_windows_line_ends_are_ignored(change, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "program.hir"
     file.write_bytes(change(PROGRAM).encode())
     assert files.read(str(file)) == PROGRAM
@@ -75,24 +75,26 @@ def test_a_mark_of_utf8_and_the_line_ends_of_windows_are_no_part_of_a_text(chang
 
 # Writing ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("command", ["lower {}", "check {} --format json", "run {}", "ops", "--help"])
-def test_a_full_disk_is_one_message(command: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_message(command: str, tmp_path: Path) -> None:
     (tmp_path / "program.hir").write_text(PROGRAM)
     done = ran(f"hostir {command.format(tmp_path / 'program.hir')} > /dev/full")
     assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
 
 
-def test_messages_that_nobody_can_be_told_leave_the_exit_code() -> None:
+def test_messages_that_cannot_be_written_do_not_change_the_exit_code() -> None:
     for line in ("hostir lower no.hir 2> /dev/full", "hostir lower no.hir 2>&-", "hostir ops >&-"):
         assert ran(line).returncode == (2 if "no.hir" in line else 0)
 
 
-def test_a_reader_that_has_enough_ends_a_command_quietly(tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_a_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "program.hir").write_text(PROGRAM)
     done = ran(f"hostir lower {tmp_path / 'program.hir'} | :; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_picture_that_cannot_be_written_is_one_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_cannot_be_written_is_reported_in_one_message(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for option in ("--trace", "--graph"):
         for suffix in (".svg", ".json") if option == "--trace" else (".svg",):
             full = tmp_path / f"full{suffix}"
@@ -103,7 +105,7 @@ def test_a_picture_that_cannot_be_written_is_one_message(tmp_path: Path, capfd: 
             assert capfd.readouterr().err == f"error: cannot write {full}: No space left on device\n"
 
 
-def test_a_repair_says_that_comments_are_dropped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_repair_notes_that_comments_are_dropped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, text in (("plain", PROGRAM), ("commented", COMMENTED)):
         file, fixed = tmp_path / f"{name}.hir", tmp_path / f"{name}_fixed.hir"
         file.write_text(text)
@@ -114,9 +116,9 @@ def test_a_repair_says_that_comments_are_dropped(tmp_path: Path, capfd: pytest.C
         )
 
 
-# Who speaks -------------------------------------------------------------------------------------------------------
+# Errors on several ranks ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_all_ranks_of_a_host_find_is_said_by_the_first(
+def test_the_first_rank_of_a_host_reports_an_error_of_all_ranks(
     rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hostir.runtime.session.begun", False)
@@ -126,11 +128,11 @@ def test_what_all_ranks_of_a_host_find_is_said_by_the_first(
     monkeypatch.setattr(time, "sleep", waited.append)
     assert main(["run", "no.hir"]) == 2
     assert capfd.readouterr().err.startswith("error: no such file: no.hir\n" if rank != 1 else "")
-    assert bool(waited) == (rank == 1), "who ends first makes a launcher end those that have something to say"
+    assert bool(waited) == (rank == 1), "other ranks wait, because a launcher kills all ranks when the first one exits"
 
 
 @pytest.mark.torchrun
-def test_no_such_file_is_said_once_under_torchrun() -> None:
+def test_a_missing_file_is_reported_once_under_torchrun() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = [*torchrun, "-m", "hostir", "run", "no.hir"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -146,7 +148,7 @@ def test_ranks_do_not_share_a_pipe(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     assert "error: standard input can be read once, and every rank would read it" in capfd.readouterr().err
 
 
-def test_version_says_which_text_it_reads(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_version_names_the_version_of_the_text(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
@@ -157,7 +159,7 @@ def test_version_says_which_text_it_reads(capfd: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "problem", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...\nat: ...")]
 )
-def test_memory_that_is_not_there_is_one_message(
+def test_a_lack_of_memory_is_reported_in_one_message(
     problem: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fails(options: object) -> int:
@@ -168,7 +170,7 @@ def test_memory_that_is_not_there_is_one_message(
     assert capfd.readouterr().err.splitlines()[0].startswith("error: there is not enough memory")
 
 
-def test_other_errors_of_python_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_runtime_errors_are_not_reported_as_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(options: object) -> int:
         raise RuntimeError("something else")
 

@@ -1,14 +1,14 @@
-"""A small program for everything that `hostir check` finds, under tests/cases/findings, each with a repaired twin.
+"""Findings of `hostir check`: a small program for each under tests/cases/findings, with a repaired twin.
 
-Comments of a case say which findings it has, and how simulated ranks run two calls of it:
+Comments in a case name its findings, and say what two calls do on simulated ranks:
 
-    // error: 12:3: message     the place and the headline of a finding, exactly; a warning begins with `warning:`
+    // error: 12:3: message     position and message of a finding, exactly; `warning:` for a warning
     // run: guilty              the default: some order hangs, raises, gives NaN, or differs from another order
-    // run: alike               every order gives the same values: the finding is about something else
-    // run: refused             the program is not sound enough to run
+    // run: alike               every order gives the same values
+    // run: refused             the program cannot run
 
-The twin `NAME.fixed.hir` has no finding, and gives the same values in every order. docs/findings.md links every
-case, and shows one of them with its output.
+The twin `NAME.fixed.hir` has no findings and gives the same values in every order. docs/findings.md links every case
+and shows one of them with its output.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import pytest
 import hostir as hi
 from hostir.__main__ import main
 from tests.golden import Golden
-from tests.mutation import convicted
+from tests.judging.simulated import failure_of
 from tests.pages import FENCE, ROOT
 
 FOLDER = Path(__file__).parent / "cases" / "findings"
 TWINS = sorted(FOLDER.glob("*.fixed.hir"))
 CASES = sorted({*FOLDER.glob("*.hir")} - {*TWINS})
-SAID = re.compile(r"^// (error|warning): (\d+:\d+): (.*)$", re.MULTILINE)
+FINDINGS = re.compile(r"^// (error|warning): (\d+:\d+): (.*)$", re.MULTILINE)
 RUN = re.compile(r"^// run: (.*)$", re.MULTILINE)
 HEAD = re.compile(r"\A(?://.*\n)+")
 SHOWN = re.compile(r"^```hir (\w+)\n.*?^```\n\n```finding\n.*?^```$", re.MULTILINE | re.DOTALL)
@@ -38,7 +38,7 @@ EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
 
 
 def findings(case: Path) -> list[hi.Diagnostic]:
-    """What is found in a case, be it that it does not parse."""
+    """Return the findings in a case, or the errors of the parser."""
     try:
         return hi.check(hi.parse(case.read_text(), case.name))
     except hi.HostIRError as wrong:
@@ -46,36 +46,36 @@ def findings(case: Path) -> list[hi.Diagnostic]:
 
 
 def run_of(case: Path) -> str:
-    said = RUN.search(case.read_text())
-    return said[1] if said else "guilty"
+    comment = RUN.search(case.read_text())
+    return comment[1] if comment else "guilty"
 
 
 @EACH_CASE
-def test_a_case_has_exactly_the_findings_that_it_says(case: Path) -> None:
-    found = [(d.level, f"{d.span.line}:{d.span.column}" if d.span else "", d.message) for d in findings(case)]
-    assert sorted(found) == sorted(SAID.findall(case.read_text())), "\n".join(map(str, findings(case)))
+def test_a_case_has_exactly_the_findings_of_its_comments(case: Path) -> None:
+    listed = [(d.level, f"{d.span.line}:{d.span.column}" if d.span else "", d.message) for d in findings(case)]
+    assert sorted(listed) == sorted(FINDINGS.findall(case.read_text())), "\n".join(map(str, findings(case)))
 
 
 @EACH_CASE
-def test_the_repaired_twin_has_no_finding_and_gives_the_same_in_every_order(case: Path) -> None:
+def test_the_repaired_twin_has_no_findings_and_gives_the_same_bits_in_every_order(case: Path) -> None:
     twin = case.with_suffix(".fixed.hir")
     assert findings(twin) == []
-    assert convicted(hi.parse(twin.read_text(), twin.name), SEEDS) == ""
+    assert failure_of(hi.parse(twin.read_text(), twin.name), SEEDS) == ""
 
 
 @EACH_CASE
-def test_simulated_ranks_make_of_a_case_what_it_says(case: Path) -> None:
+def test_a_case_runs_as_its_comments_say(case: Path) -> None:
     if run_of(case) == "refused":
         assert any(d.level == "error" for d in findings(case))
         return
-    guilt = convicted(hi.parse(case.read_text(), case.name), SEEDS)
+    guilt = failure_of(hi.parse(case.read_text(), case.name), SEEDS)
     assert bool(guilt) == (run_of(case) == "guilty"), guilt
 
 
-def test_every_case_has_a_twin_and_says_what_it_shows() -> None:
+def test_every_case_has_a_twin_and_names_its_findings() -> None:
     assert {twin.name.replace(".fixed.", ".") for twin in TWINS} == {case.name for case in CASES}
     for case in CASES:
-        assert SAID.search(case.read_text()), f"{case.name} names no finding"
+        assert FINDINGS.search(case.read_text()), f"{case.name} names no finding"
         assert run_of(case) in ("guilty", "alike", "refused")
 
 

@@ -1,4 +1,4 @@
-"""Whatever stands where hostir wants something else: one bounded line says what it is, without its contents."""
+"""A value of a wrong type is refused in a bounded message that describes it without its contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import hostir as hi
 from hostir.ir.source import Diagnostic, Span, described
 
-LONGEST = 1500  # characters of a whole message, with the quoted line
+LONGEST = 1500  # characters of a message with the quoted line
 
 
 class WithoutRepr:
@@ -52,7 +52,7 @@ def described_cases() -> Iterator[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(("value", "text"), list(described_cases()), ids=lambda it: it if isinstance(it, str) else "")
-def test_a_value_is_described_by_its_repr_or_by_what_it_is(value: Any, text: str) -> None:
+def test_a_value_is_described_by_its_repr_or_its_type(value: Any, text: str) -> None:
     assert described(value) == text
 
 
@@ -126,22 +126,22 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", VALUES)
-def test_a_foreign_value_is_refused_in_a_bounded_message_without_its_contents(place: str, kind: str) -> None:
+@pytest.mark.parametrize("value", VALUES)
+def test_a_foreign_value_is_refused_in_a_bounded_message_without_its_contents(place: str, value: str) -> None:
     with pytest.raises(hi.HostIRError) as refused:
-        PLACES[place](VALUES[kind])
+        PLACES[place](VALUES[value])
     message = str(refused.value)
     assert len(message) < LONGEST
     assert "tensor([" not in message.splitlines()[0]
     assert "Size(" not in message
 
 
-def test_sizes_and_shapes_read_as_in_a_program() -> None:
+def test_sizes_and_shapes_print_as_in_a_program() -> None:
     x = _a()
     assert f"{x.shape}" == repr(x.shape) == "[M, 8]"
     assert f"{x.shape[0]} {x.shape[0] / 4!r}" == "M M/4"
     with pytest.raises(hi.HostIRError, match="not a shape: M\n"):
-        hi.reshape(x, x.shape[0])  # type: ignore[arg-type]  # the mistake
+        hi.reshape(x, x.shape[0])  # type: ignore[arg-type]  # not a shape
 
 
 LINE = 10**6
@@ -159,20 +159,20 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("kind", LONG)
-def test_what_is_wrong_in_a_long_line_is_told_in_a_bounded_message(kind: str) -> None:
+@pytest.mark.parametrize("line", LONG)
+def test_an_error_in_a_long_line_has_a_bounded_message(line: str) -> None:
     try:
-        told = "\n".join(map(str, hi.check(hi.parse(HEAD + LONG[kind], "long.hir"))))
+        message = "\n".join(map(str, hi.check(hi.parse(HEAD + LONG[line], "long.hir"))))
     except hi.HostIRError as wrong:
-        told = str(wrong)
-    assert "long.hir:4:" in told
-    assert "^" in told
-    assert len(told) < 3500
+        message = str(wrong)
+    assert "long.hir:4:" in message
+    assert "^" in message
+    assert len(message) < 3500
 
 
-def test_a_diagnostic_bounds_all_that_it_quotes() -> None:
+def test_a_diagnostic_bounds_all_quotations() -> None:
     long = "w" * LINE
     span = Span("f.py", 3, LINE // 2, LINE, long)
-    told = Diagnostic(long, span, expected=" ".join("w" * LINE), hint=long, notes=((span, long),))
-    assert len(str(told)) < 6000
-    assert len(repr(told)) < 8000
+    diagnostic = Diagnostic(long, span, expected=" ".join("w" * LINE), hint=long, notes=((span, long),))
+    assert len(str(diagnostic)) < 6000
+    assert len(repr(diagnostic)) < 8000

@@ -18,7 +18,7 @@ def test_a_mismatch_shows_a_unified_diff(tmp_path: Path) -> None:
         Golden(tmp_path, accept=False)("a.hir", "one\n2\n")
 
 
-def test_a_missing_last_newline_is_a_mismatch_that_shows(tmp_path: Path) -> None:
+def test_a_missing_last_newline_is_shown_as_a_mismatch(tmp_path: Path) -> None:
     (tmp_path / "a.hir").write_text("one\n")
     with pytest.raises(AssertionError, match=r"'one\\n' expected at the end, 'one' found"):
         Golden(tmp_path, accept=False)("a.hir", "one")

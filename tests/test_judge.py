@@ -1,7 +1,7 @@
-"""Programs on real CPU processes with one slow rank: what the checker accepts is right there, what it must not is not.
+"""Programs on real CPU processes with one slow rank: accepted programs give correct results, and promises fail.
 
-`benchmarks/judge.py` runs thousands of random ones; these are a few, the same every time. Ranks are forked, so another
-process does it, without the threads of this one.
+`benchmarks/judge.py` runs thousands of random programs; these are a few, the same every time. Ranks are forked, so a
+process without the threads of this one runs them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 import hostir as hi
-from tests import real_ranks
+from tests.judging import real_ranks
+from tests.judging.mutants import Mutant
+from tests.judging.promises import PROMISES, of
+from tests.judging.random_programs import accepted, is_interesting, loosened
+from tests.judging.real_ranks import Case, judged
+from tests.judging.simulated import errors
 from tests.launch import launch
-from tests.mutants import Mutant
 from tests.pages import environment
-from tests.promises import PROMISES, of
-from tests.random_programs import accepted, counts, loosened
-from tests.real_ranks import Case, judged
 
 COUNTEREXAMPLES = Path(__file__).parent / "cases" / "counterexamples"
 HANGS = """hostir 1
@@ -38,7 +39,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
 
 
 def fresh(function: Callable[..., Any], *args: int) -> Any:
-    """What a function here gives in a process that has no other threads; it prints as Python reads it."""
+    """Return the result of a function of this module in a process without other threads; it must be a literal."""
     call = f"test_judge.{function.__name__}{args}"
     code = f"import torch\nfrom tests import test_judge\ntorch.set_num_threads(1)\nprint(repr({call}))"
     done = launch(0, "-c", code, env=environment(), timeout=170)
@@ -47,75 +48,77 @@ def fresh(function: Callable[..., Any], *args: int) -> Any:
 
 
 def wrong(cases: list[Case], patience: float = real_ranks.PATIENCE) -> Wrong:
-    """What goes wrong, by program."""
+    """Return the failures by program."""
     return {v.case.program.name: str(v) for v in judged(cases, patience) if v.wrong}
 
 
 # In a fresh process -----------------------------------------------------------------------------------------------
 def random_programs(ranks: int, seeds: int) -> tuple[int, Wrong]:
     programs = [program for seed in range(seeds) if (program := loosened(seed, ranks))]
-    assert all(counts(program) for program in programs)
+    assert all(is_interesting(program) for program in programs)
     return len(programs), wrong([Case(program, seed, 4) for seed, program in enumerate(programs)])
 
 
 def innocents() -> tuple[list[str], list[str], Wrong]:
-    """What the checker accepts, what it refuses, and what goes wrong; with one that would hang, and one of no use."""
-    from benchmarks.judge import of_mutants  # half a second that no other process here needs
+    """Return the accepted programs, the refused ones, and failures; one program hangs, and one does not parse."""
+    from benchmarks.judge import of_mutants  # imported here, because it takes half a second
 
     texts = {path.stem: path.read_text() for path in sorted(COUNTEREXAMPLES.glob("innocent*.hir"))}
     some = [Mutant("", name, "", text) for name, text in {**texts, "hangs": HANGS, "cut": HANGS[:-3]}.items()]
-    found = [(mutant.of, verdict) for mutant, verdict in of_mutants(some, 4, real_ranks.PATIENCE) if verdict]
-    let_pass = [name for name, verdict in found if not verdict.findings]
-    refused = [name for name, verdict in found if verdict.findings]
-    return let_pass, refused, {name: verdict.guilt for name, verdict in found if verdict.guilt}
+    verdicts = {mutant.name: verdict for mutant, verdict in of_mutants(some, 4, real_ranks.PATIENCE) if verdict}
+    passed = [name for name, verdict in verdicts.items() if not verdict.findings]
+    refused = [name for name, verdict in verdicts.items() if verdict.findings]
+    return passed, refused, {name: verdict.guilt for name, verdict in verdicts.items() if verdict.guilt}
 
 
-def promised() -> Wrong:
-    found: Wrong = {}
-    with PROMISES["a_queue_for_each_order"].believed():  # by the simulated ranks, too, which refuse that program
-        for seed in range(1, 25):  # which calls go wrong is a matter of time
-            found |= wrong([Case(of(name), seed, 8) for name in PROMISES if name not in found])
-    return found
+def failures_of_promises() -> Wrong:
+    failures: Wrong = {}
+    with PROMISES["a_queue_for_each_order"].assumed():  # without it the simulated ranks refuse the program
+        for seed in range(1, 25):  # wrong calls depend on timing
+            failures |= wrong([Case(of(name), seed, 8) for name in PROMISES if name not in failures])
+    return failures
 
 
 def one_that_hangs() -> Wrong:
-    real_ranks.expected = lambda case: [[]]  # simulated ranks would say so at once
-    right = of("one_call")
-    return wrong([Case(right, 1, 0), Case(hi.parse(HANGS), 1, 1), Case(right, 2, 0)], patience=2.0)
+    real_ranks.expected = lambda case: [[]]  # the simulated ranks would report the hang
+    correct = of("one_call")
+    return wrong([Case(correct, 1, 0), Case(hi.parse(HANGS), 1, 1), Case(correct, 2, 0)], patience=2.0)
 
 
 # Tests ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, 8), (3, 4), (4, 3)])
-def test_random_programs_that_the_checker_accepts_are_right(ranks: int, seeds: int) -> None:
-    run, odd = fresh(random_programs, ranks, seeds)
-    assert not odd
-    assert run >= seeds / 2
+def test_random_programs_that_the_checker_accepts_give_correct_results(ranks: int, seeds: int) -> None:
+    count, failures = fresh(random_programs, ranks, seeds)
+    assert not failures
+    assert count >= seeds / 2
 
 
-def test_counterexamples_that_are_right_are_accepted_and_right() -> None:
-    let_pass, refused, odd = fresh(innocents)
-    assert not odd
-    assert len(let_pass) == 5
+def test_correct_counterexamples_are_accepted_and_give_correct_results() -> None:
+    accepted, refused, failures = fresh(innocents)
+    assert not failures
+    assert len(accepted) == 5
     assert refused == ["hangs"]
 
 
 @pytest.mark.parametrize("path", sorted(COUNTEREXAMPLES.glob("[!i]*.hir")), ids=lambda path: path.stem)
-def test_counterexamples_that_are_wrong_are_refused(path: Path) -> None:
-    found = hi.check(hi.parse(path.read_text(), path.name), sizes={"N": 10} if path.stem == "five_rounds" else None)
-    assert [each for each in found if each.level == "error"]
+def test_wrong_counterexamples_are_refused(path: Path) -> None:
+    sizes = {"N": 10} if path.stem == "five_rounds" else None
+    assert errors(hi.check(hi.parse(path.read_text(), path.name), sizes=sizes))
 
 
-def test_the_checker_refuses_what_each_promise_would_let_pass() -> None:
+def test_each_promise_makes_the_checker_accept_a_program_that_it_refuses() -> None:
     for name, promise in PROMISES.items():
         assert not accepted(of(name)), name
         assert promise.accepts(of(name)), name
 
 
 def test_real_ranks_show_each_promise_to_be_false() -> None:
-    assert fresh(promised).keys() == PROMISES.keys()
+    assert fresh(failures_of_promises).keys() == PROMISES.keys()
 
 
-def test_what_is_kept_of_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_verdicts_and_programs_are_files_that_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from benchmarks import judge
     from benchmarks.mutation import Kept
 
@@ -130,7 +133,7 @@ def test_what_is_kept_of_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--promise is for random programs alone" in capsys.readouterr().err
 
 
-def test_a_program_that_hangs_is_named_and_those_behind_it_run() -> None:
-    (said,) = fresh(one_that_hangs).values()
-    assert "hangs: " in said
-    assert "wait_signal %f[0] >= 1" in said
+def test_a_program_that_hangs_is_named_and_later_programs_run() -> None:
+    (failure,) = fresh(one_that_hangs).values()
+    assert "hangs: " in failure
+    assert "wait_signal %f[0] >= 1" in failure

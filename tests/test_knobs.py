@@ -21,14 +21,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(knob.name, raising=False)
 
 
-def test_nothing_set_gives_the_default() -> None:
+def test_a_knob_has_its_default_if_nothing_is_set() -> None:
     assert knobs.DUMP.get() is None
     assert knobs.SPEC.get() == 1
     assert knobs.TIMEOUT.get() == 30.0
     assert knobs.KERNELS.get() == "auto"
 
 
-def test_the_environment_is_read_at_each_use_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variables_are_read_and_converted_at_each_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOSTIR_DUMP", str(tmp_path / "new"))
     monkeypatch.setenv("HOSTIR_SPEC", "2")
     monkeypatch.setenv("HOSTIR_TIMEOUT", "0.5")
@@ -39,7 +39,7 @@ def test_the_environment_is_read_at_each_use_and_typed(monkeypatch: pytest.Monke
     assert knobs.KERNELS.get() == "triton"
 
 
-def test_argument_over_scope_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_overrides_a_scope_and_a_scope_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTIR_TIMEOUT", "10")
     with knobs.scope(timeout=20):
         assert knobs.TIMEOUT.get() == 20.0
@@ -51,7 +51,7 @@ def test_zero_as_an_argument_is_a_value() -> None:
     assert knobs.SPEC.get(0) == 0
 
 
-def test_the_inner_scope_wins_and_leaves_other_knobs_as_they_were() -> None:
+def test_an_inner_scope_overrides_only_its_knobs() -> None:
     with knobs.scope(spec=2, kernels="aten"):
         with knobs.scope(kernels="triton"):
             assert (knobs.SPEC.get(), knobs.KERNELS.get()) == (2, "triton")
@@ -64,7 +64,7 @@ def test_a_scope_ends_when_its_block_raises() -> None:
     assert knobs.SPEC.get() == 1
 
 
-def test_none_in_a_scope_is_the_default_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_in_a_scope_restores_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTIR_DUMP", "somewhere")
     with knobs.scope(dump=None):
         assert knobs.DUMP.get() is None
@@ -75,7 +75,7 @@ def test_an_empty_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> No
     assert knobs.SPEC.get() == 1
 
 
-def test_a_scope_holds_in_its_own_thread_only() -> None:
+def test_a_scope_is_local_to_its_thread() -> None:
     seen: list[int] = []
     with knobs.scope(spec=2):
         thread = threading.Thread(target=lambda: seen.append(knobs.SPEC.get()))
@@ -97,7 +97,7 @@ def test_a_scope_holds_in_its_own_thread_only() -> None:
         ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton'\n  expected: auto, triton or aten"),
     ],
 )
-def test_a_bad_variable_is_named_with_what_was_expected(
+def test_an_invalid_variable_is_named_with_the_expected_values(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
 ) -> None:
     monkeypatch.setenv(name, text)
@@ -114,7 +114,7 @@ def test_a_bad_variable_is_named_with_what_was_expected(
         ("HOSTIR_COMPARE_CALLS", "yes", r"HOSTIR_COMPARE_CALLS='yes'\n  expected: 1 or 0$"),
     ],
 )
-def test_executors_and_commands_begin_with_a_look_at_every_variable(
+def test_executors_and_commands_check_all_variables_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, message: str
 ) -> None:
     monkeypatch.setenv(name, text)
@@ -134,7 +134,7 @@ def test_executors_and_commands_begin_with_a_look_at_every_variable(
         ("HOSTIR_WATCH", f"hostir reads {', '.join(knob.name for knob in knobs.KNOBS)}"),
     ],
 )
-def test_executors_and_commands_warn_once_of_a_variable_that_is_unknown_and_go_on(
+def test_executors_and_commands_warn_once_of_an_unknown_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, hint: str
 ) -> None:
     monkeypatch.setenv(name, "5")
@@ -143,9 +143,9 @@ def test_executors_and_commands_warn_once_of_a_variable_that_is_unknown_and_go_o
     with pytest.warns(knobs.UnknownVariableWarning, match=f"^{re.escape(message)}$") as warned:
         Executor(RELU)
     assert len(warned) == 1
-    assert main(["ops"]) == 0  # and does not warn again, which would be an error here
-    said = subprocess.run([sys.executable, "-m", "hostir", "ops"], capture_output=True, text=True, check=True).stderr
-    assert said == f"{message}\n"
+    assert main(["ops"]) == 0  # a second warning would be an error here
+    stderr = subprocess.run([sys.executable, "-m", "hostir", "ops"], capture_output=True, text=True, check=True).stderr
+    assert stderr == f"{message}\n"
 
 
 RELU = parse("""hostir 1
@@ -164,7 +164,7 @@ def test_a_dump_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         knobs.DUMP.get(file)
 
 
-def test_arguments_and_scopes_pass_the_check_of_the_environment() -> None:
+def test_arguments_and_scopes_are_checked_like_variables() -> None:
     with pytest.raises(HostIRError, match=r"test_knobs.py:\d+:\d+: error: spec=7\n[^$]*expected: 0, 1 or 2$"):
         knobs.SPEC.get(7)
     with pytest.raises(HostIRError, match=r"test_knobs.py:\d+:\d+: error: spec=True\n[^$]*expected: 0, 1 or 2$"):
@@ -178,11 +178,11 @@ def test_an_unknown_name_in_a_scope_gets_a_suggestion() -> None:
         knobs.scope(watch=1)
 
 
-def test_a_default_is_documented_as_one_of_the_values_that_are_documented() -> None:
+def test_the_table_shows_the_default_of_a_switch_as_a_value() -> None:
     assert {row.name: row.default for row in knobs.table()}["HOSTIR_COMPARE_CALLS"] == "0"
 
 
-def test_the_table_has_a_row_for_each_knob_whose_default_reads_back() -> None:
+def test_the_table_has_a_row_with_a_valid_default_for_each_knob() -> None:
     rows = knobs.table()
     assert [row.name for row in rows] == [knob.name for knob in knobs.KNOBS]
     for knob, row in zip(knobs.KNOBS, rows, strict=True):
@@ -190,7 +190,7 @@ def test_the_table_has_a_row_for_each_knob_whose_default_reads_back() -> None:
         assert knob.default is None or knob.check(row.default, knob.name) == knob.default
 
 
-def test_knobs_load_nothing_beyond_the_standard_library() -> None:
+def test_knobs_import_only_the_standard_library() -> None:
     probe = "import sys; import hostir.knobs; print(sorted({'torch', 'triton', 'numpy', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

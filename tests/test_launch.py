@@ -1,4 +1,4 @@
-"""Processes that tests start see what the caller's Python sees."""
+"""Processes that tests start find the modules of the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch import ROOT, environment, python_path
 
-# As older versions of pytest-benchmark, which warn of every run with `-n`.
+# Like older versions of pytest-benchmark, which warn in every run with `-n`.
 BENCHMARK = """
 import warnings
 import pytest
@@ -23,7 +23,7 @@ def pytest_configure(config):
 """
 
 
-def test_a_process_that_a_test_starts_finds_the_modules_on_the_callers_path(
+def test_a_process_that_a_test_starts_finds_modules_on_the_path_of_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_the_caller.py").touch()
@@ -33,24 +33,24 @@ def test_a_process_that_a_test_starts_finds_the_modules_on_the_callers_path(
     assert done.stdout.strip() == str(ROOT / "tests/launch.py"), done.stderr
 
 
-def test_no_test_sets_the_path_by_itself() -> None:
+def test_tests_set_the_python_path_only_by_the_helper() -> None:
     sets = re.compile(r"""["']PYTHONPATH["']\s*(?::|\]\s*=)|\bPYTHONPATH=""")
-    found = [
+    places = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in sorted({*(ROOT / "tests").rglob("*.py")} - {Path(__file__)})
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if sets.search(line) and "python_path(" not in line
     ]
-    assert not found, f"{', '.join(found)}: take tests.launch.environment or python_path, which keep the caller's"
+    assert not places, f"{', '.join(places)}: use tests.launch.environment or python_path, which keep the caller's path"
 
 
-def test_several_tests_at_a_time_run_where_a_benchmark_plugin_warns_of_that(tmp_path: Path) -> None:
+def test_parallel_tests_run_although_a_benchmark_plugin_warns(tmp_path: Path) -> None:
     (tmp_path / "benchmark_plugin.py").write_text(BENCHMARK)
     package = tmp_path / "benchmark_plugin-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: benchmark-plugin\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[pytest11]\nbenchmark = benchmark_plugin\n")
-    command = [sys.executable, "-m", "pytest", "-n", "1", "tests/ir/test_near.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "1", "tests/ir/test_types.py"]
     env = environment(PYTHONPATH=python_path(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What hostir logs: what it decides, makes and lets go, and nothing on a call for which all is there."""
+"""Log messages of hostir: choices, plans and communications that are not overlapped, and none in a warm call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _on_one_rank() -> hi.Program:
     return hi.lower(fusion)
 
 
-def test_nothing_is_printed_unless_a_program_asks_for_it() -> None:
+def test_nothing_is_printed_by_default() -> None:
     code = (
         "import hostir as hi, torch\nfrom examples import patterns\n"
         "hi.compile(patterns.allgather_matmul(), machine='local')\n"
@@ -42,24 +42,26 @@ def test_nothing_is_printed_unless_a_program_asks_for_it() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_choice_is_logged_with_what_came_next(records: pytest.LogCaptureFixture) -> None:
+def test_a_choice_is_logged_with_the_second_best(records: pytest.LogCaptureFixture) -> None:
     executor = hi.compile(patterns.allgather_matmul())
     (record,) = records.records
     assert record.name == "hostir.choice.decision"
     assert record.getMessage().startswith(f"{executor.choice}; '")
 
 
-def test_what_is_not_overlapped_is_logged_at_every_compilation(records: pytest.LogCaptureFixture) -> None:
+def test_a_communication_that_is_not_overlapped_is_logged_at_every_compilation(
+    records: pytest.LogCaptureFixture,
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
             hi.compile(turned(), "fused")
-    told = [r.getMessage() for r in records.records if "is not overlapped: fused handles only" in r.getMessage()]
-    assert len(told) == 2
-    assert all(message.startswith("@turned: the alltoall at ") for message in told)
+    messages = [r.getMessage() for r in records.records if "is not overlapped: fused handles only" in r.getMessage()]
+    assert len(messages) == 2
+    assert all(message.startswith("@turned: the alltoall at ") for message in messages)
 
 
-def test_a_plan_is_logged_when_it_is_made_and_later_calls_log_nothing(
+def test_a_new_plan_is_logged_and_later_calls_log_nothing(
     records: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = Executor(_on_one_rank(), machine="gloo")
@@ -70,7 +72,7 @@ def test_a_plan_is_logged_when_it_is_made_and_later_calls_log_nothing(
     assert first.startswith("@alone: planned for M=4 in ")
     assert first.endswith(" ms; a call allocates 128 bytes, and 0 bytes of symmetric memory stay, of 0 in all")
     assert "M=6" in second
-    for name in ("log", "isEnabledFor"):  # a warm call does not even ask whether it is wanted
+    for name in ("log", "isEnabledFor"):  # a warm call does not even query the level
         monkeypatch.setattr(logging.LoggerAdapter, name, _never)
     executor(torch.randn(6, 8))
 
@@ -79,7 +81,7 @@ def _never(*arguments: object, **options: object) -> None:
     raise AssertionError(f"a warm call logs {arguments}")
 
 
-def test_in_a_job_a_message_begins_with_the_rank(
+def test_a_message_in_a_job_begins_with_the_rank(
     records: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger("hostir.test").info("alone")

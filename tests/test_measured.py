@@ -1,4 +1,4 @@
-"""Every benchmark has a committed result or is named as not measured, and pages show what results hold."""
+"""Every benchmark has a committed result or is named as not measured, and pages show the results."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def test_every_benchmark_has_a_result_or_is_named_as_not_measured() -> None:
     assert {name for names in NAMES.values() for name in names if not files_of(name)} == set()
 
 
-def test_every_result_is_of_a_benchmark_and_has_a_table_with_a_stamp() -> None:
+def test_every_result_belongs_to_a_benchmark_and_has_a_table_with_a_stamp() -> None:
     known = {file for names in NAMES.values() for name in names for file in files_of(name)}
     assert known == {*RESULTS.rglob("*.json")}
     for file in known:
         assert measured.stamp(file).startswith("date 20"), file
 
 
-def test_the_list_of_results_is_fresh(pages: Golden) -> None:
+def test_the_list_of_results_is_up_to_date(pages: Golden) -> None:
     pages("benchmarks/results/README.md", measured.overview())
 
 
-def test_the_tables_of_the_page_on_speed_are_what_was_measured(pages: Golden) -> None:
+def test_the_tables_of_the_page_on_performance_show_the_results(pages: Golden) -> None:
     page = (ROOT / "docs/performance.md").read_text()
     assert {mark[1] for mark in MARKED.finditer(page)} == {*TABLES}
     pages("docs/performance.md", filled(page))
 
 
-def test_the_summary_of_the_readme_is_what_was_measured(pages: Golden) -> None:
+def test_the_summary_of_the_readme_shows_the_results(pages: Golden) -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(measured.SUMMARISED.findall(readme)) == 1
     pages("README.md", measured.SUMMARISED.sub(lambda _: measured.summary(), readme))
 
 
 def result(folder: Path, name: str, data: dict[str, Any]) -> str:
-    """What a page shows of a result."""
+    """Return the table of a result on a page."""
     (folder / f"{name}.json").write_text(json.dumps(data))
     (folder / f"{name}.md").write_text("# Title\n\ndate 2026-01-01, commit abc, gpu H100, gpus 2\n\nrows\n")
     return filled(f"<!-- measured: {name} -->\nold\n<!-- end -->\n", folder)
@@ -89,11 +89,11 @@ def test_a_page_shows_a_result_with_its_stamp(tmp_path: Path) -> None:
     )
 
 
-def test_a_page_says_so_where_nothing_was_measured(tmp_path: Path) -> None:
+def test_a_page_states_that_nothing_was_measured(tmp_path: Path) -> None:
     text = filled("<!-- measured: overhead -->\n| old |\n<!-- end -->\n", tmp_path)
     assert text == "<!-- measured: overhead -->\nNot measured.\n<!-- end -->\n"
 
 
-def test_a_copy_without_history_is_told_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_gives_the_commit_of_a_copy_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCHMARK_COMMIT", "abc1234")
     assert commit() == "abc1234"

@@ -1,4 +1,4 @@
-"""The checker against a sample of mutants; `python -m benchmarks.mutation` judges all of them, under more schedules."""
+"""The checker on a sample of mutants; `python -m benchmarks.mutation` judges all of them in more schedules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 import hostir as hi
-from tests.mutants import Mutant, mutants
-from tests.mutation import Verdict, convicted, errors, every_mutant, judge, originals, sample
+from tests.judging.mutants import Mutant, mutants
+from tests.judging.mutation import Verdict, every_mutant, judge, originals, sample
+from tests.judging.simulated import errors, failure_of
 
 MUTANTS, SEEDS = 150, 40
 ROOT = Path(__file__).parent.parent
 
 
-pytestmark = pytest.mark.xdist_group("mutation")  # one process, as all of them look at the same programs
+pytestmark = pytest.mark.xdist_group("mutation")  # in one process, because all tests lower the same programs
 
 
 @cache
@@ -24,31 +25,32 @@ def verdicts() -> list[Verdict]:
     return [verdict for verdict in judged if verdict is not None]
 
 
-def told(verdict: Verdict) -> str:
+def description(verdict: Verdict) -> str:
     mutant = verdict.mutant
-    return "\n".join([f"{mutant.kind} in @{mutant.of}: {mutant.what}", verdict.guilt, *verdict.findings, mutant.text])
+    head = f"{mutant.operator} in @{mutant.name}: {mutant.change}"
+    return "\n".join([head, verdict.guilt, *verdict.findings, mutant.text])
 
 
 def test_every_guilty_mutant_is_rejected() -> None:
     missed = [verdict for verdict in verdicts() if verdict.outcome == "missed"]
-    assert not missed, "\n".join(map(told, missed))
+    assert not missed, "\n".join(map(description, missed))
 
 
-def test_the_sample_holds_guilty_and_innocent_mutants_of_many_kinds() -> None:
-    caught = {v.mutant.kind for v in verdicts() if v.outcome == "caught"}
-    innocent = {v.mutant.kind for v in verdicts() if v.outcome == "innocent"}
+def test_the_sample_holds_guilty_and_innocent_mutants_of_many_operators() -> None:
+    caught = {v.mutant.operator for v in verdicts() if v.outcome == "caught"}
+    innocent = {v.mutant.operator for v in verdicts() if v.outcome == "innocent"}
     assert len(caught) > 25
     assert len(innocent) > 10
 
 
-def test_no_right_program_is_rejected() -> None:
-    rejected = {str(p): said for p in originals() if (said := errors(hi.check(p)))}
+def test_every_correct_program_is_accepted() -> None:
+    rejected = {str(p): messages for p in originals() if (messages := errors(hi.check(p)))}
     assert rejected == {}
 
 
-def test_a_right_program_is_convicted_by_no_schedule() -> None:
-    programs = [p for p in originals() if p.outputs and p.ranks == 2][::9]  # here: every run of pytest would make them
-    assert {str(p): guilt for p in programs if (guilt := convicted(p, SEEDS))} == {}
+def test_a_correct_program_fails_in_no_schedule() -> None:
+    programs = [p for p in originals() if p.outputs and p.ranks == 2][::9]
+    assert {str(p): guilt for p in programs if (guilt := failure_of(p, SEEDS))} == {}
 
 
 def test_a_mutant_differs_from_its_program_and_from_every_other() -> None:
@@ -57,16 +59,15 @@ def test_a_mutant_differs_from_its_program_and_from_every_other() -> None:
         assert len(set(texts)) == len(texts) > 2
 
 
-def test_a_sample_is_even_over_the_kinds_and_the_same_every_time() -> None:
-    found = [
-        Mutant(kind, "p", "", f"{kind}{n}") for kind, count in (("a", 9), ("b", 2), ("c", 5)) for n in range(count)
-    ]
-    chosen = sample(found, 8)
-    assert sorted(m.kind for m in chosen) == ["a"] * 3 + ["b"] * 2 + ["c"] * 3
-    assert chosen == sample(found, 8)
+def test_a_sample_has_equally_many_mutants_of_each_operator_and_is_the_same_every_time() -> None:
+    counts = {"a": 9, "b": 2, "c": 5}
+    drawn = [Mutant(name, "p", "", f"{name}{n}") for name, count in counts.items() for n in range(count)]
+    chosen = sample(drawn, 8)
+    assert sorted(m.operator for m in chosen) == ["a"] * 3 + ["b"] * 2 + ["c"] * 3
+    assert chosen == sample(drawn, 8)
 
 
-def test_the_page_shows_what_was_measured() -> None:
+def test_the_page_on_mutation_shows_the_results_of_the_benchmark() -> None:
     measured = (ROOT / "benchmarks/results/mutation.md").read_text().split("\n\n")
     tables = [part.strip() for part in measured if part.startswith("| ")]
     page = (ROOT / "docs/mutation.md").read_text()

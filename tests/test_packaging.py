@@ -1,4 +1,4 @@
-"""The package as it is installed: a wheel and an sdist, a wheel alone in an environment, an editable install."""
+"""Installations of the package: from a wheel, an sdist, and an editable install."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKEND = "import sys; from setuptools import build_meta; getattr(build_meta, sy
 
 
 def clean() -> dict[str, str]:
-    """The variables of a process that sees nothing of the repository."""
+    """Return the environment of a process without the modules of the repository."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -34,7 +34,7 @@ def ran(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository, as a build leaves files where it runs."""
+    """Copy the repository, because a build leaves files in its folder."""
     folder = tmp_path_factory.mktemp("source")
     for path in files_of_the_repository():
         copy = folder / path.relative_to(ROOT)
@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where an sdist is, and the wheel that was made of the sdist, as by `python -m build`."""
+    """Build an sdist, and a wheel from the sdist, like `python -m build`; return their folder."""
     out = tmp_path_factory.mktemp("dist")
     ran(sys.executable, "-c", BACKEND, "build_sdist", out, cwd=source)
     (sdist,) = out.glob("*.tar.gz")
@@ -68,18 +68,22 @@ def environment_of(folder: Path, *packages: str | Path) -> Path:
     return python
 
 
-def test_the_wheel_says_whose_version_and_license_it_has(built: Path) -> None:
+def test_the_wheel_has_version_license_and_type_information(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [name for name in names if name.endswith("dist-info/METADATA")]
-        said = Parser().parsestr(archive.read(metadata).decode())
-    assert said["Version"] == hi.__version__
-    assert said["License-Expression"] == "Apache-2.0"
-    assert {url.partition(",")[0] for url in said.get_all("Project-URL", [])} >= {"Homepage", "Documentation", "Issues"}
+        fields = Parser().parsestr(archive.read(metadata).decode())
+    assert fields["Version"] == hi.__version__
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert {url.partition(",")[0] for url in fields.get_all("Project-URL", [])} >= {
+        "Homepage",
+        "Documentation",
+        "Issues",
+    }
     assert "hostir/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hostir"}, "nothing but the package"
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hostir"}, "only the package"
 
 
 def test_the_demo_runs_from_a_wheel_in_an_empty_environment(built: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ README = ROOT / "README.md"
 MOST_LINES = 165
 
 
-def test_the_python_of_the_readme_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+def test_the_python_of_the_readme_runs_and_prints_its_outputs(tmp_path: Path) -> None:
     check_python(README, tmp_path)
 
 
@@ -23,7 +23,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     check_console(README, tmp_path)
 
 
-def test_what_is_not_run_is_said_to_need_gpus() -> None:
+def test_commands_that_are_not_run_are_said_to_need_gpus() -> None:
     aside = [block for block in blocks(README) if block.word and block.language == "console"]
     assert aside
     for block in aside:
@@ -36,12 +36,12 @@ def test_the_readme_is_short() -> None:
     assert README.read_text().count("\n") <= MOST_LINES
 
 
-def test_the_links_of_the_readme_lead_somewhere() -> None:
+def test_the_links_of_the_readme_exist() -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
         assert (ROOT / link).exists(), link
 
 
-def test_the_patterns_of_the_page_are_those_of_the_examples() -> None:
+def test_the_page_of_patterns_lists_the_patterns_of_the_examples() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/patterns.md").read_text(), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     source = (ROOT / "examples/patterns.py").read_text()
@@ -50,7 +50,7 @@ def test_the_patterns_of_the_page_are_those_of_the_examples() -> None:
     assert sorted(named) == sorted(re.findall(r"\w+", " ".join(listed)))
 
 
-def test_the_picture_is_what_its_command_draws(tmp_path: Path) -> None:
+def test_the_picture_is_up_to_date(tmp_path: Path) -> None:
     command = re.search(r"`hostir (run .*?--trace) (docs/images/\S+)`", README.read_text())
     assert command
     again = tmp_path / "again.svg"
@@ -62,7 +62,7 @@ def test_the_picture_is_what_its_command_draws(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_the_demo_runs_and_reports_an_error_for_each_run() -> None:
-    ours = f"BIN={Path(sys.executable).parent}", "RANKS=2"  # each imports torch anew
+    ours = f"BIN={Path(sys.executable).parent}", "RANKS=2"  # each rank imports torch
     done = subprocess.run(
         ["make", "-o", ".venv/.ready", "demo", *ours], cwd=ROOT, capture_output=True, text=True, env=environment()
     )

@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole."""
+"""Rules for the whole repository: paths, variables, imports, names and docstrings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.structure import long_signatures, modules
 
 ROOT = Path(__file__).parent.parent
 
-# Joined from parts so that this file passes its own test.
+# Joined from parts so that this file passes its test.
 FOREIGN_PATHS = re.compile("|".join([r"(?<![\w.~-])/(?:work|root)" + "/", re.escape("../" + "shared")]))
 READS_OWN_VARIABLE = re.compile(r"\b(?:environ|getenv)\b.*HOSTIR_")
 
 
 def files_of_the_repository() -> list[Path]:
-    """What git tracks or would add; in a copy without git, every file that is not hidden."""
+    """Return the files that git tracks or would add; in a copy without git, every file that is not hidden."""
     if not (ROOT / ".git").exists():
         return [path for path in ROOT.rglob("*") if path.is_file() and "/." not in f"/{relative(path)}"]
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -28,7 +28,7 @@ def files_of_the_repository() -> list[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a text file; none for a picture or other binary file."""
+    """Return the lines of a text file; an empty list for a binary file."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -44,28 +44,28 @@ def functions_of(path: Path) -> set[str]:
 
 
 def test_no_file_names_a_path_outside_the_repository() -> None:
-    found = [
+    places = [
         f"{relative(path)}:{number}: {line.strip()}"
         for path in files_of_the_repository()
         for number, line in enumerate(lines_of(path), 1)
         if FOREIGN_PATHS.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not places, "\n".join(places)
 
 
 def test_only_knobs_reads_the_variables_of_hostir() -> None:
-    found = [
+    places = [
         f"{relative(path)}:{number}: {line.strip()}"
         for path in (ROOT / "hostir").rglob("*.py")
         if path.name != "knobs.py"
         for number, line in enumerate(lines_of(path), 1)
         if READS_OWN_VARIABLE.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not places, "\n".join(places)
 
 
 def loaded_with(module: str, seen: dict[str, None]) -> dict[str, None]:
-    """The modules that importing one loads: those that its own statements import, and so on within hostir."""
+    """Return the modules that an import loads, following imports within hostir."""
     path = ROOT / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if module in seen or not path.exists():
@@ -80,11 +80,11 @@ def loaded_with(module: str, seen: dict[str, None]) -> dict[str, None]:
     return seen
 
 
-def test_triton_is_loaded_only_where_its_kernels_run() -> None:
+def test_triton_is_imported_only_with_its_kernels() -> None:
     loaded: dict[str, None] = {}
     for module in ("hostir.runtime.executor", "hostir.runtime.cuda.machine", "hostir.choice", "hostir.torch"):
         loaded = loaded_with(module, loaded)
-    assert "torch" in loaded, "imports are followed"
+    assert "torch" in loaded, "imports are not followed"
     assert "triton" not in loaded, [*loaded]
 
 
@@ -94,12 +94,12 @@ def test_every_example_has_a_main() -> None:
 
 
 @pytest.mark.xdist_group("grouped")
-def test_tests_that_share_what_takes_long_to_make_are_run_by_one_process(request: pytest.FixtureRequest) -> None:
-    if hasattr(request.config, "workerinput") and request.config.option.loadgroup:  # as `make test` asks for
-        assert request.node.nodeid.endswith("@grouped"), "each process makes it: see pytest in pyproject.toml"
+def test_tests_of_one_group_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    if hasattr(request.config, "workerinput") and request.config.option.loadgroup:  # as in `make test`
+        assert request.node.nodeid.endswith("@grouped"), "see pytest in pyproject.toml"
 
 
-# What hostir called these once, and what CUDA and Triton papers call them.
+# Former words of hostir, and the words of CUDA and Triton papers.
 OLD_WORDS = {
     "permit": "credit",
     "stall": "timeout",
@@ -115,7 +115,7 @@ OLD_WORDS = {
     "spoil": "make undefined",
     "ailment": "problem",
 }
-# Ordinary English in sentences; as names they say too little.
+# Words that are unclear as names.
 OLD_NAMES = {
     "beside": "concurrent, overlapped",
     "fed": "given",
@@ -129,60 +129,60 @@ RIDDLE = re.compile(r"(What|Which|How|Where|Why|When)\b(?!.*\?$)")
 
 
 def types_of(path: Path) -> set[str]:
-    """The classes of a module, and the aliases that it gives to types: names in capitals and lower case."""
-    found = set()
+    """Return the classes and type aliases of a module: names with capitals and lower case."""
+    names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return {name for name in found if TYPE_NAME.fullmatch(name)}
+            names.add(node.target.id)
+    return {name for name in names if TYPE_NAME.fullmatch(name)}
 
 
-def test_no_function_takes_more_than_twelve_arguments() -> None:
+def test_no_function_has_more_than_twelve_parameters() -> None:
     texts = modules(ROOT)
     long = [at for name, text in texts.items() for at in long_signatures(name, text)]
-    assert any("(Triton)" in at for at in long), "signatures are read"
-    assert not [at for at in long if "(Triton)" not in at], "a group of arguments is a type that has no name yet"
+    assert any("(Triton)" in at for at in long), "signatures are not read"
+    assert not [at for at in long if "(Triton)" not in at], "group parameters in a dataclass"
 
 
-def test_one_name_is_one_type() -> None:
+def test_no_two_types_have_the_same_name() -> None:
     homes: dict[str, list[str]] = {}
     for path in sorted((ROOT / "hostir").rglob("*.py")):
         for name in types_of(path):
             homes.setdefault(name, []).append(relative(path))
-    assert len(homes) > 200, "classes and aliases are found"
+    assert len(homes) > 200, "classes and aliases are not read"
     twice = {name: where for name, where in homes.items() if len(where) > 1}
     assert not twice, twice
 
 
 def test_names_are_the_words_of_the_field() -> None:
-    found = []
+    places = []
     old = OLD_WORDS | OLD_NAMES
     for path in sorted((ROOT / "hostir").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [getattr(node, field, None) for field in ("name", "id", "attr", "arg")]
             for name in (name for name in names if isinstance(name, str)):
                 words = re.split(r"_|(?<=[a-z])(?=[A-Z])", name)
-                found += [f"{relative(path)}: {name}" for word in words if word.lower().removesuffix("s") in old]
-    assert not found, "\n".join(dict.fromkeys(found))
+                places += [f"{relative(path)}: {name}" for word in words if word.lower().removesuffix("s") in old]
+    assert not places, "\n".join(dict.fromkeys(places))
 
 
 def test_pages_use_the_words_of_the_field() -> None:
-    found = []
+    places = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         words = re.findall(r"[a-z]+", path.read_text().lower())
-        found += [f"{relative(path)}: {word}" for word in words if word.removesuffix("s") in OLD_WORDS]
-    assert not found, "\n".join(dict.fromkeys(found))
+        places += [f"{relative(path)}: {word}" for word in words if word.removesuffix("s") in OLD_WORDS]
+    assert not places, "\n".join(dict.fromkeys(places))
 
 
 def test_docstrings_begin_with_a_statement() -> None:
-    found = []
+    places = []
     for path in sorted((ROOT / "hostir").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 first = (ast.get_docstring(node) or "").split("\n")[0]
-                found += [f"{relative(path)}: {first}"] if RIDDLE.match(first) else []
-    assert not found, "\n".join(found)
+                places += [f"{relative(path)}: {first}"] if RIDDLE.match(first) else []
+    assert not places, "\n".join(places)

@@ -1,4 +1,4 @@
-"""Benchmarks, and scripts that only a machine with GPUs can run: that they start, and in one way."""
+"""Benchmarks and scripts for GPUs can be started, and their documentation says how."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for name in sys.argv[1:]:
 OTHER_WAY = re.compile(r"(?:python|torchrun)\b[^\n`]*[ /]benchmarks/\w+\.py")
 
 
-def test_what_scripts_import_exists() -> None:
+def test_the_imports_of_gpu_scripts_exist() -> None:
     scripts = sorted(map(str, ROOT.glob("tests/gpu/*.py")))
     assert len(scripts) > 5
     env = environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", PYTHONPATH=python_path(ROOT / "tests/gpu"))
@@ -41,13 +41,13 @@ def test_what_scripts_import_exists() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_benchmark_starts_as_a_module_and_says_what_it_measures() -> None:
-    """As `python -m benchmarks.NAME --help` would, but in one process that has torch: each loads it."""
+def test_every_benchmark_starts_as_a_module_and_prints_its_help() -> None:
+    """Run `python -m benchmarks.NAME --help` for all benchmarks in one process, which imports torch once."""
     assert len(BENCHMARKS) > 10
     done = launch(0, "-c", HELP, *BENCHMARKS, env=os.environ, timeout=240)
-    said = dict(re.findall(r"^==> (\w+)\n(.*?)(?=^==> |\Z)", done.stdout, re.MULTILINE | re.DOTALL))
-    assert list(said) == BENCHMARKS, done.stderr
-    for name, text in said.items():
+    outputs = dict(re.findall(r"^==> (\w+)\n(.*?)(?=^==> |\Z)", done.stdout, re.MULTILINE | re.DOTALL))
+    assert list(outputs) == BENCHMARKS, done.stderr
+    for name, text in outputs.items():
         assert text.startswith("usage: "), name
         assert text.endswith("ended with 0\n"), name
 
@@ -57,9 +57,9 @@ def test_a_benchmark_documents_how_it_starts(name: str) -> None:
     assert f"-m benchmarks.{name}" in (ROOT / "benchmarks" / f"{name}.py").read_text().split('"""')[1]
 
 
-def test_nothing_documents_another_way_to_start_a_benchmark() -> None:
+def test_no_page_documents_another_way_to_start_a_benchmark() -> None:
     files = [file for end in ("md", "py") for file in ROOT.glob(f"**/*.{end}") if ".venv" not in file.parts]
     assert len(files) > 100
-    found = {str(file.relative_to(ROOT)): OTHER_WAY.findall(file.read_text()) for file in files}
-    assert {file: lines for file, lines in found.items() if lines} == {}
+    commands = {str(file.relative_to(ROOT)): OTHER_WAY.findall(file.read_text()) for file in files}
+    assert {file: lines for file, lines in commands.items() if lines} == {}
     assert OTHER_WAY.search("python " + "benchmarks/check.py")

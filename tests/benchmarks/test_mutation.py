@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import mutation
 from benchmarks.mutation import Kept, report
-from tests.mutants import Mutant
-from tests.mutation import Verdict
+from tests.judging.mutants import Mutant
+from tests.judging.mutation import Verdict
 
 CAUGHT = Verdict(Mutant("swap", "p", "swapped", "one"), (), ("race on %x: 'a'",), "seed 3: NaN")
 MISSED = Verdict(Mutant("swap", "p", "swapped", "two"), (), (), "seed 0: NaN")

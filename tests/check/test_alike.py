@@ -1,4 +1,4 @@
-"""Checks of rank 0 in place of all ranks: the verdict equals the verdict of a check of all ranks."""
+"""The checker may analyse rank 0 in place of all ranks: the verdict equals the verdict on all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hostir.check.proof import analyse, analyse_quickly, findings_of
 from hostir.check.signature import small_sizes
 from hostir.ir import Program
 from hostir.lower import STRATEGIES
-from tests.mutants import mutants
-from tests.mutation import on_grid, originals
+from tests.judging.mutants import mutants
+from tests.judging.mutation import on_grid, originals
 
 HEAD = """hostir 1
 mesh @mesh [didx] = 0 1 2 3
@@ -100,7 +100,18 @@ GRID_UNLIKE = [
 ]
 
 
-def test_an_output_that_is_another_part_on_each_rank_is_looked_at_on_all() -> None:
+def assert_one_rank_stands_for_all(program: Program, *, compare: bool = False) -> None:
+    """Assert that rank 0 stands for all ranks and has no findings; `compare` its accesses with a full analysis."""
+    order = alike(program, {}, 2)
+    assert order is not None
+    assert findings_of(program, order) == []
+    if compare:
+        full = analyse(program, calls=2).order
+        assert full is not None
+        assert touches(order.events) == touches(full.events)
+
+
+def test_an_output_that_is_another_part_on_each_rank_is_checked_on_all_ranks() -> None:
     body = "%z: f32[4, 4@didx, 8] = allocate\nfor %i in 0..4 { %t = select %z[%i] relu %x -> %t }\n%out = select %z[%r]"
     text = HEAD.replace("(%y)", "(%out)") + body + "\nrelu %x -> %y\nfree %y\n}"
     program = hi.parse(text)
@@ -113,17 +124,17 @@ def order_of(body: str) -> object:
 
 
 @pytest.mark.parametrize("body", LIKE)
-def test_ranks_are_alike_if_they_do_the_same_shifted_by_one_place(body: str) -> None:
+def test_ranks_are_alike_if_they_differ_by_a_shift_of_their_positions(body: str) -> None:
     assert order_of(body) is not None
 
 
 @pytest.mark.parametrize("body", UNLIKE)
-def test_ranks_are_not_alike_if_they_differ_in_more_than_their_place(body: str) -> None:
+def test_ranks_are_not_alike_if_they_differ_in_more_than_a_shift(body: str) -> None:
     assert order_of(body) is None
 
 
 @pytest.mark.parametrize("body", GRID_LIKE)
-def test_ranks_of_a_grid_are_alike_that_do_the_same_one_place_further_on_along_each_axis(body: str) -> None:
+def test_ranks_of_a_grid_are_alike_if_they_differ_by_a_shift_along_each_axis(body: str) -> None:
     program = hi.parse(GRID_HEAD + body + "\n}")
     order, full = alike(program, {}, 2), analyse(program).order
     assert order is not None
@@ -132,7 +143,7 @@ def test_ranks_of_a_grid_are_alike_that_do_the_same_one_place_further_on_along_e
 
 
 @pytest.mark.parametrize("body", GRID_UNLIKE)
-def test_ranks_of_a_grid_are_not_alike_that_differ_in_more_than_their_places(body: str) -> None:
+def test_ranks_of_a_grid_are_not_alike_if_they_differ_in_more_than_a_shift(body: str) -> None:
     assert alike(hi.parse(GRID_HEAD + body + "\n}"), {}, 2) is None
 
 
@@ -149,8 +160,10 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("mesh", "other", "shape"), MESHES)
-def test_ranks_lie_in_the_grid_of_all_meshes(mesh: str, other: str | None, shape: tuple[int, ...] | None) -> None:
-    lines = [f"mesh {one}" for one in (mesh, other) if one]
+def test_the_torus_of_a_program_contains_all_its_meshes(
+    mesh: str, other: str | None, shape: tuple[int, ...] | None
+) -> None:
+    lines = [f"mesh {text}" for text in (mesh, other) if text]
     more = ", %z: f32[8] on @n" if other else ""
     program = hi.parse("\n".join(["hostir 1", *lines, f"program @p(%x: f32[8] on @m{more}) -> (%x) {{", "}"]))
     torus = Torus.of(program)
@@ -161,35 +174,34 @@ def test_a_matmul_that_waits_for_another_epoch_on_each_rank_is_checked_on_all() 
     signals = "for %i in 0..4 { signal %there[%r] = EPOCH at (%r + %i) % 4 over didx }\n"
     waits = "%c: f32[4, 4] = allocate\nmatmul %all, %b -> %c ready %there >= %r + 1 from 0\n"
     body = signals.replace("EPOCH", "10") + waits + signals.replace("EPOCH", "9")
-    found = hi.check(hi.parse(HEAD.replace("(%y)", "(%c)") + body + "\n}"))
-    assert any("epoch" in f.message for f in found if f.level == "error"), found
+    findings = hi.check(hi.parse(HEAD.replace("(%y)", "(%c)") + body + "\n}"))
+    assert any("epoch" in f.message for f in findings if f.level == "error"), findings
 
 
 def test_an_output_may_be_another_part_on_each_rank() -> None:
     text = HEAD.replace("(%y)", "(%mine)") + "%t: f32[4, 8] = allocate\nadd %t, %t -> %t\n%mine = chunk %t[%r of 4]\n}"
     program = hi.parse(text)
     assert alike(program, {}, 2) is not None
-    assert [found.kind for found in analyse_quickly(program).findings] == [
-        found.kind for found in analyse(program).findings
-    ]
+    quick, full = analyse_quickly(program).findings, analyse(program).findings
+    assert [finding.kind for finding in quick] == [finding.kind for finding in full]
 
 
 @pytest.mark.parametrize("compute", [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod])
-def test_a_number_of_every_rank_is_computed_on_each(compute: Callable[[int, int], int]) -> None:
+def test_arithmetic_on_a_number_per_rank_is_elementwise(compute: Callable[[int, int], int]) -> None:
     random = Random(0)
     for _ in range(20):
-        many, one = [random.randrange(1, 9) for _ in range(4)], random.randrange(1, 9)
-        spread: Any = PerRank.of(many)
-        assert on_each(compute(spread, one)) == [compute(n, one) for n in many]
-        assert on_each(compute(one, spread)) == [compute(one, n) for n in many]
-        assert on_each(compute(spread, spread)) == [compute(n, n) for n in many]
+        numbers, scalar = [random.randrange(1, 9) for _ in range(4)], random.randrange(1, 9)
+        per_rank: Any = PerRank.of(numbers)
+        assert on_each(compute(per_rank, scalar)) == [compute(n, scalar) for n in numbers]
+        assert on_each(compute(scalar, per_rank)) == [compute(scalar, n) for n in numbers]
+        assert on_each(compute(per_rank, per_rank)) == [compute(n, n) for n in numbers]
 
 
 def on_each(number: Any) -> list[int]:
     return [int(n) for n in number.values] if isinstance(number, PerRank) else [number] * 4
 
 
-def test_a_number_of_every_rank_gives_only_answers_that_hold_on_all() -> None:
+def test_a_number_per_rank_answers_only_questions_with_one_answer_on_all_ranks() -> None:
     number: Any = PerRank.of([1, 2, 3])
     assert number < 4
     assert not number > 3
@@ -198,13 +210,13 @@ def test_a_number_of_every_rank_gives_only_answers_that_hold_on_all() -> None:
             ask()
 
 
-# Against a look at all ranks ------------------------------------------------------------------------------------------
+# Compared with an analysis of all ranks ---------------------------------------------------------------------------
 GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2))
 
 
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
 @pytest.mark.parametrize("part", range(8))
-def test_what_is_done_to_rank_0_is_what_a_look_at_all_ranks_finds_there(part: int) -> None:
+def test_the_accesses_to_rank_0_equal_the_accesses_in_an_analysis_of_all_ranks(part: int) -> None:
     for program in originals()[part::8]:
         sizes = small_sizes(program, {})
         assert sizes is not None, program
@@ -217,11 +229,7 @@ def test_what_is_done_to_rank_0_is_what_a_look_at_all_ranks_finds_there(part: in
 @pytest.mark.parametrize("grid", GRIDS)
 def test_one_rank_of_a_grid_stands_for_all(grid: tuple[int, int]) -> None:
     for program in on_grid(*grid):
-        order, full = alike(program, {}, 2), analyse(program, calls=2).order
-        assert order is not None
-        assert full is not None
-        assert touches(order.events) == touches(full.events)
-        assert findings_of(program, order) == []
+        assert_one_rank_stands_for_all(program, compare=True)
 
 
 def touches(events: list) -> Counter:  # type: ignore[type-arg]
@@ -243,31 +251,29 @@ def test_the_verdict_on_rank_0_equals_the_verdict_on_all_ranks(seed: int) -> Non
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_the_verdict_of_a_rank_of_a_grid_is_that_of_a_look_at_all(grid: tuple[int, int]) -> None:
+def test_the_verdict_on_a_rank_of_a_grid_equals_the_verdict_on_all_ranks(grid: tuple[int, int]) -> None:
     random = Random(sum(grid))
     assert sum(same_verdicts(program, random, 4) for program in on_grid(*grid)) > 8
 
 
 def same_verdicts(program: Program, random: Random, most: int) -> int:
-    """Compare the verdict on rank 0 with the verdict on all ranks for mutants; return how many have equal ranks."""
-    found, times = mutants(program), 0
-    for mutant in random.sample(found, min(most, len(found))):
+    """Compare the verdicts on rank 0 and on all ranks for mutants; return the number of mutants with equal ranks."""
+    edits, compared = mutants(program), 0
+    for mutant in random.sample(edits, min(most, len(edits))):
         try:
-            edited = hi.parse(mutant.text, mutant.of)
+            edited = hi.parse(mutant.text, mutant.name)
         except hi.HostIRError:
             continue
         sizes = small_sizes(edited, {})
         order = None if sizes is None or check_structure(edited) else alike(edited, sizes, 2)
         if order is not None:
-            assert bool(findings_of(edited, order)) == bool(analyse(edited, calls=2).findings), mutant.what
-            times += 1
-    return times
+            assert bool(findings_of(edited, order)) == bool(analyse(edited, calls=2).findings), mutant.change
+            compared += 1
+    return compared
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_of_an_mlp_has_ranks_that_are_alike(strategy: str) -> None:
+@pytest.mark.parametrize("pattern", [patterns.mlp, patterns.row_parallel_scattered], ids=lambda p: p.__name__)
+def test_one_rank_stands_for_all_ranks_of_a_lowered_pattern(pattern: Callable[..., hi.Fusion], strategy: str) -> None:
     with knobs.scope(spec=0):
-        program = hi.lower(patterns.mlp(ranks=8, S=8, M=256), strategy)
-    order = alike(program, {}, 2)
-    assert order is not None
-    assert findings_of(program, order) == []
+        assert_one_rank_stands_for_all(hi.lower(pattern(ranks=8, S=8, M=256), strategy))

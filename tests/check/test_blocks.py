@@ -1,25 +1,21 @@
-"""Computations by blocks of rows: flags after each block, sums that wait for the blocks of all sources."""
+"""Computations by blocks of rows: flags set after each block, and sums that wait for the blocks of all sources."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from random import Random
 
 import pytest
 
 import hostir as hi
-from examples import patterns
-from hostir import knobs
-from hostir.check.alike import alike
 from hostir.check.picture import boxes_of, stage
-from hostir.check.proof import analyse, findings_of
+from hostir.check.proof import analyse
 from hostir.check.repair import repair
 from hostir.check.tracer import Buffer, View, dense, rows_of
 from hostir.ir import Program
-from tests.check.test_alike import touches
-from tests.mutation import convicted, tiny
-from tests.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
+from tests.check.test_alike import assert_one_rank_stands_for_all
+from tests.judging.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
+from tests.judging.simulated import failure_of
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=["pieces", "slices"])
 ORDERING = ("signal", "wait_signal", "barrier", "synchronize")
@@ -30,24 +26,17 @@ ORDERING = ("signal", "wait_signal", "barrier", "synchronize")
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 1), (2, 3), (3, 2), (4, 2), (8, 2)])
 def test_a_matmul_and_a_reduce_scatter_are_proved_on_all_ranks_and_on_one(form: str, ranks: int, pieces: int) -> None:
     program = hi.parse(reduce_scatter(form, ranks, pieces))
-    order, full = alike(program, {}, 2), analyse(program)
-    assert full.findings == []
-    assert order is not None
-    assert full.order is not None
-    assert findings_of(program, order) == []
-    assert touches(order.events) == touches(full.order.events)
+    assert analyse(program).findings == []
+    assert_one_rank_stands_for_all(program, compare=True)
 
 
 @EACH_FORM
 def test_one_rank_stands_for_many(form: str) -> None:
-    program = hi.parse(reduce_scatter(form, 200))
-    order = alike(program, {}, 2)
-    assert order is not None
-    assert findings_of(program, order) == []
+    assert_one_rank_stands_for_all(hi.parse(reduce_scatter(form, 200)))
 
 
 def shorter(form: str, ranks: int) -> dict[str, Program]:
-    """Map each statement that orders others to the program without it."""
+    """Return the program without each statement that orders others, by line."""
     lines = reduce_scatter(form, ranks).splitlines()
     return {
         f"{n}: {line.strip()}": hi.parse("\n".join([*lines[:n], *lines[n + 1 :]]))
@@ -58,14 +47,14 @@ def shorter(form: str, ranks: int) -> dict[str, Program]:
 
 @EACH_FORM
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_each_order_that_is_taken_out_is_missed(form: str, ranks: int) -> None:
+def test_the_checker_reports_every_missing_order(form: str, ranks: int) -> None:
     programs = shorter(form, ranks)
     assert len(programs) == 5
-    assert [told for told, program in programs.items() if not hi.check(program)] == []
+    assert [line for line, program in programs.items() if not hi.check(program)] == []
 
 
 @EACH_FORM
-def test_each_order_that_is_taken_out_can_be_put_back(form: str) -> None:
+def test_every_missing_order_can_be_repaired(form: str) -> None:
     for program in shorter(form, 3).values():
         assert hi.check(repair(program)) == []
 
@@ -79,14 +68,14 @@ LOST = {
 
 @EACH_FORM
 @pytest.mark.parametrize("lost", LOST)
-def test_a_lost_use_of_flags_comes_back_as_it_was(form: str, lost: str) -> None:
+def test_a_repair_restores_a_lost_use_of_flags(form: str, lost: str) -> None:
     text = reduce_scatter(form, 3)
     broken = hi.parse(LOST[lost](text))
     assert broken != hi.parse(text)
     assert repair(broken) == hi.parse(text)
 
 
-# Blocks of both kinds of flags ------------------------------------------------------------------------------------
+# Blocks that wait for flags and blocks that set flags -------------------------------------------------------------
 RELAY = """hostir 1
 mesh @mesh [didx] = 0 1
 program @relay(%x: f32[8@didx, 3], %w: f32[3, 3]) -> (%y) streams 1 {
@@ -132,26 +121,26 @@ def relay(ready: int, done: int, wait: str = "%i") -> Program:
 
 
 @pytest.mark.parametrize(("ready", "done"), [(2, 2), (2, 8), (8, 2), (4, 8), (8, 4), (2, 1)])
-def test_blocks_that_wait_and_blocks_that_are_done_need_not_be_as_many(ready: int, done: int) -> None:
+def test_the_numbers_of_blocks_that_wait_and_of_blocks_that_set_flags_may_differ(ready: int, done: int) -> None:
     program = relay(ready, done)
     assert hi.check(program) == []
-    assert convicted(program, 10) == ""
+    assert failure_of(program, 10) == ""
 
 
 @pytest.mark.parametrize(("ready", "done"), [(2, 2), (2, 8), (8, 2), (8, 4)])
-def test_a_flag_says_nothing_about_another_block(ready: int, done: int) -> None:
+def test_a_flag_orders_nothing_in_another_block(ready: int, done: int) -> None:
     program = relay(ready, done, f"{done - 1} - %i")
-    assert {found.kind for found in hi.check(program)} == {"race"}  # type: ignore[attr-defined]
-    assert convicted(program, 20)
+    assert {finding.kind for finding in hi.check(program)} == {"race"}  # type: ignore[attr-defined]
+    assert failure_of(program, 20)
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_whoever_waits_for_a_block_may_overwrite_the_rows_that_it_read(early: bool) -> None:
+def test_rows_may_be_overwritten_after_a_wait_for_the_block_that_reads_them(early: bool) -> None:
     wait = "    wait_signal %done[%i] >= 1\n"
     over = "    %old = chunk %a[%i of DONE]\n    copy %old -> %old\n"
     text = RELAY.replace(wait, over + wait if early else wait + over)
     program = hi.parse(text.replace("READY", "4").replace("DONE", "2").replace("HALF", "2"))
-    assert ("a" in {found.buffer for found in hi.check(program)}) is early  # type: ignore[attr-defined]
+    assert ("a" in {finding.buffer for finding in hi.check(program)}) is early  # type: ignore[attr-defined]
 
 
 CHAIN = """hostir 1
@@ -188,7 +177,7 @@ program @chain(%x: f32[4, 3], %w: f32[3, 3]) -> (%y) streams 2 {
 """
 
 
-def test_a_flag_of_a_kernel_that_waited_for_flags_of_a_kernel_says_that_both_have_done_the_block() -> None:
+def test_a_flag_of_a_waiting_kernel_orders_the_kernel_that_it_waited_for() -> None:
     assert {f.kind for f in hi.check(hi.parse(CHAIN))} <= {"SMs held"}  # type: ignore[attr-defined]
     early = CHAIN.replace("wait_signal %second[%i] >= 1\n", "")
     assert "race" in {f.kind for f in hi.check(hi.parse(early))}  # type: ignore[attr-defined]
@@ -220,30 +209,28 @@ program @sums(%x: SHAPE) -> (%y) streams 1 {
 
 
 @pytest.mark.parametrize(("shape", "axis"), [("f32[5, 4, 3]", 0), ("f32[4, 5, 3]", 1), ("f32[4, 3, 5]", 2)])
-@pytest.mark.parametrize(("wait", "found"), [("%i", False), ("0", True), ("1", True)])
-def test_a_sum_sets_flags_behind_its_blocks_whatever_axis_goes_away(
-    shape: str, axis: int, wait: str, found: bool
-) -> None:
+@pytest.mark.parametrize(("wait", "race"), [("%i", False), ("0", True), ("1", True)])
+def test_a_sum_over_any_axis_sets_flags_after_its_blocks(shape: str, axis: int, wait: str, race: bool) -> None:
     program = hi.parse(SUM.replace("SHAPE", shape).replace("AXIS", str(axis)).replace("WAIT", wait))
-    assert bool(hi.check(program)) is found
-    assert bool(convicted(program, 20)) is found
+    assert bool(hi.check(program)) is race
+    assert bool(failure_of(program, 20)) is race
 
 
 # Blocks of rows in memory -----------------------------------------------------------------------------------------
 def elements(x: View) -> list[int]:
-    found = [x.offset]
+    offsets = [x.offset]
     for n, stride in zip(x.shape, x.strides, strict=True):
-        found = [at + i * stride for at in found for i in range(n)]
-    return found
+        offsets = [at + i * stride for at in offsets for i in range(n)]
+    return offsets
 
 
-def test_blocks_of_rows_are_the_rows_of_a_copy_in_order() -> None:
+def test_blocks_of_rows_hold_the_rows_in_order() -> None:
     random, cut, refused = Random(1), 0, 0
     for _ in range(400):
         shape = tuple(random.choice([1, 2, 2, 3, 4]) for _ in range(random.choice([1, 2, 3, 4])))
         x = dense(Buffer(0, "x", 10**6), shape)
         axes = random.sample(range(len(shape)), len(shape)) if random.random() < 0.4 else range(len(shape))
-        kept = tuple(random.choice([n, n, max(n // 2, 1)]) for n in shape)  # pieces: axes that no longer merge
+        kept = tuple(random.choice([n, n, max(n // 2, 1)]) for n in shape)  # cut axes no longer merge
         x = View(x.buffer, 0, tuple(kept[a] for a in axes), tuple(x.strides[a] for a in axes))
         rows, width = prod(x.shape[:-1]), x.shape[-1]
         blocks = random.choice([n for n in range(1, rows + 1) if rows % n == 0])
@@ -270,15 +257,15 @@ program @uncut(%x: f32[5, 3, 2, 4]) -> (%z) {
 """
 
 
-def test_rows_that_cannot_be_cut_are_refused_with_what_to_do() -> None:
-    (found,) = hi.check(hi.parse(UNCUT))
-    assert found.message == "rank 0: 2 blocks of the rows of shape [3, 2, 4] with strides [16, 4, 1] are not views"
-    assert found.hint == "copy it first"
+def test_rows_that_cannot_be_cut_are_refused_with_a_hint() -> None:
+    (finding,) = hi.check(hi.parse(UNCUT))
+    assert finding.message == "rank 0: 2 blocks of the rows of shape [3, 2, 4] with strides [16, 4, 1] are not views"
+    assert finding.hint == "copy it first"
     assert hi.check(hi.parse(UNCUT.replace("flag[2]", "flag[3]"))) == []
 
 
-def test_a_program_in_pieces_gives_the_same_in_every_order() -> None:
-    assert convicted(hi.parse(reduce_scatter(IN_PIECES, 3)), 10) == ""
+def test_a_program_in_pieces_gives_equal_bits_in_every_order() -> None:
+    assert failure_of(hi.parse(reduce_scatter(IN_PIECES, 3)), 10) == ""
 
 
 def test_an_arrow_leads_from_a_matmul_to_each_wait_for_one_of_its_blocks() -> None:
@@ -296,19 +283,9 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("kind", ALONE)
-def test_a_computation_of_own_rows_alone_waits_for_nothing(kind: str) -> None:
-    inputs, flags, line = ALONE[kind]
-    made = f"  %there: flag[{flags}] = allocate_symmetric\n  %y: f32[4, 3] = allocate\n"
-    text = f"hostir 1\nmesh @mesh [didx] = 0\nprogram @p({inputs}) -> (%y) {{\n{made}  {line}\n}}\n"
+@pytest.mark.parametrize("operation", ALONE)
+def test_a_computation_of_own_rows_only_waits_for_nothing(operation: str) -> None:
+    inputs, flags, line = ALONE[operation]
+    buffers = f"  %there: flag[{flags}] = allocate_symmetric\n  %y: f32[4, 3] = allocate\n"
+    text = f"hostir 1\nmesh @mesh [didx] = 0\nprogram @p({inputs}) -> (%y) {{\n{buffers}  {line}\n}}\n"
     assert hi.check(hi.parse(text)) == []
-
-
-@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
-@pytest.mark.parametrize("pattern", [patterns.row_parallel_scattered, patterns.mlp], ids=lambda p: p.__name__)
-def test_one_rank_stands_for_all_of_what_lowering_makes(pattern: Callable[..., hi.Fusion], strategy: str) -> None:
-    with knobs.scope(spec=0):
-        program = hi.lower(tiny(pattern, 8, 1), strategy)
-    order = alike(program, {}, 2)
-    assert order is not None
-    assert findings_of(program, order) == []

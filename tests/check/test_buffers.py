@@ -1,4 +1,4 @@
-"""Buffers in `hostir.check`: overwritten operands, frees, and writes of outputs."""
+"""The checker on buffers: overwritten operands, frees, and outputs that are never written."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ INPUTS = "%a: f32[4, 4], %b: f32[4, 4], %p: f32[4, 4] partial(didx), %s: f32[4@d
 
 
 def findings(body: str, outputs: str = "") -> list[Diagnostic]:
-    """Return the errors of a program with a buffer %c, which is written first, in line 3. %me is the rank's place."""
+    """Return the errors of a program. Line 3 allocates and writes a buffer %c, and %me is the position of the rank."""
     head = f"{HEAD}program @p({INPUTS}) -> ({outputs}) streams 2 {{ %c: f32[4, 4] = allocate relu %a -> %c "
     program = hi.parse(f"{head}%me = rank of %s over didx\n{body}\n}}\n", "p.hir")
-    return [found for found in hi.check(program) if found.level == "error"]
+    return [finding for finding in hi.check(program) if finding.level == "error"]
 
 
-# Which operand a finding names --------------------------------------------------------------------------------------
+# The operand that a finding names ---------------------------------------------------------------------------------
 BUFFERS = {
     **dict.fromkeys(("x", "y", "out"), "f32[4, 4]"),
     **{"row": "f32[4]", "own": "f32[2, 4]", "half": "f32[2, 4]", "halves": "f32[2, 2, 4]", "scale": "f32[1, 1]"},
@@ -52,15 +52,15 @@ def test_a_finding_names_the_operand_that_was_freed_or_is_overwritten(operands: 
     begin += "".join(f"%{name}: {type} = allocate\n" for name, type in buffers.items())
     begin += "for %i in 0..2 { signal %f[%i] = 1 at %me over didx }\n"
     for operand in operands.split():
-        freed = [found.message for found in findings(f"{begin}free %{operand}\n{statement}")]
+        freed = [finding.message for finding in findings(f"{begin}free %{operand}\n{statement}")]
         assert f"%{operand} is used after it was freed" in freed
         if buffers[operand] == buffers["out"]:
             written = statement.replace("-> %out", f"-> %{operand}")
-            messages = [found.message for found in findings(f"{begin}{written}")]
+            messages = [finding.message for finding in findings(f"{begin}{written}")]
             assert f"{statement.split()[0]} writes %{operand} while it reads it" in messages
 
 
-# What a statement may overwrite -----------------------------------------------------------------------------------
+# Overwritten operands ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "body",
     [
@@ -84,13 +84,13 @@ def test_a_finding_names_the_operand_that_was_freed_or_is_overwritten(operands: 
         "%h = exchange %k to 1 - %me, %l from 1 - %me over didx\nwait %h",
     ],
 )
-def test_a_result_on_top_of_an_operand_is_a_finding(body: str) -> None:
-    (found,) = findings(body)
-    assert re.search(r"^\w+ writes %\w+ while it reads (it|%\w+, and both are memory of %c)$", found.message)
-    assert found.expected.startswith("memory that overlaps no operand")
-    assert found.hint == "allocate a buffer for the result"
-    assert found.span is not None
-    assert found.span.file == "p.hir"
+def test_a_result_that_overlaps_an_operand_is_an_error(body: str) -> None:
+    (finding,) = findings(body)
+    assert re.search(r"^\w+ writes %\w+ while it reads (it|%\w+, and both are memory of %c)$", finding.message)
+    assert finding.expected.startswith("memory that overlaps no operand")
+    assert finding.hint == "allocate a buffer for the result"
+    assert finding.span is not None
+    assert finding.span.file == "p.hir"
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_a_result_on_top_of_an_operand_is_a_finding(body: str) -> None:
         "%x = as_partial %c over didx\n%h = allreduce %x -> %c over didx\nwait %h",
     ],
 )
-def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None:
+def test_elementwise_updates_in_place_and_disjoint_memory_are_accepted(body: str) -> None:
     assert findings(body) == []
 
 
-# Who frees what ----------------------------------------------------------------------------------------------------
+# Frees ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("body", "lines", "message"),
     [
@@ -152,14 +152,14 @@ def test_the_same_view_elementwise_and_memory_apart_are_sound(body: str) -> None
         ("if %me == 3 {\nfree %a\n}", (5,), "%a is an input: only the caller may free an input"),
     ],
 )
-def test_memory_ends_once_and_with_all_its_views(body: str, lines: tuple[int, ...], message: str) -> None:
-    (found,) = findings(body)
-    assert message in found.message
-    spans = [found.span, *(span for span, _ in found.notes)]
-    assert tuple(span.line for span in spans if span) == lines, "where it is, and where it was freed"
+def test_a_buffer_is_freed_once_and_not_used_afterwards(body: str, lines: tuple[int, ...], message: str) -> None:
+    (finding,) = findings(body)
+    assert message in finding.message
+    spans = [finding.span, *(span for span, _ in finding.notes)]
+    assert tuple(span.line for span in spans if span) == lines, "the statement, and the free"
     if "twice" in message:
-        assert found.hint == "free it once"
-        assert [text for _, text in found.notes] == ["first here"]
+        assert finding.hint == "free it once"
+        assert [text for _, text in finding.notes] == ["first here"]
 
 
 @pytest.mark.parametrize(
@@ -174,29 +174,29 @@ def test_memory_ends_once_and_with_all_its_views(body: str, lines: tuple[int, ..
         "if %me == 0 {\nfree %c\n}\nif %me == 1 {\nrelu %a -> %c\nfree %c\n}",
     ],
 )
-def test_a_buffer_may_end_once_on_each_rank_wherever_that_is_written(body: str) -> None:
+def test_each_rank_may_free_a_buffer_in_another_statement(body: str) -> None:
     assert findings(body) == []
 
 
 def test_a_buffer_that_only_some_ranks_free_leaks_on_the_others() -> None:
     text = "%c: f32[4] = allocate\n%me = rank of %a over didx\nif %me == 0 { free %c }\n"
-    (found,) = hi.check(hi.parse(f"{HEAD}program @p(%a: f32[4]) -> () {{\n{text}}}\n"))
-    assert isinstance(found, Finding)
-    assert (found.level, found.kind, found.buffer) == ("warning", "leak", "c")
+    (finding,) = hi.check(hi.parse(f"{HEAD}program @p(%a: f32[4]) -> () {{\n{text}}}\n"))
+    assert isinstance(finding, Finding)
+    assert (finding.level, finding.kind, finding.buffer) == ("warning", "leak", "c")
 
 
 def test_an_output_is_not_freed_through_a_view() -> None:
-    (found,) = findings("%v = select %c[1]\nfree %c", "%v")
-    assert found.message == "the output %v, a view of %c, was freed"
-    assert found.span is not None
-    assert found.span.line == 5
-    (found,) = findings("%v = select %c[1]\nfree %v", "%c")
-    assert found.message == "the output %c was freed"
-    (found,) = findings("if %me == 1 {\nfree %c\n}", "%c")
-    assert found.message == "the output %c was freed"
+    (finding,) = findings("%v = select %c[1]\nfree %c", "%v")
+    assert finding.message == "the output %v, a view of %c, was freed"
+    assert finding.span is not None
+    assert finding.span.line == 5
+    (finding,) = findings("%v = select %c[1]\nfree %v", "%c")
+    assert finding.message == "the output %c was freed"
+    (finding,) = findings("if %me == 1 {\nfree %c\n}", "%c")
+    assert finding.message == "the output %c was freed"
 
 
-def test_the_run_names_where_an_output_was_freed() -> None:
+def test_a_run_names_the_statement_that_freed_an_output() -> None:
     body = "%c: f32[4] = allocate\nrelu %a -> %c\n%v = select %c[1]\nfree %c"
     text = f"{HEAD}program @p(%a: f32[4]) -> (%v) {{\n{body}\n}}\n"
     message = r"p.hir:7:1: error: rank 0, caller: its memory was freed before the outputs were read"
@@ -204,14 +204,14 @@ def test_the_run_names_where_an_output_was_freed() -> None:
         run_local(hi.parse(text, "p.hir"), [torch.ones(4)])
 
 
-# Outputs ------------------------------------------------------------------------------------------------------------
-def test_an_output_that_no_statement_writes_is_a_finding() -> None:
-    (found,) = findings("%d: f32[4, 4] = allocate", "%c, %d")
-    assert found.message == "the output %d is never written"
-    assert found.span is not None
-    assert found.span.line == 4
-    (found,) = findings("%d: f32[4, 4] = allocate\n%v = select %d[0]", "%v, %v")
-    assert found.message == "the output %v, a view of %d, is never written"
+# Outputs ----------------------------------------------------------------------------------------------------------
+def test_an_output_that_no_statement_writes_is_an_error() -> None:
+    (finding,) = findings("%d: f32[4, 4] = allocate", "%c, %d")
+    assert finding.message == "the output %d is never written"
+    assert finding.span is not None
+    assert finding.span.line == 4
+    (finding,) = findings("%d: f32[4, 4] = allocate\n%v = select %d[0]", "%v, %v")
+    assert finding.message == "the output %v, a view of %d, is never written"
     loop = "for %i in 0..2 {\n%t: f32[4] = allocate\nrelu %t -> %t\n}\n%t: f32[4] = allocate"
     assert [d.message for d in findings(loop, "%t")] == ["the output %t is never written"]
 
@@ -225,11 +225,11 @@ def test_an_output_that_no_statement_writes_is_a_finding() -> None:
         ("%d: f32[4, 4] = allocate\n%h = allgather %s -> %d over didx\nwait %h", "%d"),
     ],
 )
-def test_inputs_and_what_is_written_through_views_may_be_outputs(body: str, output: str) -> None:
+def test_inputs_and_buffers_written_through_views_may_be_outputs(body: str, output: str) -> None:
     assert findings(body, output) == []
 
 
-# Loops that are too long ---------------------------------------------------------------------------------------------
+# Loops that are too long ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("loops", "column"),
     [
@@ -240,7 +240,7 @@ def test_inputs_and_what_is_written_through_views_may_be_outputs(body: str, outp
         ("for %i in 0..2000 { for %j in 0..400 { set_stream 0 } }", 1),
     ],
 )
-def test_a_run_stops_at_the_loop_that_never_ends(loops: str, column: int) -> None:
+def test_a_run_refuses_a_loop_with_too_many_statements(loops: str, column: int) -> None:
     text = (
         f"{HEAD}program @p(%a: f32[2, N]) -> (%c) streams 1 {{\n%c: f32[2, N] = allocate\n{loops}\nrelu %a -> %c\n}}\n"
     )

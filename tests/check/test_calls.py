@@ -1,4 +1,4 @@
-"""The number of checked calls: two; more if waiting kernels may overlap work that needs SMs of earlier calls."""
+"""The checker analyses two calls, and more if waiting kernels may overlap earlier calls that need SMs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hostir.check.proof import JOIN, analyse
 from hostir.ir import Program, parse
 from hostir.ir.source import UNCHECKED
 from hostir.lower import lower
-from tests.mutants import mutants
-from tests.mutation import errors, originals
+from tests.judging.mutants import mutants
+from tests.judging.mutation import originals
+from tests.judging.simulated import errors
 
-# The signal of a call waits for a relu of two calls before, by way of z in the previous call, and y after the relu.
-# Either rank's kernel of call 3 may hold the SMs that the relu of call 1 needs, and so the other rank's signal.
+# The signal of a call waits for the relu of two calls before: `z` of the previous call waits for `y`, which waits for
+# the relu. A kernel of call 3 may hold the SMs that the relu of call 1 needs. Then the signal of the other rank waits.
 BEHIND = """hostir 1
 mesh @mesh [didx] = 0 1
 program @behind(%x: f32[2@didx, 8], %b: f32[8, 4]) -> (%c) streams 2 {
@@ -75,16 +76,16 @@ def waiting() -> list[Program]:
     return [program for program in originals() if " ready " in str(program)]
 
 
-def test_a_ring_over_calls_is_found_that_two_ranks_meet_first_in_the_third() -> None:
+def test_a_deadlock_that_first_occurs_in_the_third_call_is_found() -> None:
     program = hi.parse(BEHIND)
     assert not hi.check(program, calls=2)
-    assert [found.kind for found in hi.check(program, calls=3)] == ["SMs held"]
-    assert [found.kind for found in hi.check(program)] == ["SMs held"]
+    assert [finding.kind for finding in hi.check(program, calls=3)] == ["SMs held"]
+    assert [finding.kind for finding in hi.check(program)] == ["SMs held"]
 
 
-def test_a_program_that_no_number_of_calls_proves_is_unchecked() -> None:
-    (found,) = hi.check(hi.parse(APART))
-    assert (found.kind, found.hint) == (UNCHECKED, JOIN)
+def test_a_program_that_needs_unboundedly_many_calls_is_reported_as_unchecked() -> None:
+    (finding,) = hi.check(hi.parse(APART))
+    assert (finding.kind, finding.hint) == (UNCHECKED, JOIN)
 
 
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
@@ -96,20 +97,20 @@ def test_two_calls_suffice_for_lowered_programs() -> None:
 
 @pytest.mark.xdist_group("mutation")
 @pytest.mark.parametrize("seed", range(6))
-def test_more_calls_show_nothing_new(seed: int) -> None:
+def test_more_calls_change_no_verdict(seed: int) -> None:
     random = Random(seed)
     program = random.choice(waiting())
     for mutant in random.sample(mutants(program), 6):
         try:
-            edited = hi.parse(mutant.text, mutant.of)
+            edited = hi.parse(mutant.text, mutant.name)
         except hi.HostIRError:
             continue
-        found = hi.check(edited)
-        if all(d.kind != UNCHECKED for d in found):
-            assert bool(errors(found)) == bool(errors(hi.check(edited, calls=program.ranks + 2))), mutant.what
+        findings = hi.check(edited)
+        if all(d.kind != UNCHECKED for d in findings):
+            assert bool(errors(findings)) == bool(errors(hi.check(edited, calls=program.ranks + 2))), mutant.change
 
 
-# Calls of other sizes -------------------------------------------------------------------------------------------------
+# Calls of other sizes ---------------------------------------------------------------------------------------------
 ACKNOWLEDGED = """hostir 1
 mesh @mesh [didx] = 0 1 2
 program @acknowledged(%x: f32[3@didx, M]) -> (%y) {
@@ -135,17 +136,14 @@ program @acknowledged(%x: f32[3@didx, M]) -> (%y) {
 """
 
 
-def test_calls_of_other_sizes_share_buffers_if_each_call_has_them_to_itself() -> None:
-    """A rank may write one half of a peer's buffer while the peer reads the other.
-
-    At other sizes the halves overlap.
-    """
+def test_calls_of_other_sizes_share_buffers_if_no_two_calls_use_them_at_once() -> None:
+    """A rank may write one half of a peer's buffer while the peer reads the other. At other sizes they overlap."""
     halves = parse(ACKNOWLEDGED)
     assert check(halves) == []
     assert not proof_of(halves, {"M": 4}).resizable
     barrier = ACKNOWLEDGED.replace("  for %i", "  barrier of %box over didx\n  for %i", 1)
-    whole = parse(barrier)
-    proofs = [proof_of(whole, {"M": m}) for m in (4, 5, 1)]
+    separated = parse(barrier)
+    proofs = [proof_of(separated, {"M": m}) for m in (4, 5, 1)]
     assert all(proof.resizable for proof in proofs)
     assert len(set(proofs)) == 1
 

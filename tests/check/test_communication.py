@@ -1,50 +1,30 @@
-"""Communication in `hostir.check`: the times of its accesses, its end, the queues of ranks, and its handles."""
+"""The checker on communication: when it accesses memory, when it ends, the order within a team, and handles."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-import torch
 
 import hostir as hi
 from hostir.ir import Program
-from hostir.ir.source import HostIRError
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import run_calls
+from tests.judging import simulated
+from tests.judging.simulated import failure_of, outcome, rehearsal
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nmesh @turned [didx] = 1 0\nmesh @other [didx] = 2 3\n"
 
 
 def program(body: str, inputs: str = "%x: f32[2@didx, 8]", outputs: str = "", streams: int = 1) -> Program:
-    """The body begins in line 7; %r is the rank's place on @mesh."""
+    """Return a program with this body from line 7 on; %r is the position of the rank on @mesh."""
     head = f"program @p({inputs}) -> ({outputs}) streams {streams} {{\n  %user = current_stream"
     return hi.parse(f"{HEAD}{head}   %r = rank of %x over didx\n{body}}}\n", "p.hir")
 
 
-def errors(found: Program) -> list[str]:
-    return [d.message for d in hi.check(found) if d.level == "error"]
+def errors(program: Program) -> list[str]:
+    return list(simulated.errors(hi.check(program)))
 
 
-def outcome(program: Program, seed: int) -> str | list[torch.Tensor | None]:
-    """Return the results of two calls of simulated ranks, rank by rank, or the error that ends them."""
-    inputs = [random_inputs(program, {}, seed=call) for call in range(2)]
-    try:
-        return [part for call in run_calls(program, inputs, seed=seed) for ranks in call for part in ranks]
-    except HostIRError as ended:
-        return ended.diagnostics[0].message
-
-
-def goes_wrong(program: Program) -> bool:
-    """Return True if the orders that simulated ranks try give an error, a NaN, or different bits."""
-    outcomes = [outcome(program, seed) for seed in range(20)]
-    if any(isinstance(o, str) or any(x is not None and x.isnan().any() for x in o) for o in outcomes):
-        return True
-    bits = {tuple(None if x is None else x.numpy().tobytes() for x in o) for o in outcomes if not isinstance(o, str)}
-    return len(bits) > 1
-
-
-# When memory is used --------------------------------------------------------------------------------------------------
+# When memory is accessed ------------------------------------------------------------------------------------------
 EARLY_READ = """  %s: f32[2@didx, 8] = allocate_symmetric
   %y: f32[2, 8] = allocate
   barrier of %x over didx
@@ -54,14 +34,14 @@ EARLY_READ = """  %s: f32[2@didx, 8] = allocate_symmetric
 """
 
 
-def test_what_is_sent_is_read_from_issue_on_so_a_collective_does_not_wait_for_what_peers_put_there() -> None:
+def test_a_collective_may_read_its_input_as_soon_as_it_is_issued() -> None:
     early = program(EARLY_READ.format(between=""), outputs="%y")
     put, gather = "'put %x -> %s at (%r + 1) % 2 over didx' of another rank", "'%h = allgather %s -> %y over didx'"
     assert errors(early) == [f"race on %s: {gather} reads it, while {put} may still write it"]
-    assert goes_wrong(early)
+    assert failure_of(early, 20)
     ordered = program(EARLY_READ.format(between="  barrier of %x over didx\n"), outputs="%y")
     assert errors(ordered) == []
-    assert not goes_wrong(ordered)
+    assert failure_of(ordered, 20) == ""
 
 
 SHARED_RESULT = """  %t: f32[{rows}] = allocate
@@ -91,9 +71,7 @@ SHARED_RESULT = """  %t: f32[{rows}] = allocate
         ("alltoall", "f32[2, 8@didx]", "2@didx, 8"),
     ],
 )
-def test_a_result_is_written_from_issue_on_so_the_earlier_collective_of_the_team_keeps_nobody_out(
-    collective: str, sent: str, rows: str
-) -> None:
+def test_a_collective_may_write_its_result_as_soon_as_it_is_issued(collective: str, sent: str, rows: str) -> None:
     def shared(order: str) -> Program:
         body = SHARED_RESULT.format(collective=collective, rows=rows, order=order)
         return program(body, f"%x: {sent}, %w: {sent}", "%y, %z", streams=2)
@@ -105,12 +83,12 @@ def test_a_result_is_written_from_issue_on_so_the_earlier_collective_of_the_team
         f"race on %t: {second} writes it, while 'relu %t -> %y' may still read it",
         f"race on %t: 'gelu %t -> %z' reads it, while {first} may still write it",
     ]
-    assert goes_wrong(racing)
+    assert failure_of(racing, 20)
     assert errors(ordered) == []
-    assert not goes_wrong(ordered)
+    assert failure_of(ordered, 20) == ""
 
 
-def test_on_one_rank_too_a_result_is_written_while_the_collective_before_may_still_read_it() -> None:
+def test_collectives_of_one_rank_may_overlap() -> None:
     alone = hi.parse("""hostir 1
 mesh @mesh [didx] = 0
 program @alone(%x: f32[8, 8], %a: f32[8, 8]) -> (%o, %y) streams 2 {
@@ -140,7 +118,7 @@ program @alone(%x: f32[8, 8], %a: f32[8, 8]) -> (%o, %y) streams 2 {
         f"race on %buf: {second} writes it, while 'matmul %a, %a -> %buf' may still write it",
         f"race on %buf: {second} writes it, while '%g = allreduce %q -> %o over didx' may still read it",
     ]
-    assert goes_wrong(alone)
+    assert failure_of(alone, 20)
 
 
 AFTER_ONE = """  %s: f32[2@didx, 8] = allocate_symmetric
@@ -155,20 +133,20 @@ AFTER_ONE = """  %s: f32[2@didx, 8] = allocate_symmetric
 """
 
 
-def test_after_a_collective_other_ranks_may_still_read_what_they_send() -> None:
-    """When one rank's collective has ended, all ranks have begun theirs; they may not have sent to all others yet."""
+def test_after_a_collective_other_ranks_may_still_read_their_inputs() -> None:
+    """When the collective of one rank has ended, all ranks have started theirs, but may still be sending."""
     reads = program(AFTER_ONE.format(then="get %s from (%r + 1) % 2 over didx -> %z"), outputs="%y, %z")
     assert errors(reads) == []
-    assert not goes_wrong(reads)
+    assert failure_of(reads, 20) == ""
     writes = program(AFTER_ONE.format(then="relu %x -> %z   put %x -> %s at (%r + 1) % 2 over didx"), outputs="%y, %z")
     assert errors(writes) == [
         "race on %s: 'put %x -> %s at (%r + 1) % 2 over didx' of another rank writes it, while "
         "'%h = allgather %s -> %y over didx' may still read it"
     ]
-    assert goes_wrong(writes)
+    assert failure_of(writes, 20)
 
 
-# When it ends ---------------------------------------------------------------------------------------------------------
+# When a communication ends ----------------------------------------------------------------------------------------
 MOVED = """  %s: f32[2@didx, 8] = allocate_symmetric
   %y: f32[2, 8] on @other = allocate
   %z: f32[2@didx, 8] = allocate
@@ -178,13 +156,13 @@ MOVED = """  %s: f32[2@didx, 8] = allocate_symmetric
 """
 
 
-def test_a_transfer_between_meshes_does_not_make_its_senders_wait_for_each_other() -> None:
+def test_a_transfer_between_meshes_does_not_order_its_senders() -> None:
     moved = program(MOVED.format(between="  %h = gather %x -> %y\n  wait %h\n"), outputs="%y, %z")
     assert errors(moved) == [
         "race on %s: 'get %s from (%r + 1) % 2 over didx -> %z' of another rank reads it, while "
         "'copy %x -> %s' may still write it"
     ]
-    assert goes_wrong(moved)
+    assert failure_of(moved, 20)
     between = "  %h = gather %x -> %y\n  wait %h\n  barrier of %x over didx\n"
     assert errors(program(MOVED.format(between=between), outputs="%y, %z")) == []
 
@@ -205,48 +183,48 @@ program @p(%v: f32[8] on @one, %x: f32[2@didx, 8] on @both) -> (%w, %z) {{
 
 
 def chained(body: str) -> Program:
-    """A transfer from rank 0 to rank 1, and flags and memory of both."""
+    """Return a program in which rank 0 sends to rank 1, with flags and memory of both."""
     return hi.parse(CHAINED.format(body=body))
 
 
-def test_a_receiver_ends_after_its_sender_has_begun() -> None:
+def test_a_receive_ends_after_the_send_has_started() -> None:
     body = "  relu %x -> %z\n  if %r == 0 { put %x -> %s at 1 over didx }\n  %h = broadcast %v -> %w\n  wait %h\n"
     got = chained(body + "  if %r == 1 { copy %s -> %z }\n  if %r == 1 { get %s from 1 over didx -> %z }\n")
     assert errors(got) == []
-    assert not goes_wrong(got)
+    assert failure_of(got, 20) == ""
 
 
-def test_a_sender_may_be_held_until_its_receiver_comes() -> None:
+def test_a_send_may_block_until_the_receive_starts() -> None:
     body = (
         "  relu %x -> %z\n  if %r == 0 {\n    %h = broadcast %v -> %w\n    wait %h\n"
         "    signal %f[0] = 1 at 1 over didx\n  }\n"
         "  if %r == 1 {\n    wait_signal %f[0] >= 1\n    %h = broadcast %v -> %w\n    wait %h\n  }\n"
     )
     held = chained(body)
-    (found,) = hi.check(held)
-    assert found.message.startswith("deadlock: ")
-    told = " ".join(text for _, text in found.notes)
-    assert "rank 0, the caller's stream, call 1: '%h = broadcast %v -> %w'" in told
-    assert "rank 1, the caller's stream, call 1: 'wait_signal %f[0] >= 1'" in told
-    outcomes = [outcome(held, seed) for seed in range(20)]
+    (finding,) = hi.check(held)
+    assert finding.message.startswith("deadlock: ")
+    notes = " ".join(text for _, text in finding.notes)
+    assert "rank 0, the caller's stream, call 1: '%h = broadcast %v -> %w'" in notes
+    assert "rank 1, the caller's stream, call 1: 'wait_signal %f[0] >= 1'" in notes
+    outcomes = [outcome(rehearsal(held), seed) for seed in range(20)]
     stuck = [o for o in outcomes if isinstance(o, str)]
-    assert 0 < len(stuck) < 20, "some machines hold the sender, others do not"
+    assert 0 < len(stuck) < 20, "some schedules block the sender, others do not"
     assert all(message.startswith("deadlock") for message in stuck)
 
 
-def test_that_a_sender_has_ended_says_nothing_of_its_receiver() -> None:
+def test_the_end_of_a_send_orders_nothing_on_the_receiver() -> None:
     body = (
         "  relu %x -> %z\n  if %r == 1 { copy %x -> %s }\n  %h = broadcast %v -> %w\n  wait %h\n"
         "  if %r == 0 { get %s from 1 over didx -> %z }\n"
     )
-    found = chained(body)
-    assert errors(found) == [
+    program = chained(body)
+    assert errors(program) == [
         "race on %s: 'get %s from 1 over didx -> %z' of another rank reads it, while 'copy %x -> %s' may still write it"
     ]
-    assert goes_wrong(found)
+    assert failure_of(program, 20)
 
 
-# Teams ----------------------------------------------------------------------------------------------------------------
+# Teams ------------------------------------------------------------------------------------------------------------
 TWO_ORDERS = """  %y: f32[2, 8] = allocate
   %v: f32[2, 8] on @turned = allocate
   if %r == 0 {{
@@ -266,22 +244,22 @@ TURNED = "%x: f32[2@didx, 8], %w: f32[2@didx, 8] on @turned"
 PLAIN, BACKWARDS = "%g = allgather %x -> %y over didx", "%h = allgather %w -> %v over didx"
 
 
-def test_the_same_ranks_in_another_order_share_one_queue_of_collectives() -> None:
+def test_meshes_of_the_same_ranks_in_another_order_share_one_team() -> None:
     swapped = program(TWO_ORDERS.format(first=BACKWARDS, second=PLAIN), TURNED, "%y, %v")
-    (found,) = hi.check(swapped)
-    assert found.message == "ranks 0 1 differ in the collectives of their team"
-    assert found.hint == "every rank of a team issues the same ones in the same order"
-    assert [(span.line, text) for span, text in found.notes if span] == [
+    (finding,) = hi.check(swapped)
+    assert finding.message == "ranks 0 1 differ in the collectives of their team"
+    assert finding.hint == "every rank of a team issues the same ones in the same order"
+    assert [(span.line, text) for span, text in finding.notes if span] == [
         (10, f"rank 0, the caller's stream, call 1: '{PLAIN}'"),
         (16, f"rank 1, the caller's stream, call 1: '{BACKWARDS}'"),
     ]
-    assert "differ in communication 1 of their team" in str(outcome(swapped, 0))
+    assert "differ in communication 1 of their team" in failure_of(swapped, 1)
     alike = program(TWO_ORDERS.format(first=PLAIN, second=BACKWARDS), TURNED, "%y, %v")
     assert errors(alike) == []
-    assert not goes_wrong(alike)
+    assert failure_of(alike, 20) == ""
 
 
-# Handles --------------------------------------------------------------------------------------------------------------
+# Handles ----------------------------------------------------------------------------------------------------------
 GATHER = "%y: f32[2, 8] = allocate\n%h = allgather %x -> %y over didx\n"  # lines 7 and 8
 
 
@@ -298,12 +276,12 @@ GATHER = "%y: f32[2, 8] = allocate\n%h = allgather %x -> %y over didx\n"  # line
     ],
 )
 def test_a_handle_is_waited_for_once_on_each_rank(body: str, lines: tuple[int, ...], message: str) -> None:
-    (found,) = hi.check(program(GATHER + body))
-    assert found.message == message
-    spans = [found.span, *(span for span, _ in found.notes)]
+    (finding,) = hi.check(program(GATHER + body))
+    assert finding.message == message
+    spans = [finding.span, *(span for span, _ in finding.notes)]
     assert tuple(span.line for span in spans if span) == lines
     never = f"add 'wait {message[:2]}' before its result is used"
-    assert found.hint == ("wait for it once" if "twice" in message else never)
+    assert finding.hint == ("wait for it once" if "twice" in message else never)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +292,10 @@ def test_a_handle_is_waited_for_once_on_each_rank(body: str, lines: tuple[int, .
         "wait %h\nfor %i in 0..2 {\n%k = allgather %x -> %y over didx\nwait %k\n}\n",
     ],
 )
-def test_where_a_handle_is_waited_for_does_not_matter(body: str) -> None:
+def test_a_handle_may_be_waited_for_in_any_block(body: str) -> None:
     assert errors(program(GATHER + body, outputs="%y")) == []
 
 
-def test_an_exchange_does_not_receive_what_it_sends() -> None:
-    (found,) = hi.check(program("%h = exchange %x to 1 - %r, %x from 1 - %r over didx\nwait %h\n"))
-    assert re.fullmatch("exchange writes %x while it reads it", found.message)
+def test_an_exchange_must_not_receive_into_its_input() -> None:
+    (finding,) = hi.check(program("%h = exchange %x to 1 - %r, %x from 1 - %r over didx\nwait %h\n"))
+    assert re.fullmatch("exchange writes %x while it reads it", finding.message)

@@ -1,4 +1,4 @@
-"""The checker's rules, one by one: which statements are ordered, over streams, ranks and calls."""
+"""The rules of the checker: which statements are ordered over streams, ranks and calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from hostir.check import prove
 from hostir.check.proof import Finding, analyse, shared_queues
 from hostir.check.repair import repair
 from hostir.ir import Diagnostic, HostIRError, Program
-from tests.lower.test_patterns import Pattern, arguments
-from tests.mutation import SENT
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\n"
 
@@ -23,10 +21,10 @@ def program(body: str, inputs: str = "%x: f32[4, 6]", outputs: str = "%y", resul
     )
 
 
-def kinds(program: Program, **given: int) -> list[str]:
-    found = hi.check(program, calls=given.pop("calls", 2), sizes=given or None)
-    assert all(isinstance(d, Finding) for d in found), found
-    return [d.kind for d in found if isinstance(d, Finding)]
+def kinds(program: Program, calls: int = 2) -> list[str]:
+    findings = hi.check(program, calls=calls)
+    assert all(isinstance(d, Finding) for d in findings), findings
+    return [d.kind for d in findings if isinstance(d, Finding)]
 
 
 FORK, JOIN = "  synchronize %user\n", "  set_stream %user\n  synchronize 0\n"
@@ -60,16 +58,16 @@ ORDER  gelu %x -> %t
 """
 
 
-def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_that_stream() -> None:
-    """The memory's previous owner may still use it on that stream."""
-    (found,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
+def test_another_stream_may_use_a_buffer_after_waiting_for_the_stream_that_allocated_it() -> None:
+    """The previous owner of the memory may still use it on that stream."""
+    (finding,) = hi.check(hi.parse(REUSED.replace("ORDER", ""), "reused.hir"))
     assert (
-        found.message
+        finding.message
         == "race on %t: 'gelu %x -> %t' writes it, while '%t: f32[4, 4] = allocate' may not yet have allocated it"
     )
-    assert found.hint.startswith("on stream 0, 'synchronize %user' before it")
-    assert found.expected == "an order between the caller's stream of rank 0 and stream 0 of rank 0"
-    assert [(span.line, text) for span, text in found.notes if span] == [
+    assert finding.hint.startswith("on stream 0, 'synchronize %user' before it")
+    assert finding.expected == "an order between the caller's stream of rank 0 and stream 0 of rank 0"
+    assert [(span.line, text) for span, text in finding.notes if span] == [
         (14, "rank 0, the caller's stream, call 1: '%t: f32[4, 4] = allocate'"),
         (16, "rank 0, stream 0, call 1: 'gelu %x -> %t'"),
     ]
@@ -80,7 +78,7 @@ def test_memory_is_the_streams_that_allocated_it_until_others_have_waited_for_th
     assert hi.check(hi.parse(there.replace("ORDER", ""))) == []
 
 
-def test_a_read_before_memory_is_given_is_told_of_whoever_wrote_there() -> None:
+def test_a_read_without_an_order_after_the_write_is_a_race_and_without_a_write_unwritten() -> None:
     body = "  %t: f32[4, 6] = allocate\n  set_stream 0\n  {}relu %t -> %y\n" + JOIN + "  free %t\n"
     head = "  set_stream 0\n  synchronize %user\n  set_stream %user\n"
     written = program(head + body.format("relu %x -> %t\n  "))
@@ -88,11 +86,11 @@ def test_a_read_before_memory_is_given_is_told_of_whoever_wrote_there() -> None:
     assert kinds(program(head + body.format(""))) == ["unwritten"]
 
 
-def test_the_caller_leaves_a_symmetric_output_undefined_for_the_next_call() -> None:
+def test_a_symmetric_output_is_undefined_after_the_call() -> None:
     body = "  %s: f32[4, 6] = allocate_symmetric\n{}  relu %s -> %y\n{}"
     copy = "  copy %x -> %s\n"
     assert kinds(program(body.format(copy, ""), outputs="%y, %s")) == []
-    kept = body.format("", copy)  # each call reads what the one before has written
+    kept = body.format("", copy)  # each call reads the result of the previous call
     nobody = "'relu %s -> %y' reads %s, parts of which nobody has written"
     assert [d.message for d in hi.check(program(kept))] == [nobody]
     assert [d.message for d in hi.check(program(kept, outputs="%y, %s"))] == [
@@ -101,13 +99,13 @@ def test_the_caller_leaves_a_symmetric_output_undefined_for_the_next_call() -> N
     ]
 
 
-def test_without_a_fork_the_input_and_without_a_join_the_output_is_raced_for() -> None:
+def test_a_missing_fork_races_for_the_input_and_a_missing_join_for_the_output() -> None:
     assert kinds(program(f"  set_stream 0\n  relu %x -> %y\n{JOIN}")) == ["race"]
-    found = hi.check(program(f"  set_stream 0\n{FORK}  relu %x -> %y\n"))
-    assert {d.buffer for d in found if isinstance(d, Finding)} == {"x", "y"}
+    findings = hi.check(program(f"  set_stream 0\n{FORK}  relu %x -> %y\n"))
+    assert {d.buffer for d in findings if isinstance(d, Finding)} == {"x", "y"}
 
 
-def test_synchronize_orders_what_was_issued_before_it_and_nothing_else() -> None:
+def test_synchronize_orders_only_statements_issued_before_it() -> None:
     late = (
         f"  set_stream 0\n{FORK}  set_stream %user\n  synchronize 0\n"
         "  set_stream 0\n  relu %x -> %y\n  set_stream %user\n"
@@ -115,7 +113,7 @@ def test_synchronize_orders_what_was_issued_before_it_and_nothing_else() -> None
     assert "race" in kinds(program(late))
 
 
-def test_slices_that_have_nothing_in_common_need_no_order_and_those_that_do_need_one() -> None:
+def test_only_overlapping_slices_need_an_order() -> None:
     both = (
         "  for %s in 0..2 {{ set_stream %s   synchronize %user }}\n  for %s in 0..2 {{\n    set_stream %s\n"
         "    %a = chunk %x[{read} of 2] axis {axis}\n    %b = chunk %y[{write} of 2] axis {axis}\n"
@@ -127,18 +125,18 @@ def test_slices_that_have_nothing_in_common_need_no_order_and_those_that_do_need
     assert kinds(program(both.format(read="%s", write=0, axis=1))) == ["unwritten", "race"]
 
 
-def test_rows_and_columns_of_one_buffer_meet() -> None:
+def test_rows_and_columns_of_one_buffer_overlap() -> None:
     body = (
         f"  %z: f32[4, 3] = allocate\n  set_stream 0\n{FORK}  %row = select %y[1]\n  %in = select %x[0]\n"
         f"  relu %in -> %row\n"
         "  set_stream %user\n  %cut = chunk %y[{} of 2] axis 1\n  %some = chunk %x[0 of 2] axis 1\n"
         "  gelu %some -> %cut\n"
     )
-    found = hi.check(program(body.format(1), outputs=""))
-    assert any(isinstance(d, Finding) and d.kind == "race" and d.buffer == "y" for d in found)
+    findings = hi.check(program(body.format(1), outputs=""))
+    assert any(isinstance(d, Finding) and d.kind == "race" and d.buffer == "y" for d in findings)
 
 
-def test_a_collective_is_seen_to_end_by_those_who_wait_for_it_only() -> None:
+def test_only_a_wait_orders_statements_after_a_collective() -> None:
     gather = "  %all: f32[2, 3] = allocate\n  %h = allgather %x -> %all over didx\n{}  free %all\n"
     ordered, late = "  wait %h\n  relu %all -> %y\n", "  relu %all -> %y\n  wait %h\n"
     sharded = {"inputs": "%x: f32[2@didx, 3]", "result": "f32[2, 3]"}
@@ -146,7 +144,7 @@ def test_a_collective_is_seen_to_end_by_those_who_wait_for_it_only() -> None:
     assert kinds(program(gather.format(late), **sharded)) == ["race"]
 
 
-def test_what_one_rank_did_before_a_collective_comes_before_what_another_does_after_it() -> None:
+def test_a_collective_orders_statements_before_it_ahead_of_statements_after_it_on_other_ranks() -> None:
     body = (
         "  %s: f32[2@didx, 3] = allocate_symmetric\n  %all: f32[2, 3] = allocate\n"
         "  barrier of %x over didx\n  copy %x -> %s\n"
@@ -157,7 +155,7 @@ def test_what_one_rank_did_before_a_collective_comes_before_what_another_does_af
     assert kinds(program(body.format("", "  wait %h\n"), **sharded)) == ["race"]
 
 
-def test_a_barrier_at_the_beginning_or_the_end_keeps_calls_apart_and_one_call_shows_no_race() -> None:
+def test_a_barrier_at_the_beginning_or_the_end_orders_calls() -> None:
     body = (
         "  %s: f32[4, 6] = allocate_symmetric\n{}  copy %x -> %s\n  barrier of %x over didx\n"
         "  get %s from (%r + 1) % 2 over didx -> %y\n{}"
@@ -169,7 +167,7 @@ def test_a_barrier_at_the_beginning_or_the_end_keeps_calls_apart_and_one_call_sh
     assert kinds(program(body.format("", ""))) == ["race"]
 
 
-def test_epochs_start_anew_with_every_call() -> None:
+def test_epochs_restart_with_every_call() -> None:
     body = (
         "  %s: f32[4, 6] = allocate_symmetric\n  %f: flag[2] = allocate_symmetric\n  %p = rank of %x over didx\n"
         "  put %x -> %s at (%r + 1) % 2 over didx\n  signal %f[0] = 1 at (%r + 1) % 2 over didx\n"
@@ -180,10 +178,10 @@ def test_epochs_start_anew_with_every_call() -> None:
     assert kinds(program(body.format(""))) == ["race"]
 
 
-def test_a_finding_names_both_statements_their_ranks_streams_and_rounds_and_what_to_insert() -> None:
+def test_a_finding_names_both_statements_with_rank_and_stream_and_a_statement_to_insert() -> None:
     text = str(program(f"  set_stream 0\n  relu %x -> %y\n{JOIN}"))
-    (found,) = hi.check(hi.parse(text, "p.hir"))
-    lines = str(found).splitlines()
+    (finding,) = hi.check(hi.parse(text, "p.hir"))
+    lines = str(finding).splitlines()
     assert lines[0].startswith("p.hir:8:3: error: race on %x: 'relu %x -> %y' reads it, while the caller")
     assert "  expected: an order between the caller's stream of rank 0 and stream 0 of rank 0" in lines
     assert any(line.startswith("  hint: on stream 0, 'synchronize %user' before it") for line in lines)
@@ -192,16 +190,16 @@ def test_a_finding_names_both_statements_their_ranks_streams_and_rounds_and_what
 
 def test_a_race_is_reported_once_for_all_ranks_rounds_and_calls() -> None:
     body = f"  set_stream 0\n  for %i in 0..8 {{\n    relu %x -> %y\n  }}\n{JOIN}"
-    found = hi.check(program(body))
-    assert [d.message.split(":")[0] for d in found] == ["race on %x"]
-    assert isinstance(found[0], Finding)
-    assert found[0].times > 30
+    findings = hi.check(program(body))
+    assert [d.message.split(":")[0] for d in findings] == ["race on %x"]
+    assert isinstance(findings[0], Finding)
+    assert findings[0].times > 30
 
 
-def test_a_leak_is_a_warning_and_programs_with_warnings_pass() -> None:
+def test_a_leak_is_a_warning_and_the_program_is_proved() -> None:
     leaking = program("  %t: f32[4, 6] = allocate\n  relu %x -> %t\n  relu %t -> %y\n")
-    (found,) = hi.check(leaking)
-    assert (found.level, found.message.split()[0]) == ("warning", "%t")
+    (finding,) = hi.check(leaking)
+    assert (finding.level, finding.message.split()[0]) == ("warning", "%t")
     assert prove(leaking) is leaking
 
 
@@ -212,38 +210,26 @@ def test_proving_raises_all_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unseen", "why"),
+    ("unchecked", "reason"),
     [
         (program("  for %i in 0..200000 { relu %x -> %y }\n"), "1600012 statements over all ranks"),
         (program("  relu %x -> %y\n", "%x: f32[35/M], %z: f32[M/5]", result="f32[35/M]"), "no small values of M"),
     ],
     ids=["too long", "no small sizes"],
 )
-def test_an_unchecked_program_is_an_error_and_gets_no_proof(unseen: Program, why: str) -> None:
-    (found,) = hi.check(unseen)
-    assert (found.level, found.kind) == ("error", "unchecked")
-    assert f"@p was not checked for races: {why}" in found.message
+def test_a_program_that_cannot_be_checked_is_not_proved(unchecked: Program, reason: str) -> None:
+    (finding,) = hi.check(unchecked)
+    assert (finding.level, finding.kind) == ("error", "unchecked")
+    assert f"@p was not checked for races: {reason}" in finding.message
     for _ in range(2):
-        with pytest.raises(HostIRError, match=f"not checked for races: {why}") as refused:
-            prove(unseen)
+        with pytest.raises(HostIRError, match=f"not checked for races: {reason}") as refused:
+            prove(unchecked)
         assert "or run it unproved: check=False, --no-check" in str(refused.value)
     with pytest.raises(HostIRError, match="not checked for races"):
-        repair(unseen)
+        repair(unchecked)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
-def test_every_emitted_program_is_clean_over_two_calls(pattern: Pattern, ranks: int) -> None:
-    one_sided = ("ring", "fused") if pattern in SENT else ()
-    for slices in (1, 2, 4):
-        fusion = pattern(**arguments(pattern, ranks=ranks, S=slices, M=96, K=16, N=32, H=32))
-        for strategy, streams in (("sequential", 1), ("pipeline", 1), ("pipeline", 3), ("pipeline", 8)):
-            assert hi.check(hi.lower(fusion, strategy, streams)) == []
-        for strategy in one_sided:
-            assert hi.check(hi.lower(fusion, strategy)) == []
-
-
-def test_symbolic_sizes_get_small_ones_with_more_rounds_than_streams() -> None:
+def test_symbolic_sizes_are_checked_at_small_sizes_with_more_rounds_than_streams() -> None:
     text = (
         "program @p(%x: f32[S, M, K/2]) -> (%y) streams 3 {{\n  %user = current_stream\n"
         "  %y: f32[S, M, K/2] = allocate\n  for %s in 0..3 {{ set_stream %s   synchronize %user }}\n"
@@ -258,27 +244,27 @@ def test_symbolic_sizes_get_small_ones_with_more_rounds_than_streams() -> None:
     assert hi.check(clean, sizes={"S": 2, "M": 5, "K": 8}) == []
 
 
-def test_other_ranks_than_the_meshes_name_are_refused() -> None:
-    (found,) = hi.check(program("  relu %x -> %y\n"), ranks=8)
-    assert found == Diagnostic("@p is for 2 ranks, not 8", expected="2 ranks")
+def test_a_number_of_ranks_that_differs_from_the_mesh_is_refused() -> None:
+    (finding,) = hi.check(program("  relu %x -> %y\n"), ranks=8)
+    assert finding == Diagnostic("@p is for 2 ranks, not 8", expected="2 ranks")
 
 
-def test_a_copy_on_one_rank_between_parts_that_overlap_is_refused_and_one_of_a_part_to_itself_is_not() -> None:
+def test_a_local_copy_between_overlapping_parts_is_refused_unless_both_are_the_same() -> None:
     copies = (
         "  %s: f32[4, 6] = allocate_symmetric\n  put %x -> %s at %r over didx\n"
         "  %rows: f32[2, 12] = reshape %s\n  %turned = permute %rows (1, 0)\n  %columns: f32[12, 2] = reshape %s\n"
         "  {copy}\n  relu %s -> %y\n"
     )
     assert kinds(program(copies.format(copy="put %columns -> %columns at %r over didx"))) == []
-    (found,) = hi.check(program(copies.format(copy="put %turned -> %columns at %r over didx")))
-    assert found.message == "rank 0: it copies a part of %s to another part that overlaps it, on the same rank"
-    assert found.span
-    assert found.span.line == 12
+    (finding,) = hi.check(program(copies.format(copy="put %turned -> %columns at %r over didx")))
+    assert finding.message == "rank 0: it copies a part of %s to another part that overlaps it, on the same rank"
+    assert finding.span
+    assert finding.span.line == 12
 
 
 # Hardware queues --------------------------------------------------------------------------------------------------
 def signalled_last() -> Program:
-    """All streams but the last wait for a flag that the last one sets. The waits are issued before the signal."""
+    """Return a program in which all streams but the last wait for a signal that is issued later on the last stream."""
     return program(
         "  %f: flag[1] = allocate_symmetric\n"
         "  for %s in 0..2 {\n    set_stream %s\n    wait_signal %f[0] >= 1\n  }\n"
@@ -287,14 +273,14 @@ def signalled_last() -> Program:
     )
 
 
-def test_streams_that_share_a_queue_stand_still_behind_a_wait_for_what_is_issued_later() -> None:
-    found = shared_queues(signalled_last(), {})
+def test_streams_that_share_a_queue_deadlock_behind_a_wait_for_a_later_signal() -> None:
+    findings = shared_queues(signalled_last(), {})
     assert kinds(signalled_last()) == []
-    assert [d.kind for d in found if isinstance(d, Finding)] == ["queues shared"]
-    assert "wait_signal %f[0] >= 1" in str(found[0])
-    assert "signal %f[0] = 1 at %r over didx" in str(found[0])
+    assert [d.kind for d in findings if isinstance(d, Finding)] == ["queues shared"]
+    assert "wait_signal %f[0] >= 1" in str(findings[0])
+    assert "signal %f[0] = 1 at %r over didx" in str(findings[0])
 
 
-def test_what_lowering_emits_runs_on_one_queue() -> None:
+def test_lowered_programs_run_on_one_queue() -> None:
     for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
         assert shared_queues(hi.lower(patterns.mlp(ranks=4, S=4, M=64), strategy), {}) == []

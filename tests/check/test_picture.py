@@ -1,4 +1,4 @@
-"""Pictures by `hostir check FILE --graph OUT.svg`, read back from the SVG."""
+"""Pictures of `hostir check FILE --graph OUT.svg`, read back from the SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawable(folder: str) -> list[Path]:
-    """Yield the programs of a folder whose order of events the checker analyses."""
+    """Return the programs of a folder that have no structural errors."""
 
     def sound(path: Path) -> bool:
         try:
@@ -50,7 +50,7 @@ class Box:
 
 
 class Picture:
-    """An SVG, with the queries that tests need."""
+    """An SVG picture of a program, parsed into boxes, paths and words."""
 
     def __init__(self, program: hi.Program, analysis: Analysis) -> None:
         self.program, self.analysis = program, analysis
@@ -68,8 +68,8 @@ class Picture:
         return [Box(title.text or "", x, y, x + w, y + h, "red" in frame.attrib["class"])]
 
     def paths(self, style: str, ink: str | None = None) -> list[str]:
-        found = [p for p in self.root.iter(f"{SVG}path") if p.get("class") == style and p.get("stroke") == ink]
-        return [p.attrib["d"] for p in found]
+        every = self.root.iter(f"{SVG}path")
+        return [p.attrib["d"] for p in every if p.get("class") == style and p.get("stroke") == ink]
 
     @property
     def red(self) -> list[str]:
@@ -86,7 +86,7 @@ def case(path: Path | str) -> Picture:
     return picture((CASES / path).with_suffix(".hir").read_text())
 
 
-# Every program -------------------------------------------------------------------------------------------------------
+# Every program ----------------------------------------------------------------------------------------------------
 @each
 def test_boxes_do_not_overlap(path: Path) -> None:
     drawn = case(path)
@@ -115,7 +115,7 @@ def test_nothing_is_drawn_outside_the_view_box(path: Path) -> None:
 
 
 @each
-def test_what_a_finding_is_about_is_red_and_nothing_else_is(path: Path) -> None:
+def test_exactly_the_statements_of_findings_are_red(path: Path) -> None:
     drawn = case(path)
     findings = [f for f in drawn.analysis.findings if isinstance(f, Finding) and f.events]
     stuck = [f for f in findings if f.kind == "deadlock"]
@@ -134,19 +134,19 @@ def test_what_a_finding_is_about_is_red_and_nothing_else_is(path: Path) -> None:
 @each
 def test_every_finding_is_listed(path: Path) -> None:
     drawn = case(path)
-    told = " ".join(drawn.words)
-    assert f"@{drawn.program.name}: {len(drawn.analysis.findings) or 'no'} finding" in told
-    for found in drawn.analysis.findings:
-        assert found.message in told
-        assert found.hint in told
+    words = " ".join(drawn.words)
+    assert f"@{drawn.program.name}: {len(drawn.analysis.findings) or 'no'} finding" in words
+    for finding in drawn.analysis.findings:
+        assert finding.message in words
+        assert finding.hint in words
 
 
 @each
-def test_the_same_program_is_the_same_picture(path: Path) -> None:
+def test_a_program_always_gives_the_same_picture(path: Path) -> None:
     assert picture(path.read_text()).text == case(path).text
 
 
-# What is drawn -------------------------------------------------------------------------------------------------------
+# Boxes and arrows -------------------------------------------------------------------------------------------------
 FORK = """hostir 1
 mesh @mesh [didx] = 0
 program @fork(%x: f32[8]) -> (%y, %z) streams 2 {
@@ -167,13 +167,13 @@ program @fork(%x: f32[8]) -> (%y, %z) streams 2 {
 """
 
 
-def test_arrows_are_what_comes_before_without_what_others_imply() -> None:
+def test_arrows_show_orders_that_other_arrows_do_not_imply() -> None:
     drawn = picture(FORK)
     assert len(drawn.boxes) == 9
-    # Two forks, two joins, two workers with one step each, and four steps of the caller's stream less its first:
-    # that the first 'synchronize' comes after the beginning follows from the relu before it.
+    # Two forks, two joins, two workers with one step each, and three of the four steps of the caller's stream:
+    # the relu implies that the first 'synchronize' comes after the beginning.
     assert len(drawn.paths("arrow", INK["order"])) == 1 + 2 + 2 + 2 + 3
-    assert len(drawn.paths("arrow", INK["ranks"])) == 2  # of the legend
+    assert len(drawn.paths("arrow", INK["ranks"])) == 2  # in the legend
     assert drawn.red == []
 
 
@@ -184,17 +184,17 @@ def test_a_box_stands_right_of_what_comes_before_it() -> None:
     assert left[f"relu{workers[0]}"] == left[f"gelu{workers[1]}"]  # nothing orders the workers
 
 
-def test_sides_of_a_communication_stand_above_each_other() -> None:
+def test_the_ranks_of_a_collective_are_drawn_above_each_other() -> None:
     drawn = case("patterns/allgather_matmul-pipeline")
     sides: dict[str, set[float]] = {}
     for box in drawn.boxes:
         if "allgather" in box.title:
             sides.setdefault(box.title.split(", ")[-2], set()).add(box.left)
-    assert len(sides) == 3  # of 4 rounds those that the picture has room for
+    assert len(sides) == 3  # the picture has room for 3 of 4 rounds
     assert all(len(places) == 1 for places in sides.values())
 
 
-def test_sides_of_a_barrier_are_tied_even_where_what_comes_before_is_left_out() -> None:
+def test_the_ranks_of_a_barrier_are_connected_even_if_earlier_statements_are_not_drawn() -> None:
     drawn = case("findings/kernel_keeps_its_producer_out")
     assert any("round 1 of loops not drawn" in words for words in drawn.words)
     barriers = [box for box in drawn.boxes if box.title.startswith("barrier")]
@@ -209,41 +209,40 @@ def test_a_race_is_a_dashed_line() -> None:
     assert "1: race on %t" in drawn.words
 
 
-def test_a_deadlock_is_a_circle_of_red_arrows() -> None:
+def test_a_deadlock_is_a_cycle_of_red_arrows() -> None:
     drawn = case("findings/ring_of_sends")
     assert len(drawn.paths("arrow", INK["red"])) == len(drawn.red) == 8
     assert drawn.paths("conflict") == []
     assert "1: deadlock" in drawn.words
 
 
-def test_a_kernel_that_holds_the_sms_is_a_circle_with_a_dashed_step() -> None:
+def test_a_kernel_that_holds_the_sms_is_a_cycle_with_a_dashed_step() -> None:
     drawn = case("findings/kernel_keeps_its_producer_out")
-    assert len(drawn.paths("conflict")) == 1  # from the matmul to the relu that it keeps out
+    assert len(drawn.paths("conflict")) == 1  # from the matmul to the relu that it blocks
     assert len(drawn.paths("arrow", INK["red"])) == 3  # relu, put, signal, matmul
 
 
-def test_an_order_between_ranks_has_a_tone_of_its_own() -> None:
+def test_an_order_between_ranks_has_another_colour() -> None:
     legend = 2
-    assert (
-        len(case("findings/get_without_signal.fixed.hir").paths("arrow", INK["ranks"])) == legend + 2 + 1
-    )  # and a barrier
+    arrows = case("findings/get_without_signal.fixed.hir").paths("arrow", INK["ranks"])
+    assert len(arrows) == legend + 2 + 1  # two signals and a barrier
 
 
-# What is left out ----------------------------------------------------------------------------------------------------
-def test_one_call_is_drawn_unless_a_finding_is_across_calls() -> None:
+# Statements that are not drawn ------------------------------------------------------------------------------------
+def test_one_call_is_drawn_unless_a_finding_spans_two_calls() -> None:
     assert "call 1 of 2" in case("findings/put_without_signal").words
     across = case("findings/reused_by_the_next_call")
     assert "calls 1 to 2 of 2" in across.words
     assert {title[-1] for title in across.red} == {"1", "2"}
 
 
-def test_ranks_that_no_finding_names_are_left_out_but_one() -> None:
+def test_one_of_the_ranks_without_findings_is_drawn() -> None:
     drawn = case("nvfuser/seed_3606")
     assert {box.title.split("\n")[1].split(",")[0] for box in drawn.boxes} == {"rank 0", "rank 1"}
     assert any("ranks 2 to 7 alike, not drawn" in words for words in drawn.words)
 
 
-def test_ranks_that_do_something_else_are_not_called_alike() -> None:
+def test_ranks_that_differ_are_not_called_alike() -> None:
     drawn = picture("""hostir 1
 mesh @mesh [didx] = 0 1 2 3
 program @last(%x: f32[4@didx, 8]) -> (%y) {
@@ -257,14 +256,14 @@ program @last(%x: f32[4@didx, 8]) -> (%y) {
 
 
 @pytest.mark.parametrize("rounds", [24, 120])
-def test_rounds_far_from_the_conflict_are_left_out(rounds: int) -> None:
+def test_rounds_far_from_the_conflict_are_not_drawn(rounds: int) -> None:
     drawn = picture((CASES / "nvfuser" / "seed_3606.hir").read_text(), i0=rounds)
     assert drawn.width <= WIDEST
     assert drawn.red
     assert any(re.search(rf"rounds \d+ to {rounds - 1} of loops not drawn", words) for words in drawn.words)
 
 
-def test_of_a_long_straight_program_what_is_near_the_conflict_is_drawn() -> None:
+def test_statements_near_the_conflict_of_a_long_program_are_drawn() -> None:
     steps = "\n".join("  relu %x -> %t" for _ in range(300))
     drawn = picture(f"""hostir 1
 mesh @mesh [didx] = 0
@@ -287,7 +286,7 @@ program @long(%x: f32[8]) -> (%y) streams 1 {{
     assert f"call 1 of 2; {307 - len(drawn.boxes)} statements farther off not drawn" in drawn.words
 
 
-def test_a_program_that_cannot_be_traced_has_its_findings_and_no_boxes() -> None:
+def test_a_program_that_cannot_be_traced_shows_its_findings_without_boxes() -> None:
     drawn = picture("""hostir 1
 mesh @mesh [didx] = 0
 program @far(%x: f32[8]) -> (%y) streams 2 {
@@ -300,7 +299,7 @@ program @far(%x: f32[8]) -> (%y) streams 2 {
     assert any("there is no stream 2" in words for words in drawn.words)
 
 
-def test_the_picture_of_the_docs_is_what_is_drawn(pytestconfig: pytest.Config) -> None:
+def test_the_picture_in_the_docs_is_up_to_date(pytestconfig: pytest.Config) -> None:
     drawn = case("findings/nvfuser_3606")
     assert drawn.width <= WIDE
     Golden(ROOT / "docs" / "images", accept=pytestconfig.getoption("accept"))("race.svg", drawn.text)

@@ -1,4 +1,4 @@
-"""Statements that single ranks run: their errors, in the text and at run time; and matmuls that wait for flags."""
+"""Statements of single ranks: their errors in the text and at run time, and matmuls that wait for flags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("get %s from 0 over tp -> %c", 8, "the mesh of %s has no axis 'tp'"),
         ("get %s from 0 over didx -> %b", 8, "get copies one rank's part: f32[2, 8] of %s to f32[4, 8] of %b"),
         ("%o: f32[4@didx, 8] on @other = allocate\nget %s from 0 over didx -> %o", 9, "lie on different meshes"),
-        # how long it lasts
+        # lifetimes
         ("free %s", 8, "%s is a symmetric buffer: it lasts from call to call"),
         ("%v = chunk %s[0 of 2]\nfree %v", 9, "%v is a view of a symmetric buffer"),
         ("for %i in 0..2 {\n%t: f32[4] = allocate_symmetric\n}", 9, "%t lasts from call to call"),
@@ -105,7 +105,7 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
             10,
             "lie on different meshes",
         ),
-        # places, conditions and messages
+        # positions, conditions and messages
         ("%r = rank of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
         ("barrier of %a over tp", 8, "the mesh of %a has no axis 'tp'"),
         ("%h = recv %c from 0 over tp\nwait %h", 8, "the mesh of %c has no axis 'tp'"),
@@ -115,11 +115,11 @@ def findings(body: str, inputs: str = INPUTS, outputs: str = "") -> list[Diagnos
         ("if 0 == 0 {\n%x = select %b[0]\n}\nrelu %x -> %x", 11, "%x is not defined here"),
     ],
 )
-def test_a_finding_about_ranks_that_act_alone(body: str, line: int, message: str) -> None:
-    (found,) = findings(BUFFERS + body, INPUTS + ", %n: f32[8, 8]")
-    assert message in found.message
-    assert found.span is not None
-    assert (found.span.file, found.span.line) == ("p.hir", line)
+def test_an_invalid_statement_of_a_single_rank_is_an_error(body: str, line: int, message: str) -> None:
+    (finding,) = findings(BUFFERS + body, INPUTS + ", %n: f32[8, 8]")
+    assert message in finding.message
+    assert finding.span is not None
+    assert (finding.span.file, finding.span.line) == ("p.hir", line)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_finding_about_ranks_that_act_alone(body: str, line: int, message: str
         "%r = rank of %a over didx\nif %r == 0 {\n%x = select %b[0]\n}\nif %r == 1 {\n%x = select %b[1]\n}",
     ],
 )
-def test_what_ranks_do_alone_is_sound(body: str) -> None:
+def test_valid_statements_of_single_ranks_are_accepted(body: str) -> None:
     assert findings(BUFFERS + body) == []
 
 
@@ -153,15 +153,15 @@ def test_copies_and_messages_write_an_output(writes: str) -> None:
     assert findings(BUFFERS + writes, outputs="%c") == []
 
 
-def test_inputs_and_outputs_hold_no_flags() -> None:
+def test_flags_cannot_be_inputs_or_outputs() -> None:
     assert [d.message for d in findings("", "%f: flag[2]")] == ["the input %f holds flags"]
-    (found,) = findings("%f: flag[2] = allocate_symmetric", outputs="%f")
-    assert found.message == "the output %f holds flags"
-    assert found.span is not None
-    assert found.span.line == 5
+    (finding,) = findings("%f: flag[2] = allocate_symmetric", outputs="%f")
+    assert finding.message == "the output %f holds flags"
+    assert finding.span is not None
+    assert finding.span.line == 5
 
 
-# Running ------------------------------------------------------------------------------------------------------------
+# Running ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -193,14 +193,14 @@ def test_a_run_refuses_ranks_flags_and_epochs_that_do_not_exist(body: str, messa
     text = f"{HEAD}program @p({INPUTS}, %n: f32[8, 8]) -> () {{\n{BUFFERS}{body}\n}}\n"
     with pytest.raises(HostIRError) as refused:
         run_whole(hi.parse(text, "p.hir"), [torch.rand(4, 8), torch.rand(4, 8), torch.rand(8, 8)])
-    (found,) = refused.value.diagnostics
-    assert message in found.message
-    assert found.expected
-    assert found.span is not None
-    assert found.span.file == "p.hir"
+    (diagnostic,) = refused.value.diagnostics
+    assert message in diagnostic.message
+    assert diagnostic.expected
+    assert diagnostic.span is not None
+    assert diagnostic.span.file == "p.hir"
 
 
-def test_a_rank_outside_the_mesh_is_nowhere_on_it() -> None:
+def test_a_rank_outside_a_mesh_has_position_minus_one() -> None:
     program = hi.parse(
         "hostir 1\nmesh @all [x] = 0 1 2\nmesh @pair [y] = 2 1\n"
         "program @p(%a: f32[3], %b: f32[2@y] on @pair) -> (%c) {\n  %c: f32[3] = allocate\n  copy %a -> %c\n"
@@ -216,7 +216,7 @@ def test_a_rank_outside_the_mesh_is_nowhere_on_it() -> None:
     assert torch.equal(third, a + a)
 
 
-def test_an_exchange_with_itself_copies() -> None:
+def test_an_exchange_of_a_rank_with_itself_copies() -> None:
     program = hi.parse(
         f"{HEAD}program @p(%a: f32[4@didx]) -> (%c) {{\n%c: f32[4@didx] = allocate\n%r = rank of %a over didx\n"
         "%h = exchange %a to %r, %c from %r over didx\nwait %h\n}\n"
@@ -226,13 +226,13 @@ def test_an_exchange_with_itself_copies() -> None:
         assert torch.equal(run_whole(program, [a], seed=seed)[0], a)
 
 
-# Matmuls that wait ----------------------------------------------------------------------------------------------------
+# Matmuls that wait ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", ["0", "%r", "(%r + 1) % 4"])
-def test_a_matmul_multiplies_each_block_once_it_has_arrived(first: str) -> None:
+def test_a_matmul_multiplies_each_block_after_its_flag(first: str) -> None:
     program = hi.parse(GATHER.format(rows=12, flags=4, epoch=1, first=first), "gather.hir")
     assert hi.parse(str(program)) == program
-    said = "" if first == "0" else f" from {first}"
-    assert f"ready %arrived >= 1{said}\n" in str(program)
+    order = "" if first == "0" else f" from {first}"
+    assert f"ready %arrived >= 1{order}\n" in str(program)
     assert hi.check(program) == []
     a, b = torch.randn(12, 8), torch.randn(8, 5)
     for seed in range(8):
@@ -245,22 +245,19 @@ OWN = """  put %a -> %mine at %r over didx
   matmul %full, %b -> %c ready %arrived >= 1 from %r"""
 
 
-def with_own(own: str = "%a", worker: str = "", user: str = "") -> hi.Program:
-    """The same without a copy of local rows.
-
-    `worker` and `before` are statements of the worker and the caller's stream.
-    """
+def with_own(rows: str = "%a", worker: str = "", user: str = "") -> hi.Program:
+    """Return GATHER with `own` rows in place of their copy, and more statements on both streams."""
     text = GATHER.format(rows=12, flags=4, epoch=1, first="%r")
     assert OWN in text
-    text = text.replace(OWN, f"  {user}\n{OWN.splitlines()[-1]} own {own}").replace("  %mine", f"  {worker}\n  %mine")
-    if own == "%x":
+    text = text.replace(OWN, f"  {user}\n{OWN.splitlines()[-1]} own {rows}").replace("  %mine", f"  {worker}\n  %mine")
+    if rows == "%x":
         text = text.replace("  %r = rank", "  %x: f32[12@didx, 8] = allocate\n  %r = rank").replace(
             "\n}", "\n  free %x\n}"
         )
     return hi.parse(text, "own.hir")
 
 
-def test_own_rows_are_multiplied_where_they_are() -> None:
+def test_own_rows_are_multiplied_without_a_copy() -> None:
     program = with_own()
     assert hi.parse(str(program)) == program
     assert str(program).count("put") == 1
@@ -272,14 +269,14 @@ def test_own_rows_are_multiplied_where_they_are() -> None:
         torch.testing.assert_close(c, a @ b)
 
 
-def test_own_rows_that_nobody_has_written_are_found() -> None:
+def test_own_rows_that_nobody_has_written_are_reported() -> None:
     assert any("%x" in d.message for d in hi.check(with_own("%x")))
 
 
 def test_own_rows_that_another_stream_still_writes_are_a_race() -> None:
     assert hi.check(with_own("%x", user="relu %a -> %x")) == []
-    found = hi.check(with_own("%x", worker="relu %a -> %x"))
-    assert any(d.message.startswith("race on %x") for d in found), found
+    findings = hi.check(with_own("%x", worker="relu %a -> %x"))
+    assert any(d.message.startswith("race on %x") for d in findings), findings
 
 
 OWN_ROWS = """hostir 1
@@ -316,37 +313,37 @@ MATMUL = "'matmul %a, %b -> %c ready %ready >= 1 from %r own %x'"
         ("  %p = as_partial %a over didx\n  %h = allreduce %p -> %z over didx\n  wait %h\n", "'%h = allreduce"),
     ],
 )
-def test_own_rows_of_a_matmul_that_waits_are_undefined_behind_it(then: str, reads: str) -> None:
+def test_own_rows_are_undefined_in_the_gathered_buffer_after_the_matmul(then: str, reads: str) -> None:
     program = hi.parse(OWN_ROWS.replace("THEN", then), "own.hir")
-    (found,) = hi.check(program)
-    assert found.message.startswith(reads)
-    assert found.message.endswith(f" reads %a, rows of which {MATMUL} leaves undefined")
-    assert found.hint == "write these rows of %a before they are read, or read the `own` rows instead"
-    assert [span.line for span, _ in found.notes if span] == [16, found.span.line if found.span else 0]
+    (finding,) = hi.check(program)
+    assert finding.message.startswith(reads)
+    assert finding.message.endswith(f" reads %a, rows of which {MATMUL} leaves undefined")
+    assert finding.hint == "write these rows of %a before they are read, or read the `own` rows instead"
+    assert [span.line for span, _ in finding.notes if span] == [16, finding.span.line if finding.span else 0]
     for seed in range(6):
         with pytest.raises(HostIRError, match=r"reads what nobody wrote: %a"):
             run_local(program, [torch.rand(2, 8), torch.rand(8, 4)], seed=seed, watch=True)
 
 
 @pytest.mark.parametrize(
-    ("then", "turned"),
+    ("then", "relu"),
     [
         ("  put %x -> %a_r at %r over didx\n  relu %a -> %z\n", True),  # written again
         (
             "  %h = allgather %x -> %z over didx\n  wait %h\n"
             "  %a_p = chunk %a[1 - %r of 2]\n  %z_p = chunk %z[1 - %r of 2]\n  copy %a_p -> %z_p\n",
             False,
-        ),  # the rows that came
+        ),  # the gathered rows
     ],
 )
-def test_own_rows_are_read_once_they_are_written_again_and_the_others_at_once(then: str, turned: bool) -> None:
+def test_own_rows_may_be_read_after_they_are_written_again(then: str, relu: bool) -> None:
     program = hi.parse(OWN_ROWS.replace("THEN", then))
     assert hi.check(program) == []
     x, b = torch.randn(2, 8), torch.randn(8, 4)
     for seed in range(6):
         c, z = run_whole(program, [x, b], seed=seed, watch=True)
         torch.testing.assert_close(c, x @ b)
-        assert torch.equal(z, x.relu() if turned else x)
+        assert torch.equal(z, x.relu() if relu else x)
 
 
 def test_own_rows_that_a_peer_writes_are_a_race() -> None:
@@ -357,7 +354,7 @@ def test_own_rows_that_a_peer_writes_are_a_race() -> None:
 
 
 def with_bias(bias: str) -> hi.Program:
-    """The same with `linear`; the bias is what a worker makes of %z, and `bias` says when."""
+    """Return GATHER with `linear`; the statements `bias` compute its bias from %z on the worker stream."""
     text = GATHER.format(rows=12, flags=4, epoch=1, first="%r").replace("%b: f32[8, 5]", "%w: f32[5, 8], %z: f32[5]")
     text = text.replace("matmul %full, %b -> %c", "linear %full, %w, %bias -> %c")
     text = text.replace("  %r = rank", "  %bias: f32[5] = allocate\n  %r = rank").replace("\n}", "\n  free %bias\n}")
@@ -375,11 +372,11 @@ def test_a_linear_adds_its_bias_to_each_block() -> None:
 
 
 def test_a_bias_that_another_stream_still_writes_is_a_race() -> None:
-    found = hi.check(with_bias("relu %z -> %bias"))
-    assert any(d.message.startswith("race on %bias") for d in found), found
+    findings = hi.check(with_bias("relu %z -> %bias"))
+    assert any(d.message.startswith("race on %bias") for d in findings), findings
 
 
-def test_a_matmul_that_waits_for_more_than_is_signalled_is_found() -> None:
+def test_a_matmul_that_waits_for_an_epoch_that_is_never_signalled_is_reported() -> None:
     program = hi.parse(GATHER.format(rows=12, flags=4, epoch=2, first=0), "gather.hir")
     assert "error" in [d.level for d in hi.check(program)]
     with pytest.raises(HostIRError):

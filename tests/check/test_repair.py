@@ -1,4 +1,4 @@
-"""Repairs: deleted or missing synchronisation is restored without longer chains of work."""
+"""Repairs: missing synchronisation is inserted without a longer chain of dependent statements."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from hostir.ir.host_ops import For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
 from hostir.ir.op import Lit, Statement
 from hostir.ir.program import Program
-from tests.mutants import called
-from tests.mutation import originals, outcome, rehearsal, sample, tiny
+from tests.judging.mutants import called
+from tests.judging.mutation import originals, sample, tiny
+from tests.judging.simulated import outcome, rehearsal
 
 CASES = Path(__file__).parents[1] / "cases"
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
@@ -68,7 +69,7 @@ def program(name: str) -> Program:
 
 
 def again(changed: Program) -> Program:
-    """Return the program parsed from its text: edits must survive printing and parsing."""
+    """Return the program parsed back from its text."""
     return hi.parse(str(changed), changed.name)
 
 
@@ -79,14 +80,14 @@ def chain(of: Program) -> int:
 
 
 def synchronising(of: Program) -> list[Statement]:
-    """Return the statements that order something, the frees, and the loops that contain nothing else."""
+    """Return the statements that order others, the frees, and loops of ordering statements."""
     loops = [s for s in of.walk() if isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)]
     return [s for s in of.walk() if isinstance(s, (*ORDERING, FreeBuffer)) or s in loops]
 
 
-# What was taken out -------------------------------------------------------------------------------------------------
+# Deleted synchronisation ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", RIGHT)
-def test_whatever_synchronisation_is_taken_out_the_repair_is_clean_and_chains_no_more_work(name: str) -> None:
+def test_a_repair_of_deleted_synchronisation_is_proved_and_its_chain_is_not_longer(name: str) -> None:
     original, broken = program(name), 0
     for s in synchronising(original):
         wrong = again(original.with_body(without(original.body, (s,))))
@@ -99,10 +100,10 @@ def test_whatever_synchronisation_is_taken_out_the_repair_is_clean_and_chains_no
     assert broken >= 2
 
 
-@pytest.mark.parametrize(("name", "kind"), [("onesided/get_workers", For), ("onesided/ring_put_4", WaitSignal)])
-def test_a_repaired_program_gives_what_the_original_gives_in_every_order(name: str, kind: type[Statement]) -> None:
+@pytest.mark.parametrize(("name", "deleted"), [("onesided/get_workers", For), ("onesided/ring_put_4", WaitSignal)])
+def test_a_repaired_program_gives_the_original_result_in_every_order(name: str, deleted: type[Statement]) -> None:
     original = program(name)
-    gone = next(s for s in synchronising(original) if isinstance(s, kind))
+    gone = next(s for s in synchronising(original) if isinstance(s, deleted))
     repaired = again(repair(again(original.with_body(without(original.body, (gone,))))))
     expected = outcome(rehearsal(original), 0)
     machine = rehearsal(repaired)
@@ -110,7 +111,7 @@ def test_a_repaired_program_gives_what_the_original_gives_in_every_order(name: s
     assert all(outcome(machine, seed) == expected for seed in range(SEEDS))
 
 
-def test_fork_join_wait_and_free_come_back_together() -> None:
+def test_fork_join_wait_and_free_are_restored_together() -> None:
     original = program("patterns/allgather_matmul-pipeline")
     gone = synchronising(original)
     assert len(gone) >= 4
@@ -121,23 +122,23 @@ def test_fork_join_wait_and_free_come_back_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "deleted"),
     [
-        ("push_epochs", WaitSignal),  # barriers instead would hold all slices back
+        ("push_epochs", WaitSignal),  # barriers would delay all slices
         ("push_epochs", Signal),
         ("ring_put_epochs", Signal),
-        ("ready_matmul_own", Signal),  # what waits for it is a kernel
+        ("ready_matmul_own", Signal),  # a kernel waits for it
     ],
 )
-def test_the_signal_or_the_wait_for_it_that_is_missing_comes_back(name: str, kind: type[Statement]) -> None:
+def test_a_missing_signal_or_wait_is_restored(name: str, deleted: type[Statement]) -> None:
     original = program(f"onesided/{name}")
-    gone = [s for s in original.walk() if isinstance(s, kind)]
+    gone = [s for s in original.walk() if isinstance(s, deleted)]
     assert len(gone) == 1
     repaired = repair(again(original.with_body(without(original.body, gone))))
     assert sorted(str(repaired).splitlines()) == sorted(str(original).splitlines())
 
 
-def test_a_signal_comes_back_whose_wait_holds_up_the_signal_of_the_next_epoch() -> None:
+def test_a_signal_is_restored_if_its_wait_delays_the_signal_of_the_next_epoch() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 program @twice(%x: f32[2@didx, 8]) -> (%y, %z) {
@@ -163,13 +164,13 @@ program @twice(%x: f32[2@didx, 8]) -> (%y, %z) {
     assert str(repair(wrong)) == str(hi.parse(text))
 
 
-def test_a_kernel_of_the_call_before_that_holds_sms_is_waited_for() -> None:
+def test_a_repair_waits_for_the_kernel_of_the_previous_call_that_holds_sms() -> None:
     original = program("onesided/signal_kernels")
     gone = next(s for s in original.walk() if isinstance(s, Synchronize) and s.stream == Lit(1))
     assert str(repair(again(original.with_body(without(original.body, [gone]))))) == str(original)
 
 
-def test_workers_that_barriers_let_go_are_forked_from_the_worker_that_has_waited() -> None:
+def test_workers_are_forked_from_the_worker_that_waited_for_the_barrier() -> None:
     original = hi.lower(tiny(patterns.mlp, 4, 1), "ring")
     fork = next(s for s in original.walk() if isinstance(s, For) and called(s) == "fork")
     wrong = again(original.with_body(without(original.body, [fork])))
@@ -180,31 +181,31 @@ def test_workers_that_barriers_let_go_are_forked_from_the_worker_that_has_waited
 
 
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
-def test_of_every_kind_of_synchronisation_that_is_deleted_repairs_chain_no_more_work() -> None:
-    """A sample; `python -m benchmarks.repair` repairs all."""
+def test_repairs_of_deleted_synchronisation_have_no_longer_chains() -> None:
+    """Repair a sample of mutants; `python -m benchmarks.repair` repairs all."""
     pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
     for mutant in sample([mutant for _, mutant in pairs.values()], 16):
-        found = repaired(*pairs[mutant.text])
-        assert found.good, f"@{mutant.of} {mutant.what}: {found.before} to {found.after} {found.why}"
+        result = repaired(*pairs[mutant.text])
+        assert result.good, f"@{mutant.name} {mutant.change}: {result.before} to {result.after} {result.why}"
 
 
-def test_signals_of_several_statements_that_kernels_wait_for_are_not_made_up() -> None:
+def test_a_missing_signal_of_several_statements_is_not_invented() -> None:
     original = program("onesided/ready_matmul")
     gone = [s for s in original.walk() if isinstance(s, Signal)]
     with pytest.raises(hi.HostIRError, match="nobody sends the signal"):
         repair(again(original.with_body(without(original.body, gone))))
 
 
-def test_no_order_is_put_in_that_overwrites_what_nobody_has_read() -> None:
+def test_a_repair_does_not_overwrite_unread_data() -> None:
     original = program("onesided/credits")
     gone = next(s for s in original.walk() if isinstance(s, WaitSignal))  # for the credit to fill a buffer again
     with pytest.raises(hi.HostIRError, match="no repair was found for this: race on %box"):
         repair(again(original.with_body(without(original.body, [gone]))))
 
 
-# What was wrong from the beginning ------------------------------------------------------------------------------------
+# Programs that were never correct ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ABOUT_ORDER)
-def test_a_finding_about_order_is_repaired_at_the_cost_of_the_repair_by_hand(name: str) -> None:
+def test_a_finding_about_order_is_repaired_with_no_longer_chain_than_by_hand(name: str) -> None:
     wrong = program(f"findings/{name}")
     repaired = again(repair(wrong))
     assert check(wrong) != []
@@ -213,14 +214,14 @@ def test_a_finding_about_order_is_repaired_at_the_cost_of_the_repair_by_hand(nam
 
 
 @pytest.mark.parametrize("name", NOT_ABOUT_ORDER)
-def test_what_no_insertion_repairs_is_named_with_what_to_do(name: str) -> None:
+def test_a_finding_that_no_insertion_repairs_is_refused_with_a_hint(name: str) -> None:
     with pytest.raises(hi.HostIRError, match=NOT_ABOUT_ORDER[name]) as refused:
         repair(program(f"findings/{name}"))
     assert all(d.hint for d in refused.value.diagnostics)
 
 
 @pytest.mark.parametrize("sizes", [None, {"i0": 4, "i2": 8, "i3": 16, "i4": 64, "i5": 64, "i6": 32}])
-def test_a_pipeline_without_fork_gets_one_loop_in_front_and_keeps_its_overlap(sizes: dict[str, int] | None) -> None:
+def test_a_pipeline_without_a_fork_gets_one_fork_loop(sizes: dict[str, int] | None) -> None:
     dump = program("nvfuser/seed_3606")
     repaired = repair(dump, sizes)
     added = [line[1:].strip() for line in difference(dump, repaired).splitlines() if line[0] == "+" and line[1] != "+"]
@@ -228,12 +229,12 @@ def test_a_pipeline_without_fork_gets_one_loop_in_front_and_keeps_its_overlap(si
     assert check(repaired, sizes=sizes) == []
 
 
-def test_a_program_that_is_right_stays_the_very_same() -> None:
+def test_a_correct_program_is_returned_unchanged() -> None:
     right = program("patterns/mlp-pipeline")
     assert repair(right) is right
 
 
-def test_a_program_without_a_name_for_the_callers_stream_gets_one_only_where_it_helps() -> None:
+def test_the_caller_stream_is_named_only_if_the_repair_needs_it() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0
 program @p(%x: f32[8, 8]) -> (%y) streams 1 {
@@ -251,7 +252,7 @@ program @p(%x: f32[8, 8]) -> (%y) streams 1 {
     assert "current_stream" not in str(on_callers)
 
 
-def test_a_fork_that_comes_before_what_the_workers_use_is_allocated_goes_behind_it() -> None:
+def test_a_fork_is_moved_behind_the_allocation_that_its_workers_use() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0
 program @p(%x: f32[4, 8]) -> (%y) streams 2 {
@@ -279,19 +280,19 @@ def test_a_fusion_is_refused() -> None:
         repair(program("patterns/mlp-fusion"))
 
 
-def test_the_difference_names_the_file_and_shows_what_was_put_in() -> None:
+def test_the_difference_names_the_file_and_shows_inserted_lines() -> None:
     wrong = program("findings/leak")
-    told = difference(wrong, repair(wrong))
-    assert told.startswith("--- findings/leak.hir\n+++ findings/leak.hir\n")
-    assert "\n+  free %t\n" in told
+    text = difference(wrong, repair(wrong))
+    assert text.startswith("--- findings/leak.hir\n+++ findings/leak.hir\n")
+    assert "\n+  free %t\n" in text
 
 
-# What is too much -----------------------------------------------------------------------------------------------------
+# Redundant synchronisation ----------------------------------------------------------------------------------------
 def rest(of: Program) -> tuple[list[Finding], Program]:
     """Return the redundant statements that are reported, and the program without them."""
-    told = [d for d in redundant(of) if isinstance(d, Finding)]
-    spans = {d.span for d in told}
-    return told, of.with_body(without(of.body, [s for s in of.walk() if s.span in spans]))
+    findings = [d for d in redundant(of) if isinstance(d, Finding)]
+    spans = {d.span for d in findings}
+    return findings, of.with_body(without(of.body, [s for s in of.walk() if s.span in spans]))
 
 
 @pytest.mark.parametrize("name", ["patterns/allgather_matmul-pipeline", "onesided/get_workers", "onesided/credits"])
@@ -299,20 +300,20 @@ def test_nothing_in_a_lean_program_is_redundant(name: str) -> None:
     assert redundant(program(name)) == []
 
 
-def test_of_two_waits_that_do_the_same_the_first_is_redundant() -> None:
+def test_the_first_of_two_equal_waits_is_redundant() -> None:
     text = (CASES / "findings/race_between_streams.fixed.hir").read_text()
-    told, lean = rest(hi.parse(text.replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n", 1)))
-    assert [(d.kind, d.level) for d in told] == [("redundant", "warning")]
+    findings, lean = rest(hi.parse(text.replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n", 1)))
+    assert [(d.kind, d.level) for d in findings] == [("redundant", "warning")]
     assert str(lean) == str(program("findings/race_between_streams.fixed"))
     assert check(lean) == []
 
 
-def test_a_join_in_every_round_is_redundant_and_a_loop_goes_as_a_whole() -> None:
+def test_a_join_in_every_round_is_reported_as_one_redundant_loop() -> None:
     text = (CASES / "patterns/allgather_matmul-pipeline.hir").read_text()
     loop = "  for %i in 0..4 {\n"
-    told, lean = rest(hi.parse(text.replace(loop, f"{loop}    for %s in 0..4 {{ synchronize %s }}\n")))
-    assert len(told) == 1
-    assert "for %s in 0..4" in told[0].message
+    findings, lean = rest(hi.parse(text.replace(loop, f"{loop}    for %s in 0..4 {{ synchronize %s }}\n")))
+    assert len(findings) == 1
+    assert "for %s in 0..4" in findings[0].message
     assert str(lean) == str(hi.parse(text))
 
 
@@ -322,12 +323,12 @@ def test_signals_and_their_waits_are_redundant_together() -> None:
     pair = "  signal %more[0] = 1 at (%r + 1) % 2 over didx\n  wait_signal %more[0] >= 1\n"
     flags = "  %more: flag[1] = allocate_symmetric\n"
     assert barrier in text
-    told, _ = rest(hi.parse(text.replace(barrier, flags + pair + barrier)))
-    assert len(told) == 1
-    assert "signal %more[0]" in told[0].message
+    findings, _ = rest(hi.parse(text.replace(barrier, flags + pair + barrier)))
+    assert len(findings) == 1
+    assert "signal %more[0]" in findings[0].message
 
 
-def test_a_wait_for_the_caller_in_every_round_chains_rounds_that_a_fork_lets_overlap() -> None:
+def test_a_wait_for_the_caller_in_every_round_makes_a_longer_chain_than_a_fork() -> None:
     forked = program("findings/nvfuser_3606.fixed")
     text = str(forked).replace("  for %s in 0..2 { set_stream %s   synchronize %stream }\n", "")
     each = hi.parse(text.replace("set_stream %i % 2\n", "set_stream %i % 2\n    synchronize %stream\n"))
@@ -335,7 +336,7 @@ def test_a_wait_for_the_caller_in_every_round_chains_rounds_that_a_fork_lets_ove
     assert chain(each) > chain(forked)
 
 
-def test_one_worker_is_forked_and_joined_by_one_statement_each() -> None:
+def test_a_single_worker_is_forked_and_joined_without_loops() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 program @p(%x: f32[2@didx, 8]) -> (%y) streams 2 {

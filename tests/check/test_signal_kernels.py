@@ -1,6 +1,6 @@
-"""Signals by kernels: the SM that a waiting matmul leaves to them, and to nothing else.
+"""Signals by kernels: a waiting matmul reserves one SM for them, and for nothing else.
 
-The checker and the simulated ranks implement this rule independently, so each program is tried on both.
+The checker and the simulated ranks implement this rule independently. Each program is tried on both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.ir.onesided_ops import Signal
-from tests.mutation import convicted
+from tests.judging.simulated import failure_of
 
 SEEDS = 40
 PUTS = """  for %i in 0..{others} {
@@ -47,15 +47,12 @@ program @p(%a: f32[{n}@x, 4], %b: f32[4, 4]) -> (%c) streams 3 {{
 
 
 def kinds(drawn: hi.Program) -> set[str]:
-    """Return the checker's findings.
-
-    Simulated ranks must hang if it reports that, and be right if it reports nothing.
-    """
-    found = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
-    guilt = convicted(drawn, SEEDS)
-    assert bool(found) == bool(guilt), f"checker: {found}; simulated ranks: {guilt}"
-    assert ("deadlock" in guilt) == ("SMs held" in found)
-    return found
+    """Return the kinds of the checker's findings; simulated ranks must agree, and hang if it reports held SMs."""
+    findings = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
+    guilt = failure_of(drawn, SEEDS)
+    assert bool(findings) == bool(guilt), f"checker: {findings}; simulated ranks: {guilt}"
+    assert ("deadlock" in guilt) == ("SMs held" in findings)
+    return findings
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -64,44 +61,44 @@ def test_signals_before_the_matmul_have_an_sm(n: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_fused_makes_is_clean(ranks: int) -> None:
+def test_programs_of_fused_are_accepted(ranks: int) -> None:
     for fusion in (patterns.allgather_matmul_rows(ranks=ranks), patterns.allgather_matmul(ranks=ranks, S=2)):
         lowered = hi.lower(fusion, "fused")
         by_sms = [s for s in lowered.walk() if isinstance(s, Signal) and s.sms]
-        assert bool(by_sms) == (ranks > 2 or fusion.name == "allgather_matmul")  # where a copy follows another
+        assert bool(by_sms) == (ranks > 2 or fusion.name == "allgather_matmul")  # if a copy follows another
         assert hi.check(lowered, calls=2) == []
 
 
-def test_signals_behind_the_matmul_make_a_ring_of_held_sms() -> None:
+def test_signals_after_the_matmul_may_find_all_sms_held() -> None:
     assert kinds(program(PUTS, "  }\n", MATMUL, AGAIN, JOIN)) == {"SMs held"}
 
 
-def test_one_matmul_may_come_between_them_where_it_waits_for_those_before_it() -> None:
+def test_a_matmul_that_waits_for_the_signals_before_it_may_come_between_signals() -> None:
     later = AGAIN.replace("%there[%r]", "%more[%r]")
     assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, later, JOIN)) == set()
 
 
 @pytest.mark.parametrize("first", [RELU, "    put %b -> %t at %r over x\n"], ids=["relu", "put within the rank"])
-def test_what_else_needs_sms_in_front_of_a_signal_still_keeps_it_waiting(first: str) -> None:
+def test_another_kernel_before_a_signal_delays_it(first: str) -> None:
     assert kinds(program(PUTS, first, SIGNAL, "  }\n", MATMUL, JOIN)) == {"SMs held"}
     assert kinds(program(PUTS, first, SIGNAL.replace(" by 1 sms", ""), "  }\n", MATMUL, JOIN)) == {"SMs held"}
 
 
-def test_a_copy_by_sms_in_front_of_a_signal_keeps_it_waiting_unless_it_is_before_the_matmul_on_its_stream() -> None:
+def test_a_copy_by_sms_before_a_signal_delays_it_unless_the_matmul_is_ordered_after_the_copy() -> None:
     by_sms = PUTS.replace("over x\n", "over x by 2 sms\n", 1)
     assert kinds(program(by_sms, SIGNAL, "  }\n", MATMUL, JOIN)) == {"SMs held"}
     ahead = "  set_stream %user\n  synchronize 0\n"
     assert kinds(program(by_sms, SIGNAL, "  }\n", ahead, MATMUL, JOIN)) == set()
 
 
-def test_the_matmul_leaves_nothing_to_the_signals_of_the_call_before() -> None:
-    """Signals of the previous call precede this call's on their stream; the matmul reserves no SM for them."""
+def test_the_matmul_reserves_no_sm_for_signals_of_the_previous_call() -> None:
+    """They precede the signals of this call on their stream."""
     later = AGAIN.replace("%there[%r]", "%more[%r]")
     assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, "  set_stream %user\n  synchronize 1\n", later)) == {"SMs held"}
 
 
-def test_a_signal_by_a_kernel_is_no_part_of_copies_by_sms() -> None:
-    """So the matmul behind it begins after them, and may read what they write."""
+def test_a_signal_by_a_kernel_ends_a_group_of_copies_by_sms() -> None:
+    """So the matmul after it starts after the copies, and may read their results."""
     rows = "  set_stream %user\n  synchronize 0\n  for %i in 0..{n} {\n    put %b -> %t at %r over x by 2 sms\n"
     rows += "    put %a -> %mine at (%r + %i) % {n} over x by 2 sms\n"
     signal = "    signal %there[%r] = 1 at (%r + %i) % {n} over x"
@@ -117,8 +114,8 @@ GATHERED = "  wait %h\n  free %g\n"
 @pytest.mark.parametrize(
     "first", [GATHER, GATHER.replace("synchronize %user", "synchronize 0")], ids=["at once", "later"]
 )
-def test_a_collective_that_may_begin_beside_the_matmul_takes_the_sm_that_it_leaves(first: str) -> None:
-    """Its kernel gets one SM, wants more, and stays; so nothing behind it begins."""
+def test_a_collective_that_may_overlap_the_matmul_takes_the_reserved_sm(first: str) -> None:
+    """Its kernel holds this SM while it waits for more SMs, so nothing after it starts."""
     end = "  set_stream %user\n"
     assert kinds(program(PUTS, SIGNAL, "  }\n", first, MATMUL, JOIN, end, GATHERED)) == {"SMs held"}
     assert kinds(program(first, PUTS, SIGNAL, "  }\n", MATMUL, JOIN, end, GATHERED)) == {"SMs held"}
@@ -126,7 +123,7 @@ def test_a_collective_that_may_begin_beside_the_matmul_takes_the_sm_that_it_leav
     assert kinds(program(PUTS, plain, "  }\n", first, MATMUL, JOIN, end, GATHERED)) == set()
 
 
-def test_a_collective_before_the_matmul_or_behind_it_takes_nothing() -> None:
+def test_a_collective_that_is_ordered_with_the_matmul_takes_no_reserved_sm() -> None:
     user = "  set_stream %user\n"
     assert kinds(program(PUTS, SIGNAL, "  }\n", GATHER, user, GATHERED, MATMUL, JOIN)) == set()
     assert kinds(program(PUTS, SIGNAL, "  }\n", MATMUL, GATHER, user, GATHERED, JOIN)) == set()
@@ -134,13 +131,13 @@ def test_a_collective_before_the_matmul_or_behind_it_takes_nothing() -> None:
     assert kinds(program(PUTS, SIGNAL, "  }\n", behind, MATMUL, user, GATHERED, JOIN)) == set()
 
 
-def test_a_second_matmul_that_waits_takes_the_sm_that_the_first_leaves_unless_one_is_behind_the_other() -> None:
-    own = "  put %a -> %mine at %r over x\n  signal %there[%r] = 1 at %r over x\n"
-    own += "  set_stream %user\n  synchronize 0\n  %d: f32[{n}, 4] = allocate\n"
+def test_a_second_waiting_matmul_takes_the_reserved_sm_unless_it_is_ordered_with_the_first() -> None:
+    local = "  put %a -> %mine at %r over x\n  signal %there[%r] = 1 at %r over x\n"
+    local += "  set_stream %user\n  synchronize 0\n  %d: f32[{n}, 4] = allocate\n"
     matmul = MATMUL.replace(" own %a", "")
     second = f"  set_stream 2\n  synchronize %user\n{matmul}".replace("  set_stream %user\n", "").replace("%c", "%d")
     join = "  set_stream %user\n  synchronize 2\n  free %d\n"
-    assert kinds(program(own, PUTS, SIGNAL, "  }\n", second, matmul, JOIN, join)) == {"SMs held"}
-    assert kinds(program(own, PUTS, SIGNAL, "  }\n", matmul, second, JOIN, join)) == set()
+    assert kinds(program(local, PUTS, SIGNAL, "  }\n", second, matmul, JOIN, join)) == {"SMs held"}
+    assert kinds(program(local, PUTS, SIGNAL, "  }\n", matmul, second, JOIN, join)) == set()
     plain = SIGNAL.replace(" by 1 sms", "")
-    assert kinds(program(own, PUTS, plain, "  }\n", second, matmul, JOIN, join)) == set()
+    assert kinds(program(local, PUTS, plain, "  }\n", second, matmul, JOIN, join)) == set()

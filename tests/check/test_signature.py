@@ -1,4 +1,4 @@
-"""Proofs that hold for other sizes: with equal signatures, the same accesses meet and cover each other."""
+"""Signatures of sizes: for sizes of one signature, the same accesses overlap and cover each other."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hostir.ir.types import DTYPES
 MESH = Mesh("mesh", ("didx",), (1,), (0,))
 
 
-# What the checker sees of memory ----------------------------------------------------------------------------------
+# Relations between accesses ---------------------------------------------------------------------------------------
 def relations(program: Program, sizes: dict[str, int], calls: int = 1) -> Any:
-    """Return which accesses meet, and which earlier writes cover; or a mark that a rank cannot be traced."""
+    """Return which accesses overlap and cover each other, or "refused" if a rank cannot be traced."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -60,7 +60,7 @@ def _between(tracer: Tracer) -> Iterator[Any]:
 
 
 def verdict(program: Program, sizes: dict[str, int]) -> list[tuple[str, str]]:
-    return [(found.level, found.kind) for found in orders.analyse(program, sizes).findings]
+    return [(finding.level, finding.kind) for finding in orders.analyse(program, sizes).findings]
 
 
 def by_signature(program: Program, many: Iterable[int]) -> dict[Any, list[int]]:
@@ -95,11 +95,11 @@ LOWERED = {name: program for name, program in lowered(2, 4) if "M" in program.si
 
 
 @pytest.mark.parametrize("name", LOWERED)
-def test_lowered_programs_do_the_same_for_all_sizes_of_a_signature(name: str) -> None:
+def test_a_lowered_program_has_the_same_verdict_at_all_sizes_of_a_signature(name: str) -> None:
     program = LOWERED[name]
     groups = by_signature(program, range(1, 100))
     fitting = {key: many for key, many in groups.items() if len(many) > 1}
-    assert len(fitting) <= 4, "rows are all that differs"
+    assert len(fitting) <= 4, "only the number of rows differs"
     assert fitting
     for many in fitting.values():
         expected = relations(program, {"M": many[0]}), verdict(program, {"M": many[0]})
@@ -116,22 +116,22 @@ def view_of(x: Value, out: str, random: Random) -> ViewStatement | None:
     """Return a random view, or None if it does not fit."""
     shape = x.tensor.shape
     axis = random.randrange(len(shape)) if shape else 0
-    kind = random.choice(["select", "chunk", "chunk", "permute", "reshape", "reshape", "reshape"])
+    view = random.choice(["select", "chunk", "chunk", "permute", "reshape", "reshape", "reshape"])
     any_type = of()
     if not shape:
         return None
-    if kind == "select" and (shape[axis].value or random.random() < 0.1):
+    if view == "select" and (shape[axis].value or random.random() < 0.1):
         most = shape[axis].value or 2
         select = Select(x=x, out=Value(out, any_type), index=Lit(random.randrange(most)), axis=axis)
         return Select(x=x, out=Value(out, select.infer()), index=select.index, axis=axis)
-    if kind == "chunk":
+    if view == "chunk":
         count = random.choice([1, 2, 3, 4])
         index = Lit(random.randrange(count))
         if not shape[axis].divisible_by(count):
             return None
         cut = Chunk(x=x, out=Value(out, any_type), index=index, count=Size(count), axis=axis)
         return Chunk(x=x, out=Value(out, cut.infer()), index=index, count=Size(count), axis=axis)
-    if kind == "permute":
+    if view == "permute":
         axes = list(range(len(shape)))
         random.shuffle(axes)
         return Permute(x=x, out=Value(out, of(*(shape[a] for a in axes))), axes=tuple(axes))
@@ -147,7 +147,7 @@ def view_of(x: Value, out: str, random: Random) -> ViewStatement | None:
 
 
 def viewed(random: Random) -> Program:
-    """A program that writes and reads random views of its input."""
+    """Return a program that writes and reads random views of its input."""
     m = Size.of("M")
     sizes = [m, m * 2, m / 6, *map(Size, (1, 2, 2, 3, 4, 4, 6, 12))]
     x = Value("x", of(*random.choices(sizes, k=random.randint(1, 4))))
@@ -165,7 +165,7 @@ def viewed(random: Random) -> Program:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_views_meet_in_the_same_places_for_all_sizes_of_a_signature(seed: int) -> None:
+def test_random_views_overlap_equally_at_all_sizes_of_a_signature(seed: int) -> None:
     random, compared, refused = Random(seed), 0, 0
     for _ in range(120):
         program = viewed(random)
@@ -182,7 +182,7 @@ def test_random_views_meet_in_the_same_places_for_all_sizes_of_a_signature(seed:
 
 
 def numbers(program: Program, sizes: dict[str, int]) -> Program:
-    """The program with numbers in place of symbols."""
+    """Return the program with numbers in place of symbols."""
 
     def of_value(value: Value) -> Value:
         return Value(value.name, of(*(Size(n.bind(sizes)) for n in value.tensor.shape)))
@@ -196,23 +196,23 @@ def numbers(program: Program, sizes: dict[str, int]) -> Program:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_views_meet_in_the_same_places_in_all_programs_that_share_a_proof(seed: int) -> None:
+def test_random_views_overlap_equally_in_all_programs_that_share_a_proof(seed: int) -> None:
     random, compared = Random(seed), 0
     for _ in range(40):
         program, known = viewed(random), dict[Any, Any]()
         fitting = [m for m in (*range(1, 12), *range(12, 120, 12)) if Signature(program).of({"M": m})[0] != program]
         for m in fitting:
-            for each, sizes in ((program, {"M": m}), (numbers(program, {"M": m}), {})):
-                signature = Signature(each)
+            for variant, sizes in ((program, {"M": m}), (numbers(program, {"M": m}), {})):
+                signature = Signature(variant)
                 shared = id(signature.proved), signature.of(sizes)
-                found = relations(each, sizes)
+                accesses = relations(variant, sizes)
                 compared += shared in known
-                assert known.setdefault(shared, found) == found, (str(program), m)
+                assert known.setdefault(shared, accesses) == accesses, (str(program), m)
     assert compared > 150
 
 
-def test_views_fit_one_form_whatever_the_sizes() -> None:
-    """Rows that merge and split keep their outer extents, and nothing else, in the signature."""
+def test_a_signature_holds_only_the_extents_that_a_reshape_depends_on() -> None:
+    """A reshape that merges or splits axes depends on their outer extents."""
     m = Size.of("M")
     x = Value("x", of(Size(4), m, Size(6)))
     rows = Value("rows", of(m * 4, Size(6)))
@@ -224,7 +224,7 @@ def test_views_fit_one_form_whatever_the_sizes() -> None:
     assert product(x.tensor.shape) == product(columns.tensor.shape)
 
 
-# What must tell sizes apart ---------------------------------------------------------------------------------------
+# Sizes that must have different signatures ------------------------------------------------------------------------
 def text(body: str, inputs: str, ranks: int = 2, streams: int = 2) -> Program:
     mesh = " ".join(map(str, range(ranks)))
     head = f"hostir 1\nmesh @mesh [didx] = {mesh}\nprogram @p({inputs}) -> (%y) streams {streams}"
@@ -267,7 +267,7 @@ MERGED = """  %y: f32[12, M] = allocate
   free %w"""
 
 
-def test_rounds_of_a_buffer_used_in_turns_are_proved_for_each_number() -> None:
+def test_each_number_of_rounds_is_proved_separately() -> None:
     program = text(ROUNDS, "%x: f32[N, 64]", ranks=1)
     for n in (1, 5, 2, 3, 4):
         assert prove(program, {"N": n}) is program
@@ -277,7 +277,7 @@ def test_rounds_of_a_buffer_used_in_turns_are_proved_for_each_number() -> None:
                 prove(program, {"N": n})
 
 
-def test_the_number_of_rounds_pieces_and_flags_counts_as_it_is() -> None:
+def test_numbers_of_rounds_pieces_and_flags_are_part_of_the_signature() -> None:
     body = """  %user = current_stream
   %y: f32[C*12] = allocate
   %f: flag[F] = allocate_symmetric
@@ -300,7 +300,7 @@ def test_the_number_of_rounds_pieces_and_flags_counts_as_it_is() -> None:
         prove(program, few | {"C": 4})
 
 
-def test_messages_whose_sizes_agree_by_chance_are_proved_for_that_size_alone() -> None:
+def test_messages_that_fit_at_one_size_are_proved_for_that_size_only() -> None:
     program = text(UNEQUAL, "%x: f32[M], %z: f32[12]")
     assert prove(program, {"M": 12}) is program
     for m in (11, 24):
@@ -313,12 +313,12 @@ IN_OTHER_PLACES = """  %r = rank of %x over didx
   %y: f32[{y}] = allocate
   %w: f32[{w}] = allocate
   if %r == 0 {{
-    %g = {kind} %x -> %y{over}
+    %g = {collective} %x -> %y{over}
     wait %g
   }}
-  %h = {kind} %z -> %w{over}
+  %h = {collective} %z -> %w{over}
   if %r == 1 {{
-    %k = {kind} %x -> %y{over}
+    %k = {collective} %x -> %y{over}
     wait %k
   }}
   wait %h"""
@@ -329,12 +329,12 @@ IN_OTHER_PLACES = """  %r = rank of %x over didx
     [
         (
             "%x: f32[2@didx, M], %z: f32[2@didx, 12]",
-            IN_OTHER_PLACES.format(y="2, M", w="2, 12", kind="allgather", over=" over didx"),
+            IN_OTHER_PLACES.format(y="2, M", w="2, 12", collective="allgather", over=" over didx"),
         ),
-        ("%x: f32[M], %z: f32[3, 4]", IN_OTHER_PLACES.format(y="M", w="3, 4", kind="broadcast", over="")),
+        ("%x: f32[M], %z: f32[3, 4]", IN_OTHER_PLACES.format(y="M", w="3, 4", collective="broadcast", over="")),
     ],
 )
-def test_communication_that_agrees_by_chance_is_proved_for_that_size_alone(inputs: str, body: str) -> None:
+def test_collectives_that_match_at_one_size_are_proved_for_that_size_only(inputs: str, body: str) -> None:
     program = text(body, inputs)
     assert prove(program, {"M": 12}) is program
     for m in (11, 24):
@@ -342,7 +342,7 @@ def test_communication_that_agrees_by_chance_is_proved_for_that_size_alone(input
             prove(program, {"M": m})
 
 
-def test_the_extent_of_one_axis_decides_whether_a_part_is_dense() -> None:
+def test_a_part_that_is_contiguous_at_one_size_is_proved_for_that_size_only() -> None:
     body = """  %y: f32[2, M, 8] = allocate
   %p: f32[M, 2, 8] = permute %y (1, 0, 2)
   %q: f32[M*2, 8] = reshape %p
@@ -354,7 +354,7 @@ def test_the_extent_of_one_axis_decides_whether_a_part_is_dense() -> None:
             prove(program, {"M": m})
 
 
-def test_views_that_are_one_by_chance_are_proved_for_that_size_alone() -> None:
+def test_views_that_are_equal_at_one_size_are_proved_for_that_size_only() -> None:
     body = """  %y: f32[M, M] = allocate
   %t: f32[M, M] = permute %y (1, 0)
   relu %x -> %y
@@ -366,7 +366,7 @@ def test_views_that_are_one_by_chance_are_proved_for_that_size_alone() -> None:
             prove(program, {"M": m})
 
 
-def test_an_axis_of_extent_one_does_not_make_two_views_of_one() -> None:
+def test_an_axis_of_extent_one_does_not_change_the_verdict() -> None:
     body = """  %y: f32[M, 4, 2] = allocate
   %t: f32[M, 4] = select %y[0] axis 2
   %u: f32[M, 4] = reshape %t
@@ -378,7 +378,7 @@ def test_an_axis_of_extent_one_does_not_make_two_views_of_one() -> None:
     assert verdict(program, {"M": 1}) == verdict(program, {"M": 3}) == []
 
 
-def test_sizes_that_do_not_divide_are_proved_or_refused_as_they_are() -> None:
+def test_sizes_that_do_not_divide_have_separate_signatures() -> None:
     body = "  %y: f32[M] = allocate\n  %y_1 = chunk %y[0 of 4]\n  relu %x -> %y"
     program = text(body, "%x: f32[M]", ranks=1)
     signature = Signature(program)
@@ -387,7 +387,7 @@ def test_sizes_that_do_not_divide_are_proved_or_refused_as_they_are() -> None:
     assert signature.of({"M": 8}) != signature.of({"M": 9})
 
 
-def test_statements_of_other_forms_leave_all_sizes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statement_with_an_unknown_evaluate_gets_a_signature_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     program = text("  %y: f32[M] = allocate\n  relu %x -> %y", "%x: f32[M]", ranks=1)
     assert len(by_signature(program, range(2, 50))) == 1
     evaluate: Callable[..., None] = Relu.evaluate
@@ -395,20 +395,20 @@ def test_statements_of_other_forms_leave_all_sizes_as_they_are(monkeypatch: pyte
     assert len(by_signature(program, range(2, 50))) == 48
 
 
-def test_a_proof_is_looked_up_for_sizes_of_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_is_reused_for_sizes_of_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     program = text("  %y: f32[M, 7] = allocate\n  relu %x -> %y", "%x: f32[M, 7]", ranks=1)
     analysed: list[Any] = []
     analyse = orders.analyse
-    monkeypatch.setattr(orders, "analyse", lambda *given: analysed.append(given) or analyse(*given))
+    monkeypatch.setattr(orders, "analyse", lambda *arguments: analysed.append(arguments) or analyse(*arguments))
     for m in (5, 6, 7, 1000, 1):
         assert prove(program, {"M": m}) is program
     assert len(analysed) == 1
 
 
-def test_programs_that_differ_in_numbers_alone_share_their_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_differ_only_in_numbers_share_their_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     analysed: list[Any] = []
     analyse = orders.analyse
-    monkeypatch.setattr(orders, "analyse", lambda *given: analysed.append(given) or analyse(*given))
+    monkeypatch.setattr(orders, "analyse", lambda *arguments: analysed.append(arguments) or analyse(*arguments))
     rounds = ROUNDS.replace("gelu", "silu")  # without a cached proof
     symbolic = text(rounds.replace("64", "M"), "%x: f32[N, M]", ranks=1)
     assert prove(symbolic, {"M": 31, "N": 4})
@@ -425,7 +425,7 @@ def test_programs_that_differ_in_numbers_alone_share_their_proofs(monkeypatch: p
     assert len(analysed) == 4
 
 
-def test_numbers_that_do_not_divide_share_no_proof() -> None:
+def test_numbers_of_rows_that_the_flags_do_not_divide_share_no_proof() -> None:
     flags = """  %y: f32[R, 8] = allocate
   %f: flag[4] = allocate_symmetric
   %r = rank of %x over didx
@@ -446,7 +446,7 @@ SCATTERED = "%f: f32[M, 3, 8@didx], %b: f32[8@didx, 4]) -> (%c) {\n  %c: f32[M@d
 
 @pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 @pytest.mark.parametrize("ends", [GATHERED, SCATTERED])
-def test_blocks_of_rows_of_several_axes_are_pieces_of_the_first_axis_where_it_divides(ends: str, strategy: str) -> None:
+def test_blocks_of_rows_that_cut_the_first_axis_evenly_share_one_signature(ends: str, strategy: str) -> None:
     fusion = hi.parse(f"hostir 1\nmesh @mesh [didx] = 0 1\nfusion @rows({ends} = matmul %f, %b\n}}\n")
     program = hi.lower(fusion, strategy)
     (many,) = by_signature(program, range(2, 40, 2)).values()
@@ -455,7 +455,7 @@ def test_blocks_of_rows_of_several_axes_are_pieces_of_the_first_axis_where_it_di
     assert all(relations(program, {"M": m}, calls=2) == first for m in many[1:])
 
 
-def test_blocks_of_rows_that_the_first_axis_does_not_divide_count_its_extent() -> None:
+def test_blocks_of_rows_that_do_not_cut_the_first_axis_evenly_have_separate_signatures() -> None:
     program = hi.parse("""hostir 1
 mesh @mesh [didx] = 0
 program @rows(%a: f32[M, 4, 8], %b: f32[8, 4]) -> (%c) {

@@ -1,4 +1,4 @@
-"""Findings of `hostir.check` in texts that parse: each at its statement, all of them at once."""
+"""Structural errors that the checker reports: each at its statement, all of them at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INPUTS = "%a: f32[4@didx, 8], %b: f32[4, 8], %p: f32[4, 8] partial(didx)"
 def findings(body: str, outputs: str = "", phase: str = "program", inputs: str = INPUTS) -> list[Diagnostic]:
     try:
         return check_structure(hi.parse(f"{HEAD}{phase} @p({inputs}) -> ({outputs}) {{\n{body}\n}}\n", "p.hir"))
-    except HostIRError as wrong:  # where the type of a result must be inferred, reading finds it
+    except HostIRError as wrong:  # the parser reports errors in inferred types
         return list(wrong.diagnostics)
 
 
@@ -64,11 +64,11 @@ def findings(body: str, outputs: str = "", phase: str = "program", inputs: str =
         ("%x: f32[4, 8] = current_stream", 5, "%x is a f32[4, 8], but current_stream gives a stream"),
     ],
 )
-def test_a_finding_in_a_host_program(body: str, line: int, message: str) -> None:
-    found = findings(body)
-    assert [message in d.message for d in found] == [True], found
-    assert found[0].span is not None
-    assert (found[0].span.file, found[0].span.line) == ("p.hir", line)
+def test_a_structural_error_of_a_host_program_is_reported_at_its_line(body: str, line: int, message: str) -> None:
+    (finding,) = findings(body)
+    assert message in finding.message
+    assert finding.span is not None
+    assert (finding.span.file, finding.span.line) == ("p.hir", line)
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,15 @@ def test_a_finding_in_a_host_program(body: str, line: int, message: str) -> None
         ("%c: f16[6] auto = matmul %h, %w", "mixed dtypes: %h is f16[8], %w is f32"),
     ],
 )
-def test_a_finding_in_a_fusion(body: str, message: str) -> None:
-    found = findings(body, phase="fusion", inputs="%b: f32[4, 8], %w: f32[6, 8], %h: f16[8]")
-    assert len(found) == 1
-    assert message.split(", %w is f32")[0].split("is f16[8]")[0] in found[0].message
+def test_a_structural_error_of_a_fusion_is_reported(body: str, message: str) -> None:
+    (finding,) = findings(body, phase="fusion", inputs="%b: f32[4, 8], %w: f32[6, 8], %h: f16[8]")
+    assert message.split(", %w is f32")[0].split("is f16[8]")[0] in finding.message
 
 
-def test_a_loops_values_end_with_it_and_its_index_may_be_used_again() -> None:
+def test_the_values_and_the_index_of_a_loop_are_local_to_it() -> None:
     assert findings("for %i in 0..2 { }\nfor %i in 0..2 { }") == []
-    found = findings("for %i in 0..2 {\n%x = select %b[%i]\nrelu %x -> %x\n}\nrelu %x -> %x")
-    assert [d.message for d in found] == ["%x is not defined here"]
+    after = findings("for %i in 0..2 {\n%x = select %b[%i]\nrelu %x -> %x\n}\nrelu %x -> %x")
+    assert [d.message for d in after] == ["%x is not defined here"]
 
 
 def test_all_findings_come_at_once_in_program_order() -> None:
@@ -102,7 +101,7 @@ def test_all_findings_come_at_once_in_program_order() -> None:
     assert str(wrong.value).count("error:") == 3
 
 
-def test_before_it_is_settled_a_fusion_may_lie_otherwise_than_its_statements_give() -> None:
+def test_a_fusion_may_declare_another_sharding_than_its_statements_infer() -> None:
     text = f"{HEAD}fusion @f(%a: f32[4@didx, 8], %b: f32[4, 8]) -> (%c) {{\n%c: f32[4, 8@didx] = add %a, %b\n}}\n"
     program = hi.parse(text)
     assert check_structure(program) == []
@@ -110,14 +109,14 @@ def test_before_it_is_settled_a_fusion_may_lie_otherwise_than_its_statements_giv
 
 
 def test_a_division_by_a_literal_zero_is_a_finding() -> None:
-    found = findings("for %i in 0..4 {\nset_stream %i % 0\n%x = select %b[%i / (2 - 2)]\n}")
-    assert [d.message for d in found] == ["'%i % 0' divides by zero", "'%i / (2 - 2)' divides by zero"]
-    assert [d.span.line for d in found if d.span] == [6, 7]
+    zeros = findings("for %i in 0..4 {\nset_stream %i % 0\n%x = select %b[%i / (2 - 2)]\n}")
+    assert [d.message for d in zeros] == ["'%i % 0' divides by zero", "'%i / (2 - 2)' divides by zero"]
+    assert [d.span.line for d in zeros if d.span] == [6, 7]
     assert findings("for %i in 0..4 {\n%x = select %b[(%i % 2) / 1]\n}") == []
 
 
 @pytest.mark.parametrize("phase", ["program", "fusion"])
-def test_pools_and_meshes_have_limits(phase: str) -> None:
+def test_the_numbers_of_streams_and_devices_are_limited(phase: str) -> None:
     def messages(device: int, streams: int) -> list[str]:
         text = f"hostir 1\nmesh @mesh [didx] = 0 {device}\n{phase} @p(%a: f32[4]) -> (%a) streams {streams} {{ }}\n"
         return [d.message for d in check_structure(hi.parse(text))]
@@ -143,30 +142,30 @@ def test_pools_and_meshes_have_limits(phase: str) -> None:
         (HEAD + "program @p() -> () {{ set_stream 0{long} }}", "an index expression with 3000 operators"),
     ],
 )
-def test_numbers_and_expressions_beyond_reason_are_refused_where_they_stand(text: str, message: str) -> None:
-    whole = text.format(big="9" * 5000, deep="(1 + " * 3000 + "1" + ")" * 3000, long=" + 1" * 3000)
+def test_too_large_numbers_and_expressions_are_refused_at_their_position(text: str, message: str) -> None:
+    too_large = text.format(big="9" * 5000, deep="(1 + " * 3000 + "1" + ")" * 3000, long=" + 1" * 3000)
     with pytest.raises(HostIRError) as wrong:
-        hi.parse(whole, "p.hir")
-    (found,) = wrong.value.diagnostics
-    assert found.message == message
-    assert found.span is not None
+        hi.parse(too_large, "p.hir")
+    (diagnostic,) = wrong.value.diagnostics
+    assert diagnostic.message == message
+    assert diagnostic.span is not None
     assert len(str(wrong.value)) < 1000
 
 
 @pytest.mark.parametrize("size", [10**18, 10**5000, -(10**5000)], ids=["19 digits", "5001 digits", "negative"])
-def test_a_size_is_below_ten_to_the_eighteen(size: int) -> None:
+def test_a_size_has_at_most_18_digits(size: int) -> None:
     assert str(Size.of(10**18 - 1)) == "9" * 18
     with pytest.raises(HostIRError, match="a size of more than 18 digits"):
         Size.of(size)
 
 
-def test_loops_nest_64_deep() -> None:
+def test_at_most_64_blocks_may_be_nested() -> None:
     def nested(depth: int) -> str:
         return "\n".join([f"for %i{n} in 0..1 {{" for n in range(depth)] + ["}" * depth])
 
     assert findings(nested(63)) == []
     for depth in (64, 3000):
-        (found,) = findings(nested(depth))
-        assert found.message == "blocks 65 deep"
-        assert found.span is not None
-        assert found.span.line == 68
+        (finding,) = findings(nested(depth))
+        assert finding.message == "blocks 65 deep"
+        assert finding.span is not None
+        assert finding.span.line == 68

@@ -1,15 +1,24 @@
-"""Ranks on GPUs compare their calls in tests: one that does not line up is named, and does not pass by chance."""
+"""Fixtures of tests on GPUs: ranks compare their calls, and new tensors are on the GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _calls_are_compared() -> Iterator[None]:
-    """Also in the processes that tests start."""
+    """Set the variable for this process and the processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTIR_COMPARE_CALLS", "1")
         yield
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[None]:
+    """Create tensors on the GPU by default; wait for it at the end."""
+    with torch.device("cuda"):
+        yield
+    torch.cuda.synchronize()

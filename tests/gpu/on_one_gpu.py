@@ -1,9 +1,9 @@
-"""Run a job of several ranks on one GPU, for correctness: the processes take turns on it, so that times mean nothing.
+"""Run a job of several ranks on one GPU, to test correctness. The ranks take turns on the GPU, so times mean nothing.
 
     python tests/gpu/on_one_gpu.py --ranks N SCRIPT [ARGUMENT ...]
 
-Each rank is a process, as under torchrun, with symmetric memory that its peers map, streams, flags and copies: all as
-on several GPUs but the links. NCCL takes the ranks for different hosts, and sends messages over sockets.
+Each rank is a process, as under torchrun, with symmetric memory that peers map, streams, flags and copies. Only the
+links are missing: NCCL treats the ranks as different hosts and sends messages over sockets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RANK_OF_ALL = "--as-rank"
+AS_RANK = "--as-rank"
 
 
 def environment(rank: int) -> dict[str, str]:
@@ -30,8 +30,8 @@ def environment(rank: int) -> dict[str, str]:
 
 
 def main() -> int:
-    """Start the ranks, or be one. Returns the exit code."""
-    if sys.argv[1:2] == [RANK_OF_ALL]:
+    """Start the ranks, or run as one of them; return the exit code."""
+    if sys.argv[1:2] == [AS_RANK]:
         os.environ.update(environment(int(os.environ["RANK"])))
         faulthandler.dump_traceback_later(float(sys.argv[2]), repeat=True)
         sys.argv = sys.argv[3:]
@@ -40,12 +40,12 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description="Run a job of several ranks on one GPU.")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stacks", type=float, default=300.0, help="seconds between two prints of where ranks stand")
+    parser.add_argument("--stacks", type=float, default=300.0, help="seconds between two stack traces of all ranks")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     chosen = parser.parse_args()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    me = [sys.executable, __file__, RANK_OF_ALL, str(chosen.stacks)]
-    return subprocess.call([*launcher, "--nproc-per-node", str(chosen.ranks), *me, *chosen.command])
+    as_rank = [sys.executable, __file__, AS_RANK, str(chosen.stacks)]
+    return subprocess.call([*launcher, "--nproc-per-node", str(chosen.ranks), *as_rank, *chosen.command])
 
 
 if __name__ == "__main__":

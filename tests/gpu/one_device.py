@@ -1,6 +1,6 @@
-"""Programs, inputs and delays for the tests of executors on one CUDA device.
+"""Programs, inputs and delays for tests on one CUDA device.
 
-Kernels are tiny and would hide a missing edge, so `torch.cuda._sleep` holds up the stream that a test is about.
+Kernels are so short that a missing order would not show, so `torch.cuda._sleep` delays the stream under test.
 """
 
 from __future__ import annotations
@@ -29,25 +29,31 @@ def inputs_of(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.T
     return torch.randn(4, 1, 64, 128).to(dtype), torch.randn(128, 256).to(dtype)
 
 
-def close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_product(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if `c` is about as accurate as torch's `a @ b`."""
     exact, plain = a.double() @ b.double(), a @ b
     limit = 1.1 * (plain - exact).abs().max() + torch.finfo(a.dtype).eps * exact.abs().max()
-    return bool((found - exact).abs().max() <= limit)
+    return bool((c - exact).abs().max() <= limit)
 
 
-def slowed(executor: Executor, kind: str) -> None:
-    """Every kernel of this kind starts late, on its own stream."""
-    kernel = executor._machine.kernels[kind]
+def delay_kernels(executor: Executor, operation: str) -> None:
+    """Delay every kernel of an operation on its stream."""
+    kernel = executor._machine.kernels[operation]
 
-    def late(out: torch.Tensor, *operands: torch.Tensor, **options: object) -> None:
+    def delayed(out: torch.Tensor, *operands: torch.Tensor, **options: object) -> None:
         torch.cuda._sleep(SLEEP)
         kernel(out, *operands, **options)
 
-    executor._machine.kernels = {**executor._machine.kernels, kind: late}
+    executor._machine.kernels = {**executor._machine.kernels, operation: delayed}
 
 
 def poison() -> None:
-    """Leaves NaN in the memory that the allocator gives out next."""
+    """Leave NaN in the memory that the allocator hands out next."""
     torch.cuda.synchronize()
-    held = [torch.full((1 << n,), NAN) for n in range(8, 24) for _ in range(2)]
-    del held
+    blocks = [torch.full((1 << n,), NAN) for n in range(8, 24) for _ in range(2)]
+    del blocks
+
+
+def descriptor_modes() -> list[bool]:
+    """Return the values of `use_descriptors` to test: True needs a GPU with TMA."""
+    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]

@@ -1,4 +1,4 @@
-"""What tests/gpu/stress_onesided.py runs, drawn from a seed: programs, and iterations of calls of them. No GPU here."""
+"""Random programs and iterations of calls for tests/gpu/stress_onesided.py, drawn from a seed without a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Push
 from hostir.lower.strategies import EXPLICIT, FINISH, lower, run_passes
 
-ROWS = (1, 3, 16, 33, 64, 100, 129, 160, 256, 512)  # of one rank in one slice: no block divides most of them
+ROWS = (1, 3, 16, 33, 64, 100, 129, 160, 256, 512)  # rows of one rank in one slice; most are no multiple of a tile
 MOST_ROWS = 2048
 DEPTHS = (64, 72, 100, 128, 257, 512, 1000)
 COLUMNS = (8, 24, 60, 64, 100, 129, 256, 384)
-SMALL = 128  # the most of K and N in f32
+SMALL = 128  # the largest K and N in f32
 GPU_FORMS = ("eager", "out", "captured")
 CPU_FORMS = ("eager", "out")
 MODES = ("random", "fused_pairs", "allreduces")
@@ -30,7 +30,7 @@ MODES = ("random", "fused_pairs", "allreduces")
 # Programs ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Product:
-    """One right-hand side: `[K, columns]`, or `[columns, K]` where it is `linear`; `split` over the ranks or not."""
+    """One right side: `[K, columns]`, or `[columns, K]` if `linear`; `split` shards its columns."""
 
     columns: int
     linear: bool
@@ -43,21 +43,20 @@ class Product:
 
 @dataclass(frozen=True)
 class Config:
-    """A program and what computes it. A is `[slices, ranks, M, depth]`, with one slice `[ranks, M, depth]`.
+    """A program, its strategy and its kernels. A is `[slices, ranks, M, depth]`, or `[ranks, M, depth]` with one slice.
 
-    Either its rows are gathered and multiplied, or the products of parts along K are reduced, and scattered or not.
-    With no products A itself is reduced.
+    Either the rows of A are gathered and multiplied, or products of parts along K are reduced. Without products A
+    itself is reduced.
 
     Fields:
-        reduced: the latter.
-        scattered: each rank gets rows of the sum, instead of all of it.
-        steps: of an allreduce: `blocks` in one step, as small as they like; `two`, in chunks where copy engines send;
-            else as the strategy chooses.
-        mesh: the ranks that hold parts, in the order of their parts.
-        rows: the two M that it is called with; where they are one, the program has the number in the place of a symbol,
-            which a rank that holds nothing could not bind.
-        kept: whether the gathered A is an output too.
-        priorities: of its worker streams, from the first on; 0 is low, -1 high.
+        reduced: products are reduced.
+        scattered: each rank gets its rows of the sum, instead of all rows.
+        steps: of an all-reduce: `blocks` for one step with blocks of any size, `two` for two steps, "" for the default.
+        mesh: the ranks that hold parts, in the order of the parts.
+        rows: the two values of M in calls. If they are equal, the program has the number in place of the symbol,
+            because a rank without parts cannot bind the symbol.
+        kept: the gathered A is an output too.
+        priorities: priorities of the worker streams; 0 is low, -1 high.
     """
 
     strategy: str
@@ -76,7 +75,7 @@ class Config:
 
     @property
     def spins(self) -> bool:
-        """Whether its matmul is a kernel that holds SMs while it waits for peers."""
+        """True if its matmul is a kernel that holds SMs while it waits for peers."""
         return self.strategy in ("fused", "push") and self.kernels == "triton"
 
     def shape(self, last: str, mark: str = "") -> str:
@@ -84,7 +83,7 @@ class Config:
         return ", ".join([*([str(self.slices)] if self.slices > 1 else []), f"{len(self.mesh)}{mark}", m, last])
 
     def fusion(self) -> Program:
-        """What is computed, before lowering: its outputs are the products, then the gathered A where it is kept."""
+        """Return the fusion; its outputs are the products, and the gathered A if it is kept."""
         if self.reduced:
             return self._reduced()
         type, k = self.dtype, str(self.depth)
@@ -96,14 +95,14 @@ class Config:
             bias = f", %z{i}" if product.bias else ""
             if product.bias:
                 inputs.append(f"%z{i}: {type}[{columns}]")
-            kind = "linear" if product.linear else "matmul"
+            operation = "linear" if product.linear else "matmul"
             out = f"%c{i}: {type}[{self.shape(str(product.columns))}] auto"
-            body.append(f"  {out} = {kind} %full, %b{i}{bias}")
+            body.append(f"  {out} = {operation} %full, %b{i}{bias}")
         outputs = [f"%c{i}" for i in range(len(self.products))] + ["%full"] * self.kept
         return self._parsed(inputs, outputs, body)
 
     def program(self) -> Program:
-        """The host program."""
+        """Return the host program."""
         sizes = {"blocks": {"extra_bytes": 1 << 40}, "two": {"extra_bytes": -1}}.get(self.steps)
         if sizes is None:
             return lower(self.fusion(), self.strategy)
@@ -112,7 +111,7 @@ class Config:
         return run_passes(self.fusion(), [*EXPLICIT, form, *FINISH])
 
     def _reduced(self) -> Program:
-        """Every rank holds a part of all K; its rows of the sum, or all, are what a rank gets."""
+        """Return the fusion of a reduction: each rank holds a part of K and gets its rows of the sum, or all rows."""
         type, k, rows = self.dtype, f"{self.depth}@tp", "@tp" * self.scattered
         if not self.products:
             n = str(self.depth)
@@ -123,8 +122,8 @@ class Config:
         for i, product in enumerate(self.products):
             n = str(product.columns)
             inputs.append(f"%b{i}: {type}[{f'{n}, {k}' if product.linear else f'{k}, {n}'}]")
-            kind = "linear" if product.linear else "matmul"
-            body.append(f"  %c{i}: {type}[{self.shape(n, rows)}] = {kind} %a, %b{i}")
+            operation = "linear" if product.linear else "matmul"
+            body.append(f"  %c{i}: {type}[{self.shape(n, rows)}] = {operation} %a, %b{i}")
         return self._parsed(inputs, [f"%c{i}" for i in range(len(self.products))], body)
 
     def _parsed(self, inputs: list[str], outputs: list[str], body: list[str]) -> Program:
@@ -138,20 +137,20 @@ class Config:
         a = f"[{self.shape(str(self.depth))}]{m}{', kept' * self.kept}"
         mesh = " ".join(map(str, self.mesh))
         steps = f" in {self.steps}" if self.steps else ""
-        what = f"summed up{' and scattered' * self.scattered}{steps}: " if self.reduced else ""
-        return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: {what}A {a}, times {sides}"
+        reduction = f"summed{' and scattered' * self.scattered}{steps}: " if self.reduced else ""
+        return f"{self.strategy} {self.kernels} {self.dtype} on {mesh}: {reduction}A {a}, times {sides}"
 
 
 def products_of(
-    config: Config, wholes: Sequence[torch.Tensor], rows: int = 1, columns: int = 1
+    config: Config, inputs: Sequence[torch.Tensor], rows: int = 1, columns: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    """The whole outputs, by torch alone, in the dtype of the whole inputs.
+    """Compute unsharded outputs by torch, in the dtype of the unsharded inputs.
 
-    In so many pieces of rows, and of columns where these are split over the ranks, as each rank would multiply those
-    that it holds: for other shapes cuBLAS may take another algorithm, which rounds in other places. Of few columns with
-    a bias in bf16 it rounds twice. Where ranks' products are summed up, each of these is rounded.
+    The product is computed in pieces of rows, and of columns if they are sharded, with the shapes of one rank: for
+    other shapes cuBLAS may choose an algorithm with other rounding. With few columns and a bias in bf16 it rounds
+    twice. Each rank's product is rounded before a sum over ranks.
     """
-    a, *rest = wholes
+    a, *rest = inputs
     if config.reduced and not config.products:
         return (a,)
     if config.reduced:
@@ -161,7 +160,7 @@ def products_of(
         b, *rest = rest
         z, rest = (rest[0], rest[1:]) if product.bias else (None, rest)
         parts = a.chunk(rows, dim=int(config.slices > 1))
-        # A rank's own memory begins on 256 bytes, which also decides what cuBLAS takes.
+        # Memory of a rank is aligned to 256 bytes, and cuBLAS chooses by alignment.
         weights = [w.clone() for w in (b if product.linear else b.t()).chunk(columns if product.split else 1)]
         biases = [None] * len(weights) if z is None else [bias.clone() for bias in z.chunk(len(weights))]
         done = [
@@ -173,7 +172,7 @@ def products_of(
 
 
 def _sum_of_products(config: Config, a: torch.Tensor, product: Product, b: torch.Tensor) -> torch.Tensor:
-    """Each rank's product, in the dtype of the inputs, and their sum in f32 or better, rounded once."""
+    """Sum the ranks' products, which have the dtype of the inputs, in f32 or better; round once."""
     ranks = len(config.mesh)
     parts = zip(a.chunk(ranks, -1), (b if product.linear else b.t()).chunk(ranks, -1), strict=True)
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -184,15 +183,15 @@ def _sum_of_products(config: Config, a: torch.Tensor, product: Product, b: torch
 def pool(
     seed: int, ranks: int, size: int, kernels: Sequence[str] = ("aten", "triton"), mode: str = "random"
 ) -> list[Config]:
-    """Configurations of all strategies and kernels, the same on every rank."""
+    """Return configurations of all strategies and kernels, the same on every rank."""
     random = Random(f"pool {seed}")
-    kinds = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push")]
-    found: list[Config] = []
-    while len(found) < size:
-        config = _config(random, ranks, *kinds[len(found) % len(kinds)])
+    pairs = [(strategy, kernel) for kernel in kernels for strategy in ("ring", "fused", "push")]
+    configs: list[Config] = []
+    while len(configs) < size:
+        config = _config(random, ranks, *pairs[len(configs) % len(pairs)])
         if mode != "allreduces" or (config.reduced and not config.scattered):
-            found.append(config)
-    return found
+            configs.append(config)
+    return configs
 
 
 def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
@@ -224,11 +223,11 @@ def _config(random: Random, ranks: int, strategy: str, kernels: str) -> Config:
 
 
 def _mesh(random: Random, ranks: int) -> tuple[int, ...]:
-    """All ranks in order, mostly; else in another order, or only some of them."""
-    kind = random.random()
-    if kind < 0.6 or (ranks == 2 and kind < 0.8):
+    """Draw a mesh: mostly all ranks in order, sometimes in another order, or only some ranks."""
+    draw = random.random()
+    if draw < 0.6 or (ranks == 2 and draw < 0.8):
         return tuple(range(ranks))
-    size = ranks if kind < 0.8 or ranks == 2 else random.randrange(2, ranks)
+    size = ranks if draw < 0.8 or ranks == 2 else random.randrange(2, ranks)
     return tuple(random.sample(range(ranks), size))
 
 
@@ -243,14 +242,14 @@ def _product(random: Random, ranks: int, most: int) -> Product:
 # Iterations -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Job:
-    """Calls back to back of one configuration, on one of the caller's streams.
+    """Successive calls of one configuration on a stream of the caller.
 
     Fields:
-        config: its number in the pool.
-        sizes: for each call, which of its two M.
-        form: `eager`, `out` (with `out=`) or `captured` (replays of the caller's own CUDA graph).
-        slot: which of two sets of tensors, where the form has them.
-        again: whether the first call is repeated, eagerly, and must give the same bits.
+        config: the index in the pool.
+        sizes: for each call, the index of its M.
+        form: `eager`, `out` (with `out=`) or `captured` (replays of a CUDA graph of the caller).
+        slot: the index of the set of tensors for `out` and `captured`.
+        again: the first call is repeated eagerly and must give the same bits.
     """
 
     config: int
@@ -262,12 +261,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One or two jobs at once.
+    """One or two concurrent jobs.
 
     Fields:
-        priorities: of the caller's streams, one a job; None is the stream that torch begins with.
-        late: whether ranks are held up before calls, each on its own.
-        slow: whether statements are held up, on their streams.
+        priorities: the priority of each job's stream; None is torch's default stream.
+        late: ranks are delayed before calls, independently of each other.
+        slow: statements are delayed on their streams.
     """
 
     jobs: tuple[Job, ...]
@@ -279,10 +278,10 @@ class Iteration:
 def iteration(
     seed: int, number: int, configs: Sequence[Config], forms: Sequence[str], mode: str = "random"
 ) -> Iteration:
-    """One iteration, the same on every rank, whatever came before.
+    """Draw one iteration, the same on every rank and independent of earlier ones.
 
-    Of two executors at once only one may have kernels that hold SMs while they wait: two such can keep each other's
-    peers from the SMs. Mode `fused_pairs` draws nothing else.
+    At most one of two concurrent executors has kernels that hold SMs while they wait, because two of them could keep
+    SMs from each other's peers. Mode `fused_pairs` draws only such pairs.
     """
     random = Random(f"iteration {seed} {number}")
     chosen = [random.randrange(len(configs))]
@@ -308,46 +307,46 @@ def _job(random: Random, config: int, forms: Sequence[str]) -> Job:
 
 
 def inputs_seed(seed: int, number: int, job: int, call: int) -> int:
-    """Of the random inputs of one call, which no other call shares."""
+    """Return the seed of the inputs of one call; no two calls have the same seed."""
     return ((seed * 1_000_003 + number) * 2 + job) * 8 + call
 
 
 # Checking ---------------------------------------------------------------------------------------------------------
-def share_of_allowed(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, depth: int) -> torch.Tensor:
-    """How much of the allowed error a result has: a scalar on its device, infinite for NaN.
+def share_of_allowed(result: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, depth: int) -> torch.Tensor:
+    """Return the error of a result as a share of the allowed error: a scalar on its device, infinite for NaN.
 
-    Its error may be 1.1 times that of torch's, in the norm and in the largest element, and a little by chance: single
-    elements round either way, and sums of `depth` products have another order in f32.
+    The error may be 1.1 times torch's error, in the norm and in the largest element, with some slack: single elements
+    may round to either side, and sums of `depth` products may have another order in f32.
     """
-    if not found.numel():
-        return torch.zeros((), dtype=torch.float64, device=found.device)
-    ours, theirs = (found.double() - exact).abs(), (plain.double() - exact).abs()
-    unit, order = torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps * depth**0.5
-    by_chance = 1.5 * unit / prod(found.shape) ** 0.5 + order / 4
+    if not result.numel():
+        return torch.zeros((), dtype=torch.float64, device=result.device)
+    ours, theirs = (result.double() - exact).abs(), (plain.double() - exact).abs()
+    unit, order = torch.finfo(result.dtype).eps, torch.finfo(torch.float32).eps * depth**0.5
+    slack = 1.5 * unit / prod(result.shape) ** 0.5 + order / 4
     norm, largest = torch.linalg.vector_norm, torch.amax
-    in_norm = norm(ours) / (1.1 * norm(theirs) + by_chance * norm(exact))
-    in_one = largest(ours) / (1.1 * largest(theirs) + (unit + order) * largest(exact.abs()))
-    return torch.maximum(in_norm, in_one).nan_to_num(nan=float("inf"))
+    in_norm = norm(ours) / (1.1 * norm(theirs) + slack * norm(exact))
+    in_largest = largest(ours) / (1.1 * largest(theirs) + (unit + order) * largest(exact.abs()))
+    return torch.maximum(in_norm, in_largest).nan_to_num(nan=float("inf"))
 
 
-def differing(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """0 where all bits are equal, infinite where one is not: a scalar on their device."""
-    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
-    odd = (found.contiguous().view(bits) != expected.contiguous().view(bits)).any()
+def differing(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return 0 if all bits are equal, else infinity: a scalar on the device."""
+    bits = {2: torch.int16, 4: torch.int32}[result.element_size()]
+    odd = (result.contiguous().view(bits) != expected.contiguous().view(bits)).any()
     return torch.where(odd, float("inf"), 0.0).double()
 
 
-def fingerprint(found: torch.Tensor) -> torch.Tensor:
-    """A number below 2^48 that hardly two tensors of different bits share: a scalar in f64 on their device."""
-    bits = found.contiguous().view({2: torch.int16, 4: torch.int32}[found.element_size()]).view(-1).long()
-    places = torch.arange(1, len(bits) + 1, device=found.device)
+def fingerprint(x: torch.Tensor) -> torch.Tensor:
+    """Return a hash of the bits of a tensor below 2^48: a scalar in f64 on its device."""
+    bits = x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()]).view(-1).long()
+    places = torch.arange(1, len(bits) + 1, device=x.device)
     mixed = (bits * 0x5851F42D4C957F2D) ^ (places * 0x14057B7EF767814F)
     return ((mixed * mixed.bitwise_right_shift(17)).sum() & (1 << 48) - 1).double()
 
 
 # Options ----------------------------------------------------------------------------------------------------------
 def options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line's; exits with a message where it makes no sense."""
+    """Parse the command line; exit with a message if options contradict each other."""
     parser = argparse.ArgumentParser(description="Random one-sided programs on all ranks of a torchrun job.")
     parser.add_argument(
         "mode",
@@ -356,15 +355,13 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         default="random",
         help="fused_pairs: two kernels that wait; allreduces: sums that all ranks hold",
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long, once all programs are compiled")
-    parser.add_argument("--iterations", type=int, default=None, help="at most as many")
-    parser.add_argument("--seed", type=int, default=0, help="of programs, calls and inputs")
-    parser.add_argument("--first", type=int, default=0, help="the number of the iteration to begin with")
-    parser.add_argument("--pool", type=int, default=24, help="how many programs there are to draw from")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: processes that talk through gloo"
-    )
-    parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
+    parser.add_argument("--seconds", type=float, default=120.0, help="duration after all programs are compiled")
+    parser.add_argument("--iterations", type=int, default=None, help="the most iterations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of programs, calls and inputs")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first iteration")
+    parser.add_argument("--pool", type=int, default=24, help="the number of programs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: processes with gloo")
+    parser.add_argument("--json", type=Path, default=None, help="file for the counts")
     chosen = parser.parse_args(arguments)
     if chosen.mode == "fused_pairs" and (chosen.device == "cpu" or chosen.pool < 8):
         parser.error("fused_pairs needs two programs with kernels that wait: GPUs, and a pool of at least 8")
@@ -374,7 +371,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def to_repeat(chosen: argparse.Namespace, ranks: int, number: int) -> str:
-    """The command that runs one iteration again."""
+    """Return the command that repeats one iteration."""
     script = f"torchrun --standalone --nproc-per-node {ranks} tests/gpu/stress_onesided.py"
     at = f"--seed {chosen.seed} --pool {chosen.pool} --first {number} --iterations 1 --device {chosen.device}"
     return f"{script} {chosen.mode} {at}"

@@ -1,13 +1,12 @@
-"""A rank that dies or stays away in the middle of one-sided calls: how soon the others end, and what they say.
+"""Test that ranks end soon, with a diagnostic, if another rank dies or stalls in the middle of one-sided calls.
 
     python tests/gpu/stress_lost.py --ranks N [--device cpu] [CASE ...]
 
-Starts the ranks itself, since a launcher would end the others; all on one GPU where there are fewer GPUs than ranks.
-`killed_eager`, `killed_replayed`: rank 1 kills itself between two statements of a call, or while a replay runs; each
+It starts the ranks itself, because a launcher would end the other ranks; all on one GPU if there are fewer GPUs than
+ranks. `killed_eager`, `killed_replayed`: rank 1 kills itself between two statements of a call, or during a replay; each
 other rank must end within 30 s with a diagnostic that names its statement. `stalled_ring`, `stalled_fused` and
-`stalled_spinning` (a kernel that waits): rank 1 leaves out a call; the others must end within HOSTIR_TIMEOUT seconds
-and 10 more, naming rank, statement, and the flag or barrier.
-Exits with 1 where one did not.
+`stalled_spinning` (a waiting kernel): rank 1 skips a call; the others must end within HOSTIR_TIMEOUT seconds and 10
+more, naming the rank, the statement, and the flag or barrier. The exit code is 1 if a rank does not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
 from tests.gpu import on_one_gpu
 from tests.launch import free_port
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
     from tests.gpu.stress_units import Unit
 
 ROOT = Path(__file__).parents[2]
-AT = 20  # the call that rank 1 does not end, or make
+AT = 20  # the call in which rank 1 dies, or which it skips
 MOST = 30.0  # seconds in which the others must end after a death
-LATE = 10.0  # and after a rank's patience is over
-STARTING = 240.0  # seconds until rank 1 has come to its last call
-TIMEOUT = 40.0  # longer than a kernel looks at flags, which is about 20 s
+LATE = 10.0  # seconds in which the others must end after the timeout
+STARTING = 240.0  # seconds until rank 1 must reach its last call
+TIMEOUT = 40.0  # longer than a kernel polls flags, which is about 20 s
 STATEMENT = r"error: rank {rank}(?: is ended at|,| stands at) '[^'\n]+'"
 FLAG = r"flag|barrier|for rank 1"
 
@@ -64,7 +63,7 @@ CASES = {
 
 # A rank -----------------------------------------------------------------------------------------------------------
 def rank_of(case: Case, device: str) -> None:
-    """Calls until rank 1 is lost, and then until this process is ended."""
+    """Call until rank 1 is lost, and then until this process ends."""
     from hostir.runtime.session import session
     from tests.gpu.stress_cases import Config, Product
     from tests.gpu.stress_units import Delays, Unit
@@ -79,24 +78,24 @@ def rank_of(case: Case, device: str) -> None:
         for call in range(100 * AT):
             if job.rank == 1 and call == AT:
                 lose(unit, case, form)
-            unit.call(form, unit.parts(unit.wholes(0, call), 0), 0, 0)
+            unit.call(form, unit.parts(unit.unsharded(0, call), 0), 0, 0)
             if call % 4 == 0 or call >= AT:
                 unit.executor.synchronize()
 
 
 def lose(unit: Unit, case: Case, form: str) -> None:
-    """What rank 1 does in the place of a whole call."""
+    """Stall, or die in the middle of a call, on rank 1."""
     print("LOST", flush=True)
     if not case.killed:
         time.sleep(10 * TIMEOUT)
     if unit.device.type == "cuda":
         from hostir.runtime.cuda.machine import CudaPlan
 
-        torch.cuda._sleep(100_000_000)  # about 50 ms: the device is not through with what is now issued
+        torch.cuda._sleep(100_000_000)  # about 50 ms: the device still works when the process dies
         for plan in [] if case.replayed else unit.executor.plans.values():
             assert isinstance(plan, CudaPlan)
             plan.steps[len(plan.steps) // 2] = die
-        unit.call(form, unit.parts(unit.wholes(0, AT), 0), 0, 0)
+        unit.call(form, unit.parts(unit.unsharded(0, AT), 0), 0, 0)
     die()
 
 
@@ -107,24 +106,24 @@ def die() -> None:
 # The driver -------------------------------------------------------------------------------------------------------
 @dataclass
 class Ended:
-    """How a rank went: seconds after the loss (negative: it had to be killed), exit code, and the last it said."""
+    """The end of a rank: seconds after the loss (negative if it had to be killed), exit code, and output."""
 
     rank: int
     seconds: float
     code: int
-    said: str
+    output: str
 
     def fault(self, case: Case) -> str:
-        """What is wrong with that; empty where nothing is."""
+        """Return the error of this end, or ""."""
         most = MOST if case.killed else TIMEOUT + LATE
         if self.seconds < 0 or self.seconds > most:
             return f"did not end within {most:.0f} s"
         if self.code == 0:
             return "ended as if all were well"
-        named = re.search(STATEMENT.format(rank=self.rank), self.said)
+        named = re.search(STATEMENT.format(rank=self.rank), self.output)
         if not named:
             return "does not name its statement"
-        if not case.killed and not re.search(FLAG, self.said[named.start() :]):
+        if not case.killed and not re.search(FLAG, self.output[named.start() :]):
             return "does not name the flag"
         return ""
 
@@ -135,15 +134,15 @@ def start(name: str, rank: int, ranks: int, port: int, device: str, folder: Path
         job |= on_one_gpu.environment(rank)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOSTIR_TIMEOUT": f"{TIMEOUT:g}"}
     command = [sys.executable, __file__, "--ranks", str(ranks), "--device", device, name]
-    said = (folder / f"{name}.{rank}").open("wb")
-    with said:
+    output = (folder / f"{name}.{rank}").open("wb")
+    with output:
         return subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **job, **where}, stdout=said, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env={**os.environ, **job, **where}, stdout=output, stderr=subprocess.STDOUT
         )
 
 
 def watch(name: str, ranks: int, device: str, folder: Path) -> list[Ended]:
-    """Starts a case and waits until all but rank 1 have ended; kills what has not."""
+    """Start a case, wait until all ranks except rank 1 have ended, and kill the rest."""
     case, port = CASES[name], free_port()
     jobs = [start(name, rank, ranks, port, device, folder) for rank in range(ranks)]
     try:
@@ -162,38 +161,38 @@ def watch(name: str, ranks: int, device: str, folder: Path) -> list[Ended]:
     return [Ended(r, ended.get(r, -1.0), jobs[r].returncode, texts[r]) for r in range(ranks) if r != 1]
 
 
-def loss(said: Path, job: subprocess.Popen[bytes]) -> float:
-    """When rank 1 was lost."""
+def loss(output: Path, job: subprocess.Popen[bytes]) -> float:
+    """Wait for the loss of rank 1 and return its time."""
     begin = time.monotonic()
-    while "LOST" not in said.read_text(errors="replace"):
+    while "LOST" not in output.read_text(errors="replace"):
         if job.poll() is not None or time.monotonic() - begin > STARTING:
-            raise SystemExit(f"rank 1 did not come as far as call {AT}:\n{said.read_text(errors='replace')[-3000:]}")
+            raise SystemExit(f"rank 1 did not reach call {AT}:\n{output.read_text(errors='replace')[-3000:]}")
         time.sleep(0.05)
     return time.monotonic()
 
 
 def report(name: str, ended: Sequence[Ended]) -> bool:
-    """Prints how each rank ended; whether all ended as they should."""
+    """Print how each rank ended; return True if all ended as they should."""
     faults = 0
     for it in ended:
         fault = it.fault(CASES[name])
         faults += bool(fault)
-        found = re.search(r"error: .*", it.said)
-        said = found[0] if found else it.said[-500:]
-        print(f"{name}: rank {it.rank} ended after {it.seconds:.1f} s, code {it.code}: {said}", flush=True)
+        error = re.search(r"error: .*", it.output)
+        text = error[0] if error else it.output[-500:]
+        print(f"{name}: rank {it.rank} ended after {it.seconds:.1f} s, code {it.code}: {text}", flush=True)
         if fault:
-            print(f"FAILED {name}: rank {it.rank} {fault}; its last words:\n{it.said[-3000:]}", flush=True)
+            print(f"FAILED {name}: rank {it.rank} {fault}; the end of its output:\n{it.output[-3000:]}", flush=True)
     return not faults
 
 
 def main() -> int:
     """Runs as a rank where it was started as one, else as the driver. Returns the exit code."""
     parser = argparse.ArgumentParser(description="How the other ranks end when one is lost.")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all where none is given")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--folder", type=Path, default=Path("lost"), help="for what the ranks say")
-    parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
+    parser.add_argument("--folder", type=Path, default=Path("lost"), help="folder for the output of the ranks")
+    parser.add_argument("--json", type=Path, default=None, help="file for the times")
     chosen = parser.parse_args()
     if unknown := set(chosen.cases) - CASES.keys():
         parser.error(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

@@ -1,13 +1,12 @@
-"""Calls of random sizes whose tensors, symmetric memory and graphs come and go, on real GPUs:
+"""Calls of random sizes on real GPUs, with tensors, symmetric memory and graphs that are freed and made again:
 
     torchrun --standalone --nproc-per-node N tests/gpu/stress_memory.py [--steps 2000] [--seed N]
 
-Now and then all executors are replaced by those of another program, which evict the memory of the former. Every rank
-makes the same calls, of the same sizes, in the same order. All else is drawn by each rank for itself: whether a call
-gets `out=`, new tensors or the same ones as before, whether tensors are dropped, and whether torch's allocator returns
-its free memory to CUDA. Now and then all ranks capture a call into a graph of their own and replay it later. Inputs are
-fresh in each call and outputs hold NaN before it. Prints a line at the end, and exits with 1 if a result was wrong or a
-rank failed.
+Sometimes all executors are replaced by executors of another program, which evict the memory of the old ones. Every rank
+makes the same calls, with the same sizes, in the same order. Each rank draws the rest for itself: whether a call has
+`out=`, whether tensors are new or reused, whether tensors are dropped, and whether torch's allocator returns free
+memory to CUDA. Sometimes all ranks capture a call into a graph and replay it later. Inputs are fresh in each call, and
+outputs hold NaN before it. It prints a line at the end, and exits with 1 if a result was wrong or a rank failed.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ NAN = float("nan")
 SIZES = (128, 256, 384, 512, 768, 1024)  # rows of a rank
 DEPTH = 2048
 GENERATION = 250  # steps, after which the executors are replaced
-MOST_GRAPHS = 4  # of the caller's, alive at a time
+MAX_GRAPHS = 4  # graphs of the caller at a time
 
 
 def fusion(ranks: int, columns: int) -> hi.Program:
-    """Return the gather of rows and their product with `columns` columns."""
+    """Return an all-gather of rows and a matmul with `columns` columns."""
     return hi.parse(
         f"""hostir 1
 mesh @mesh [didx] = {" ".join(map(str, range(ranks)))}
@@ -52,7 +51,7 @@ fusion @rows(%a: bf16[M@didx, {DEPTH}], %b: bf16[{DEPTH}, {columns}]) -> (%c) {{
 
 @dataclass
 class Captured:
-    """A graph of the caller's: it reads `a` and `b`, which must stay where they are, and writes `c`."""
+    """A graph of the caller: it reads `a` and `b`, which must keep their addresses, and writes `c`."""
 
     graph: torch.cuda.CUDAGraph
     a: torch.Tensor
@@ -61,7 +60,7 @@ class Captured:
 
 
 class Stress:
-    """One rank of a run. `shared` draws what all ranks do alike, `mine` what each does in its own way."""
+    """One rank of a run. `shared` draws the same on all ranks; `mine` draws for this rank only."""
 
     def __init__(self, seed: int) -> None:
         job = joined()
@@ -75,7 +74,7 @@ class Stress:
         self.worst = 0.0
 
     def replace_executors(self) -> None:
-        """Drop all executors, with what they hold, and make those of a program with more columns."""
+        """Drop all executors and their memory, and make executors of a program with more columns."""
         torch.cuda.synchronize()
         self.captured.clear()
         self.tensors.clear()
@@ -93,18 +92,18 @@ class Stress:
         how = self.shared.choices(("call", "capture", "replay"), (90, 2, 8))[0]
         seed = self.shared.randrange(1 << 40)
         if how == "replay" and self.captured:
-            held = self.shared.choice(self.captured)
-            self.draw(held.a, held.b, seed)
-            held.c.fill_(NAN)
-            held.graph.replay()
-            return self.check(how, held.a, held.b, held.c)
+            captured = self.shared.choice(self.captured)
+            self.draw(captured.a, captured.b, seed)
+            captured.c.fill_(NAN)
+            captured.graph.replay()
+            return self.check(how, captured.a, captured.b, captured.c)
         executor = self.executors[name]
         a, b, c = self.tensors_for(name, rows)
         self.draw(a, b, seed)
         if how == "capture":
             return self.capture(executor, a, b)
         eager = self.mine.random() < 0.2
-        for _ in range(self.shared.choice((1, 4))):  # as many calls on all ranks; the fourth is a replay
+        for _ in range(self.shared.choice((1, 4))):  # equally many calls on all ranks; the fourth is a replay
             c.fill_(NAN)
             (c,) = executor(a, b) if eager else executor(a, b, out=c)
         if not eager:
@@ -114,7 +113,7 @@ class Stress:
         self.forget()
 
     def tensors_for(self, name: str, rows: int) -> list[torch.Tensor]:
-        """Return the tensors of the latest such call, or new ones, often at the addresses of tensors that are gone."""
+        """Return the tensors of the latest such call, or new ones, often at addresses of freed tensors."""
         if (name, rows) in self.tensors and self.mine.random() < 0.6:
             return self.tensors[name, rows]
         a = torch.empty(rows, DEPTH, device="cuda", dtype=torch.bfloat16)
@@ -122,7 +121,7 @@ class Stress:
         return [a, b, torch.empty(rows * self.ranks, self.columns, device="cuda", dtype=torch.bfloat16)]
 
     def capture(self, executor: Executor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Capture a call into a graph of the caller's, after a call with the same shapes; drop an older graph."""
+        """Capture a call into a graph of the caller, after a call with the same shapes; maybe drop an older graph."""
         executor(a, b)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -130,11 +129,11 @@ class Stress:
             (c,) = executor(a, b)
         self.captured.append(Captured(graph, a.detach(), b.detach(), c))
         self.counts["captures"] += 1
-        if len(self.captured) > MOST_GRAPHS:
-            del self.captured[self.shared.randrange(MOST_GRAPHS)]
+        if len(self.captured) > MAX_GRAPHS:
+            del self.captured[self.shared.randrange(MAX_GRAPHS)]
 
     def forget(self) -> None:
-        """Drop some tensors, and return free memory to CUDA, which may give its addresses to other allocations."""
+        """Drop some tensors, and return free memory to CUDA, which may reuse its addresses."""
         if self.mine.random() < 0.3:
             self.tensors.pop(self.mine.choice(list(self.tensors) or [None]), None)
         if self.mine.random() < 0.3:
@@ -145,12 +144,12 @@ class Stress:
             self.counts["emptied"] += 1
 
     def draw(self, a: torch.Tensor, b: torch.Tensor, seed: int) -> None:
-        """Fill this rank's rows with numbers of its own, and `b` with numbers that all ranks have."""
+        """Fill `a` with random numbers of this rank, and `b` with random numbers that are the same on all ranks."""
         a.copy_(torch.randn(a.shape, generator=torch.Generator("cuda").manual_seed(seed + self.rank), device="cuda"))
         b.copy_(torch.randn(b.shape, generator=torch.Generator("cuda").manual_seed(seed - 1), device="cuda"))
 
     def check(self, how: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        """Compare with the product of NCCL's gather."""
+        """Compare with the product of rows gathered by NCCL."""
         full = torch.empty(self.ranks * len(a), DEPTH, device="cuda", dtype=torch.bfloat16)
         dist.all_gather_into_tensor(full, a)
         exact = full.double() @ b.double()
@@ -160,7 +159,9 @@ class Stress:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Calls whose tensors, symmetric memory and graphs come and go.")
+    parser = argparse.ArgumentParser(
+        description="Calls with tensors, symmetric memory and graphs that are freed and made again."
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()

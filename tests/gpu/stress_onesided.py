@@ -1,21 +1,20 @@
-"""Random one-sided programs on real GPUs, called in random ways, with ranks and statements held up at random:
+"""Random one-sided programs on real GPUs, called in random forms, with random delays of ranks and statements:
 
     torchrun --standalone --nproc-per-node N tests/gpu/stress_onesided.py [MODE] [--seconds S] [--seed N] [--json FILE]
 
-A pool of programs is drawn and compiled first: strategies ring and fused, ATen and Triton kernels, all dtypes, ragged
-sizes, slices, one or two right-hand sides, on all ranks or some. An iteration calls one or two of them, each on a
-stream of its own, 1 to 4 times back to back: eagerly, with `out=` so that the executor's own graph replays, or by a
-graph of the caller's. Inputs are fresh and are overwritten behind each call; outputs hold NaN before it, symmetric
-buffers before each batch. Nothing waits for the device within a batch of iterations.
+A pool of programs is drawn and compiled first: all one-sided strategies, ATen and Triton kernels, all dtypes, ragged
+sizes, slices, one or two right sides, on all ranks or some. An iteration calls one or two programs, each on a separate
+stream, 1 to 4 times in succession: eagerly, with `out=` so that the executor replays its graph, or by a graph of the
+caller. Inputs are fresh and are overwritten after each call. Outputs hold NaN before a call, and symmetric buffers
+before each batch of iterations. Nothing waits for the device within a batch.
 
-Errors may be 1.1 times those of torch's unfused gather and matmul (`stress_cases.share_of_allowed`); the same inputs
-must give the same bits, replayed or not, and a sum that all ranks hold the same bits on each. The ranks agree on the
-verdict before they go on. A failure is printed with the command that repeats its iteration. Exits with 1 where there
-was a failure. A hang ends within HOSTIR_TIMEOUT seconds, naming what is stuck; lost ranks are for
-tests/gpu/stress_lost.py.
+Errors may be 1.1 times the error of torch's unfused gather and matmul (`stress_cases.share_of_allowed`). The same
+inputs must give the same bits, replayed or not, and an all-reduce must give the same bits on all ranks. The ranks agree
+on the verdict before they go on. A failure is printed with the command that repeats its iteration, and the exit code is
+1. A hang ends within HOSTIR_TIMEOUT seconds with a diagnostic. tests/gpu/stress_lost.py tests lost ranks.
 
-Mode `fused_pairs` has two programs at once whose kernels both hold SMs while they wait for peers; `allreduces` only
-sums that all ranks hold: in one step, in blocks, in two steps, in chunks, of products and alone.
+Mode `fused_pairs` runs two programs at once with kernels that hold SMs while they wait for peers. Mode `allreduces`
+runs only all-reduces: in one step, in blocks, in two steps, in chunks, with and without products.
 """
 
 from __future__ import annotations
@@ -45,31 +44,31 @@ from tests.gpu import stress_cases as cases
 from tests.gpu.stress_cases import Iteration, Job
 from tests.gpu.stress_units import Delays, Parts, Streams, Unit
 
-BATCH = 10  # iterations between two looks at the device
+BATCH = 10  # iterations between two synchronisations with the device
 PERIOD = 10.0  # seconds between two lines of progress
-COMPILING = 600.0  # seconds that all programs may take until they have run once
+COMPILING = 600.0  # seconds for the first run of all programs
 
 
 @dataclass
 class Call:
-    """A call that has been, or is to be, issued."""
+    """A call that is issued or will be."""
 
     what: str
     size: int
-    wholes: Sequence[torch.Tensor]
+    unsharded: Sequence[torch.Tensor]
     inputs: Parts
     outputs: Parts = ()
 
 
 @dataclass
 class Tally:
-    """What has been seen so far, the same on every rank but for `worst`."""
+    """Counts so far, the same on every rank except `worst`."""
 
     iterations: int = 0
     calls: int = 0
     mismatches: int = 0
     hangs: int = 0
-    sums: int = 0  # whose bits are the same on all ranks
+    sums: int = 0  # all-reduces that were compared between ranks
     worst: float = 0.0
     forms: Counter[str] = field(default_factory=Counter)
 
@@ -91,17 +90,17 @@ class Stress:
         kernels = ("aten", "triton") if self.on_gpu else ("aten",)
         self.configs = cases.pool(chosen.seed, job.size, chosen.pool, kernels, chosen.mode)
         self.units: dict[int, Unit] = {}
-        self.ran: Sequence[int] = range(len(self.configs))  # what may be needed
+        self.ran: Sequence[int] = range(len(self.configs))  # programs that are used
         self.tally = Tally()
-        self.verdicts: list[tuple[int, str, torch.Tensor]] = []  # of a batch: iteration, what, share of what is allowed
-        self.prints: list[tuple[int, str, torch.Tensor]] = []  # of a batch: what the bits of a sum on all ranks are
+        self.verdicts: list[tuple[int, str, torch.Tensor]] = []  # of a batch: iteration, call, share of allowed error
+        self.prints: list[tuple[int, str, torch.Tensor]] = []  # of a batch: iteration, call, hash of an all-reduce
         self.number = chosen.first
 
     # Running ------------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Raises HostIRError where something hangs or cannot run."""
+        """Run all iterations; raise HostIRError if one hangs or cannot run."""
         self.compile()
-        begin = told = time.monotonic()
+        begin = printed = time.monotonic()
         most = self.chosen.iterations
         over = False
         while not over:
@@ -117,13 +116,13 @@ class Stress:
             now = time.monotonic()
             over = self.settle(used, now - begin > self.chosen.seconds)
             over = over or (most is not None and self.number >= self.chosen.first + most)
-            if now - told > PERIOD:
-                told = now
+            if now - printed > PERIOD:
+                printed = now
                 self.say(f"{now - begin:.0f} s: {self.tally.line(self.chosen.seed)}, {self.tally.calls} calls")
         faulthandler.cancel_dump_traceback_later()
 
     def compile(self) -> None:
-        """Makes all executors that may be needed; where few iterations are wanted, those of these."""
+        """Make the executors of all programs, or only of those that a few iterations use."""
         faulthandler.dump_traceback_later(COMPILING, exit=True)
         if self.chosen.iterations is not None and self.chosen.iterations <= BATCH:
             numbers = range(self.chosen.first, self.chosen.first + self.chosen.iterations)
@@ -136,7 +135,7 @@ class Stress:
         self.say(f"{len(self.ran)} programs on {self.job.size} ranks are ready after {time.monotonic() - begin:.0f} s")
 
     def iterate(self, number: int, drawn: Iteration) -> None:
-        """Issues one iteration, and the checks behind it."""
+        """Issue one iteration and its checks."""
         work = [list(self.prepared(number, i, job)) for i, job in enumerate(drawn.jobs)]
         mine = Random(f"delays {self.chosen.seed} {number} {self.job.rank}")
         self.delays.random = mine if drawn.slow else None
@@ -158,12 +157,12 @@ class Stress:
             unit.prepare(job.form, size, job.slot)
         first: Call | None = None
         for i, size in enumerate(job.sizes):
-            wholes = unit.wholes(size, cases.inputs_seed(self.chosen.seed, number, which, i))
-            call = Call(f"call {i} {job.form}", size, wholes, unit.parts(wholes, size))
+            unsharded = unit.unsharded(size, cases.inputs_seed(self.chosen.seed, number, which, i))
+            call = Call(f"call {i} {job.form}", size, unsharded, unit.parts(unsharded, size))
             first = first or call
             yield call
         if job.again and first is not None:
-            yield Call("call 0 again", first.size, first.wholes, unit.parts(first.wholes, first.size))
+            yield Call("call 0 again", first.size, first.unsharded, unit.parts(first.unsharded, first.size))
 
     def issue(self, which: int, job: Job, call: Call, drawn: Iteration, mine: Random) -> None:
         unit = self.units[job.config]
@@ -178,7 +177,7 @@ class Stress:
     def check(self, number: int, job: Job, calls: Sequence[Call]) -> None:
         unit = self.units[job.config]
         for call in calls:
-            share = unit.check(call.wholes, call.size, call.outputs)
+            share = unit.check(call.unsharded, call.size, call.outputs)
             self.verdicts.append((number, f"{call.what} of program {job.config}", share))
             if (bits := unit.prints(call.outputs)) is not None:
                 self.prints.append((number, f"{call.what} of program {job.config}", bits))
@@ -188,12 +187,12 @@ class Stress:
 
     # Agreeing -----------------------------------------------------------------------------------------------------
     def settle(self, used: set[int], late: bool) -> bool:
-        """Waits for a batch; all ranks hear its verdict, and whether rank 0 wants to end."""
+        """Wait for a batch, and exchange its verdict and whether rank 0 wants to end."""
         for i in sorted(used):
             self.units[i].executor.synchronize()
         end = torch.tensor(float(late and self.job.rank == 0), dtype=torch.float64, device=self.job.device)
         prints = [bits for *_, bits in self.prints]
-        lowest = [torch.where(bits.isinf(), bits, -bits) for bits in prints]  # negated; -inf on ranks without the sum
+        lowest = [torch.where(bits.isinf(), bits, -bits) for bits in prints]  # negated; -inf without a result
         shares = torch.stack([*(share for *_, share in self.verdicts), *prints, *lowest, end])
         mine = shares.tolist()
         dist.all_reduce(shares, op=dist.ReduceOp.MAX)
@@ -204,11 +203,11 @@ class Stress:
         self.prints.clear()
         for i in sorted(used):
             self.units[i].poison_shared()
-        dist.all_reduce(torch.zeros(1, device=self.job.device))  # nobody goes on before all have poisoned theirs
+        dist.all_reduce(torch.zeros(1, device=self.job.device))  # a barrier: all ranks have poisoned their buffers
         return bool(over)
 
     def judge(self, mine: Sequence[float], everyones: Sequence[float]) -> set[int]:
-        """Return the iterations with a result that is off."""
+        """Return the iterations with a wrong result."""
         bad: set[int] = set()
         for (number, what, _), share, worst in zip(self.verdicts, mine, everyones, strict=False):
             self.tally.worst = max(self.tally.worst, worst if isfinite(worst) else 0.0)
@@ -218,13 +217,13 @@ class Stress:
                 self.say_failed(number, f"{what}: {share:.2f} of what is allowed")
         return bad
 
-    def judge_bits(self, found: Sequence[float]) -> set[int]:
-        """Return the iterations with a sum of which two ranks hold different bits.
+    def judge_bits(self, hashes: Sequence[float]) -> set[int]:
+        """Return the iterations with an all-reduce of different bits on two ranks.
 
-        `found`: the largest numbers that ranks have for their bits, then the smallest, negated.
+        `hashes` holds the largest hashes over all ranks, then the negated smallest ones.
         """
         count, bad = len(self.prints), set[int]()
-        for (number, what, _), largest, smallest in zip(self.prints, found[:count], found[count:], strict=True):
+        for (number, what, _), largest, smallest in zip(self.prints, hashes[:count], hashes[count:], strict=True):
             if largest != -smallest:
                 bad.add(number)
                 self.say_failed(number, f"{what}: ranks hold different bits of a sum")
@@ -261,7 +260,7 @@ class Stress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until the time is over and returns the exit code."""
+    """Run until the time is over and return the exit code."""
     chosen = cases.options(sys.argv[1:] if arguments is None else arguments)
     os.environ.setdefault("HOSTIR_TIMEOUT", "60")
     begin = time.monotonic()
@@ -271,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stress = Stress(job, chosen)
         try:
             stress.run()
-            stress.units.clear()  # graphs go before the groups of the session
+            stress.units.clear()  # graphs must be freed before the groups of the session
         except Exception as problem:
             stress.tally.hangs += isinstance(problem, HostIRError)
             stress.say_failed(stress.number, f"or another of its batch: {type(problem).__name__}: {problem}")

@@ -1,8 +1,8 @@
-"""cuBLAS divides K of these products: what a graph adds up is its own, whatever is replayed beside it."""
+"""cuBLAS uses split-K for these products: graphs that replay at the same time must not share its workspace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,15 +19,11 @@ Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Replay = Callable[[], object]
 
 
-@pytest.fixture(autouse=True)
-def device() -> Iterator[torch.device]:
-    with torch.device("cuda"):
-        yield torch.device("cuda")
-    torch.cuda.synchronize()
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def products(m: int, k: int, n: int, dtype: str, stream: str) -> Executor:
-    """The same product again and again, on the caller's stream or on one of the program's."""
+    """Return an executor of repeated equal products, on the caller's stream or on a worker stream."""
     body = f"""  %c: {dtype}[{m}, {n}] = allocate
   set_stream {stream}
   {"synchronize %user" if stream == "0" else ""}
@@ -38,7 +34,7 @@ def products(m: int, k: int, n: int, dtype: str, stream: str) -> Executor:
 
 
 def captured_by_the_caller(executors: list[Executor], operands: list[Matrices]) -> list[Replay]:
-    """Both on the stream that torch captures on where it is given none."""
+    """Capture both calls on torch's default capture stream."""
     graphs: list[Replay] = []
     for executor, (a, b, c) in zip(executors, operands, strict=True):
         graph = torch.cuda.CUDAGraph()
@@ -49,52 +45,50 @@ def captured_by_the_caller(executors: list[Executor], operands: list[Matrices]) 
 
 
 def captured_by_itself(executors: list[Executor], operands: list[Matrices]) -> list[Replay]:
-    """Both on one stream, as of 33 executors two have one."""
-    ours = [executor._graphs for executor in executors]
-    assert ours[0] is not None
-    assert ours[1] is not None
-    ours[1].__dict__["side"] = ours[0].side
+    """Let both executors capture on one stream; 33 executors always have two that share a stream."""
+    captures = [executor._graphs for executor in executors]
+    assert captures[0] is not None
+    assert captures[1] is not None
+    captures[1].__dict__["side"] = captures[0].side
     calls: list[Replay] = []
     for executor, (a, b, c) in zip(executors, operands, strict=True):
         calls.append(lambda executor=executor, a=a, b=b, c=c: executor(a, b, out=c))
         for _ in range(3):
             calls[-1]()
-    assert [len(graphs.kept) for graphs in ours if graphs is not None] == [1, 1]
+    assert [len(graphs.kept) for graphs in captures if graphs is not None] == [1, 1]
     return calls
 
 
 def wrong(capture: Callable[..., list[Replay]], stream: str) -> int:
-    """Of so many replays at once, those with other bits than a call has by itself."""
+    """Return the number of concurrent replays with other bits than a single call."""
     executors = [products(*shape, stream) for shape in SHAPES]
-    executors[1]._machine.streams[:] = executors[0]._machine.streams  # as of 33 executors two have the same
+    executors[1]._machine.streams[:] = executors[0]._machine.streams  # 33 executors always have two that share streams
     operands: list[Matrices] = []
     for m, k, n, dtype in SHAPES:
-        kind = DTYPES[dtype]
-        operands.append((torch.randn(m, k).to(kind), torch.randn(k, n).to(kind), torch.empty(m, n, dtype=kind)))
-    alone = [executor(a, b)[0] for executor, (a, b, _) in zip(executors, operands, strict=True)]
+        torch_dtype = DTYPES[dtype]
+        a, b = torch.randn(m, k).to(torch_dtype), torch.randn(k, n).to(torch_dtype)
+        operands.append((a, b, torch.empty(m, n, dtype=torch_dtype)))
+    expected = [executor(a, b)[0] for executor, (a, b, _) in zip(executors, operands, strict=True)]
     replays = capture(executors, operands)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    found = 0
+    count = 0
     for _ in range(REPLAYS):
         for *_, c in operands:
             c.fill_(NAN)
         torch.cuda.synchronize()
-        for replay, own in zip(replays, streams, strict=True):
-            with torch.cuda.stream(own):
+        for replay, stream_of_replay in zip(replays, streams, strict=True):
+            with torch.cuda.stream(stream_of_replay):
                 replay()
         torch.cuda.synchronize()
-        found += any(not torch.equal(c, right) for (*_, c), right in zip(operands, alone, strict=True))
-    return found
+        count += any(not torch.equal(c, right) for (*_, c), right in zip(operands, expected, strict=True))
+    return count
 
 
 @pytest.mark.parametrize("stream", ["%user", "0"], ids=["callers stream", "own stream"])
 @pytest.mark.parametrize("capture", [captured_by_the_caller, captured_by_itself], ids=["callers graph", "own graph"])
-def test_graphs_captured_on_one_stream_and_replayed_at_once_do_not_take_each_others_sums(
+def test_graphs_captured_on_one_stream_can_be_replayed_at_once(
     capture: Callable[..., list[Replay]], stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert wrong(capture, stream) == 0
     monkeypatch.setattr(cuda, "BY_CUBLAS", ())
-    nothing = (
-        "nothing is wrong without streams of their own: try other shapes, or do without hostir/runtime/cuda/graphs.py"
-    )
-    assert wrong(capture, stream) > 0, nothing
+    assert wrong(capture, stream) > 0, "these shapes need no separate workspaces; try other shapes"

@@ -1,4 +1,4 @@
-"""Flags that kernels raise behind blocks of their results, and sums that wait for blocks, on a real GPU."""
+"""Flags that kernels set after blocks of their results, and sums that wait for blocks, on a real GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from hostir.runtime.kernels.matmul import _by_stream as workspaces
 from hostir.runtime.kernels.matmul import matmul, multiply
 from hostir.runtime.kernels.reduce import reduce_sum
 from hostir.runtime.kernels.tiles import Tile
+from tests.gpu.one_device import descriptor_modes
 from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
 
 CUDA = "cuda"
 BF16 = torch.bfloat16
 CALLS = 2000
-
-
-def descriptor_modes() -> list[bool]:
-    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
 
 
 def one_tile(use_descriptors: bool, **fields: int) -> Tile:
@@ -33,14 +30,14 @@ def flags_of(blocks: int, value: int = 0) -> torch.Tensor:
     return torch.full((blocks,), value, dtype=torch.int64, device=CUDA)
 
 
-def counts_are_zero() -> bool:
+def tickets_are_zero() -> bool:
     return not any(tickets.any().item() for _, tickets in workspaces.values())
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 8, 40])
 @pytest.mark.parametrize(("M", "N", "K"), [(4096, 3584, 1024), (2000, 904, 520), (8 * 130, 328, 72), (40, 1792, 4096)])
-def test_every_tile_gives_the_bits_of_the_kernel_without_flags_and_raises_all(M, N, K, blocks, transpose_b):
+def test_every_tile_gives_the_bits_of_the_kernel_without_flags_and_sets_all_flags(M, N, K, blocks, transpose_b):
     a = filled([M, K], BF16, device=CUDA)
     b = filled([N, K] if transpose_b else [K, N], BF16, device=CUDA)
     for use_descriptors in descriptor_modes():
@@ -52,25 +49,25 @@ def test_every_tile_gives_the_bits_of_the_kernel_without_flags_and_raises_all(M,
                     continue
                 out, buffer = embedded([M, N], BF16, pad=[1, 8], device=CUDA)
                 flags = flags_of(blocks)
-                for epoch in (1, 2):  # the second is launched without Triton
+                for epoch in (1, 2):  # the second launch bypasses Triton
                     matmul(a, b, out.fill_(math.nan), done=DoneFlags(flags, epoch, blocks // 2), **options)
                     assert flags.tolist() == [epoch] * blocks
                     assert_only_view_written(out, buffer)
-                integers = split > 0  # which tiles are split depends on the order of tiles
+                integers = split > 0  # the order of tiles decides which tiles are split
                 plain = matmul(a, b, torch.empty_like(out), **options)
                 assert torch.allclose(out, plain, rtol=2e-2, atol=2e-1) if integers else torch.equal(out, plain)
-                assert counts_are_zero()
+                assert tickets_are_zero()
 
 
 @pytest.mark.parametrize("blocks", [1, 8])
 @pytest.mark.parametrize(("batch", "M", "N", "K"), [(1, 4096, 3584, 1024), (3, 2000, 904, 520), (1, 40, 1792, 4096)])
-def test_a_product_is_added_to_what_is_there_and_rounded_once(batch, M, N, K, blocks):
+def test_a_product_is_added_to_its_output_and_rounded_once(batch, M, N, K, blocks):
     a, b = filled([batch, M + 1, K], BF16, device=CUDA)[:, :M], filled([K, N], BF16, device=CUDA)
     before, flags = filled([batch, M, N], BF16, device=CUDA), flags_of(blocks)
     exact = a.double() @ b.double() + before.double()
     for use_descriptors in descriptor_modes():
         for tile in (None, *tiles_of(BF16, descriptors=use_descriptors)):
-            for epoch in (1, 2):  # the second is launched without Triton
+            for epoch in (1, 2):  # the second launch bypasses Triton
                 out, done = before.clone(), DoneFlags(flags.zero_(), epoch, 0)
                 multiply(a, b, out, done=done, use_descriptors=use_descriptors, tile=tile, adds=True)
                 assert flags.tolist() == [epoch] * blocks
@@ -79,13 +76,13 @@ def test_a_product_is_added_to_what_is_there_and_rounded_once(batch, M, N, K, bl
 
 @pytest.mark.parametrize("split", [0, 9])
 @pytest.mark.parametrize(("M", "blocks"), [(4096, 8), (4096, 16), (6000, 8), (1040, 8), (2048, 64)])
-def test_copies_behind_flags_see_every_byte_while_the_kernel_runs(M, blocks, split):
-    """A stream that waits for each flag copies the block to the host: a byte that comes late would be NaN there."""
+def test_copies_after_flags_read_complete_blocks_while_the_kernel_runs(M, blocks, split):
+    """Copy each block to the host after its flag: a byte that is stored late would be NaN in the copy."""
     N, K, height = 2048, 4096, M // blocks
     modes = [{"use_descriptors": mode, "tile": one_tile(mode, split=split, parts=2)} for mode in descriptor_modes()]
     b = filled([K, N], BF16, device=CUDA)
     a, out, expected = (torch.empty(M, n, dtype=BF16, device=CUDA) for n in (K, N, N))
-    taken = torch.empty(M, N, dtype=BF16).pin_memory()  # a copy within the GPU would need SMs, which the kernel holds
+    taken = torch.empty(M, N, dtype=BF16).pin_memory()  # a copy within the GPU would need SMs that the kernel holds
     flags, side = flags_of(blocks), torch.cuda.Stream()
     reset = in_batches([write(flags.data_ptr() + 8 * i, 0) for i in range(blocks)])
     waits = [in_batches([wait_at_least(flags.data_ptr() + 8 * i, 1)]) for i in range(blocks)]
@@ -96,7 +93,7 @@ def test_copies_behind_flags_see_every_byte_while_the_kernel_runs(M, blocks, spl
         first, options = call % blocks, modes[call % len(modes)]
         reset(torch.cuda.current_stream().cuda_stream)
         side.wait_stream(torch.cuda.current_stream())
-        matmul(a, b, out, done=DoneFlags(flags, 1, first), **options)  # issued before anything waits for it
+        matmul(a, b, out, done=DoneFlags(flags, 1, first), **options)  # issued before the waits
         with torch.cuda.stream(side):
             for i in range(blocks):
                 block = (first + i) % blocks
@@ -104,34 +101,34 @@ def test_copies_behind_flags_see_every_byte_while_the_kernel_runs(M, blocks, spl
                 taken[block * height :][:height].copy_(out[block * height :][:height], non_blocking=True)
         torch.cuda.current_stream().wait_stream(side)
         matmul(a, b, expected, done=DoneFlags(flags, 1, first), **options)
-        there = taken.to(CUDA, non_blocking=True)
-        worst += (there.view(torch.int16) != expected.view(torch.int16)).sum()
+        copied = taken.to(CUDA, non_blocking=True)
+        worst += (copied.view(torch.int16) != expected.view(torch.int16)).sum()
     assert worst.item() == 0
-    assert counts_are_zero()
+    assert tickets_are_zero()
 
 
 @pytest.mark.parametrize("waits", [2, 8])
 @pytest.mark.parametrize("blocks", [2, 8, 16])
-def test_a_kernel_that_waits_raises_flags_too(blocks, waits):
+def test_a_waiting_kernel_sets_flags(blocks, waits):
     M, N, K = 2048, 3584, 1024
     a, b = (filled(shape, BF16, integers=True, device=CUDA) for shape in ([M, K], [K, N]))
     exact = (a.double() @ b.double()).to(BF16)
     for use_descriptors in descriptor_modes():
-        for early, split, own in [(0, 0, False), (1, 0, True), (1, 9, True), (2, 5, False)]:
+        for early, split, local in [(0, 0, False), (1, 0, True), (1, 9, True), (2, 5, False)]:
             config = one_tile(use_descriptors, early_blocks=early, split=split, parts=2)
             ready = ReadyFlags(flags_of(waits, 1), 1, no_timeouts(waits, CUDA), first=1)
-            mine = a.chunk(waits)[1].clone() if own else None
+            mine = a.chunk(waits)[1].clone() if local else None
             flags, out = flags_of(blocks), torch.full((M, N), math.nan, dtype=BF16, device=CUDA)
             options = {"use_descriptors": use_descriptors, "tile": config, "own": mine}
             matmul(a, b, out, ready=ready, done=DoneFlags(flags, 1), **options)
             assert torch.equal(out, exact)
             assert flags.tolist() == [1] * blocks
-            assert counts_are_zero()
+            assert tickets_are_zero()
 
 
 @pytest.mark.parametrize("missing", [0, 2, 3])
 @pytest.mark.parametrize("early", [0, 1])
-def test_a_kernel_that_gives_up_raises_no_flag_of_a_block_that_misses_rows(missing, early):
+def test_a_kernel_that_times_out_sets_no_flag_of_a_block_with_missing_rows(missing, early):
     a, b = filled([4096, 512], BF16, device=CUDA), filled([512, 1024], BF16, device=CUDA)
     for use_descriptors in descriptor_modes():
         config = one_tile(use_descriptors, early_blocks=early)
@@ -143,13 +140,13 @@ def test_a_kernel_that_gives_up_raises_no_flag_of_a_block_that_misses_rows(missi
         raised = flags.tolist()
         assert not any(raised[2 * missing : 2 * missing + 2])
         assert not any(out.chunk(8)[i].isnan().any() for i in range(8) if raised[i])
-        assert counts_are_zero()
+        assert tickets_are_zero()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sources", [2, 3, 8])
 @pytest.mark.parametrize(("rows", "N", "results"), [(1024, 4096, 1), (1024, 4096, 4), (130, 904, 2), (8, 8192, 8)])
-def test_sums_that_wait_have_the_bits_of_those_that_do_not(rows, N, results, sources, dtype):
+def test_a_waiting_sum_gives_the_bits_of_a_sum_without_flags(rows, N, results, sources, dtype):
     x = filled([sources, rows, N], dtype, device=CUDA)
     plain = reduce_sum(x, torch.empty(rows, N, dtype=dtype, device=CUDA), 0)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
@@ -172,7 +169,7 @@ def test_sums_that_wait_have_the_bits_of_those_that_do_not(rows, N, results, sou
 
 
 @pytest.mark.parametrize("results", [1, 4])
-def test_sources_that_copies_bring_while_the_sum_waits_are_seen_in_every_call(results):
+def test_a_waiting_sum_reads_sources_that_copies_bring_in_every_call(results):
     sources, rows, N, mine = 4, 512, 4096, 2
     x = torch.empty(sources, rows, N, dtype=BF16, device=CUDA)
     flags, side = flags_of(sources * results), torch.cuda.Stream()
@@ -183,8 +180,8 @@ def test_sources_that_copies_bring_while_the_sum_waits_are_seen_in_every_call(re
     worst, height = torch.zeros((), dtype=torch.int64, device=CUDA), rows // results
     pool = [torch.randn(sources, rows, N).to(BF16).pin_memory() for _ in range(8)]
     for epoch in range(1, CALLS // 4):
-        fresh = pool[epoch % 8]  # from pinned memory: a copy within the GPU would need SMs, which the sum may hold
-        own, there = fresh[mine].to(CUDA), fresh.to(CUDA)
+        fresh = pool[epoch % 8]  # from pinned memory: a copy within the GPU would need SMs that the sum may hold
+        local, sources_on_gpu = fresh[mine].to(CUDA), fresh.to(CUDA)
         x.fill_(math.nan)
         out.fill_(math.nan)
         side.wait_stream(torch.cuda.current_stream())
@@ -195,14 +192,14 @@ def test_sources_that_copies_bring_while_the_sum_waits_are_seen_in_every_call(re
                 x[source, part].copy_(fresh[source, part], non_blocking=True)
                 slot = flags.data_ptr() + 8 * (source * results + block)
                 in_batches([write(slot, epoch)])(side.cuda_stream)
-        reduce_sum(x, out, 0, ready=dataclasses.replace(ready, epoch=epoch), own=own)
+        reduce_sum(x, out, 0, ready=dataclasses.replace(ready, epoch=epoch), own=local)
         torch.cuda.current_stream().wait_stream(side)
-        worst += (out.view(torch.int16) != reduce_sum(there, expected, 0).view(torch.int16)).sum()
+        worst += (out.view(torch.int16) != reduce_sum(sources_on_gpu, expected, 0).view(torch.int16)).sum()
     assert worst.item() == 0
     assert timeout_error(ready.timeouts, 0, "%f") is None
 
 
-def test_a_replayed_matmul_raises_its_flags_anew():
+def test_a_replayed_matmul_sets_its_flags_again():
     a, b = filled([1024, 512], BF16, device=CUDA), filled([512, 1024], BF16, device=CUDA)
     out, flags = torch.empty(1024, 1024, dtype=BF16, device=CUDA), flags_of(4)
     matmul(a, b, out, done=DoneFlags(flags, 1))
@@ -219,7 +216,7 @@ def test_a_replayed_matmul_raises_its_flags_anew():
 
 
 def test_a_sum_runs_at_the_speed_of_memory():
-    """Within a quarter of 4.8 TB/s: less would mean that loads wait for each other."""
+    """At least 60 % of 4.8 TB/s on an H200: less would mean that loads wait for each other."""
     x = torch.randn(8, 1024, 8192, device=CUDA).to(BF16)
     out = torch.empty(1024, 8192, dtype=BF16, device=CUDA)
     reduce_sum(x, out, 0)

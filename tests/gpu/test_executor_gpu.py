@@ -1,11 +1,8 @@
-"""Executors on one CUDA device: streams that are really behind one another, the caller's captures, and memory that
-comes back.
-"""
+"""Executors on one CUDA device: delayed streams, captures of the caller, and memory that is reused."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,30 +17,25 @@ from hostir.runtime.cuda.streams import queues
 from hostir.runtime.executor import Executor
 from hostir.runtime.kernels import matmul
 from hostir.runtime.trace import Trace
-from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, poison, slowed
+from tests.gpu.one_device import NAN, SLEEP, alone, delay_kernels, inputs_of, is_product, pipeline, poison
 
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[torch.device]:
-    with torch.device("cuda"):
-        yield torch.device("cuda")
-    torch.cuda.synchronize()
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_calls_back_to_back_give_fresh_outputs(dtype: str, kernels: str) -> None:
+def test_successive_calls_give_separate_outputs(dtype: str, kernels: str) -> None:
     executor = Executor(pipeline(dtype), machine="cuda", kernels=kernels)
     kept = []
     for _ in range(10):
         poison()
         a, b = inputs_of({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype])
         kept.append((executor(a, b)[0], a, b))
-    assert all(close(*one) for one in kept)
+    assert all(is_product(*call) for call in kept)
     assert len(executor.plans) == 1
 
 
-def test_workers_wait_for_what_the_caller_is_still_writing() -> None:
+def test_workers_wait_for_writes_of_the_caller() -> None:
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
     executor(a, b)
@@ -51,18 +43,18 @@ def test_workers_wait_for_what_the_caller_is_still_writing() -> None:
     torch.cuda._sleep(SLEEP)
     a.copy_(fresh)
     (c,) = executor(a, b)
-    assert close(c, fresh, b)
+    assert is_product(c, fresh, b)
 
 
-def test_the_caller_may_overwrite_inputs_and_read_outputs_as_soon_as_a_call_returns() -> None:
+def test_the_caller_may_overwrite_inputs_and_read_outputs_after_a_call_returns() -> None:
     executor = Executor(pipeline(), machine="cuda")
-    slowed(executor, "matmul")
+    delay_kernels(executor, "matmul")
     a, b = inputs_of()
     kept_a, kept_b = a.clone(), b.clone()
     (c,) = executor(a, b)
     a.fill_(NAN)
     b.fill_(NAN)
-    assert close(c.clone(), kept_a, kept_b)
+    assert is_product(c.clone(), kept_a, kept_b)
 
 
 def test_a_call_does_not_wait_for_the_device() -> None:
@@ -79,7 +71,7 @@ def test_a_call_does_not_wait_for_the_device() -> None:
     assert not done.query(), f"issuing took {issued:.3f} s"
 
 
-def test_the_callers_stream_is_the_one_current_at_the_call_and_stays_current() -> None:
+def test_the_stream_of_the_caller_is_the_current_stream_and_stays_current() -> None:
     executor = Executor(pipeline(), machine="cuda")
     stream = torch.cuda.Stream()
     a, b = inputs_of()
@@ -91,14 +83,12 @@ def test_the_callers_stream_is_the_one_current_at_the_call_and_stays_current() -
             (c,) = executor(a, b)
             assert torch.cuda.current_stream() == stream
         torch.cuda.current_stream().wait_stream(stream)
-        assert close(c, a, b)
+        assert is_product(c, a, b)
 
 
 @pytest.mark.parametrize("on_workers", [True, False])
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
-def test_calls_at_the_same_addresses_read_what_lies_there_on_whatever_stream_they_are_made(
-    kernels: str, on_workers: bool
-) -> None:
+def test_calls_at_the_same_addresses_read_the_current_data_on_any_stream(kernels: str, on_workers: bool) -> None:
     body = "  %c: bf16[4, 1, 64, 256] = allocate\n  matmul %a, %b -> %c"
     on_callers = alone(body, "%a: bf16[4, 1, 64, 128], %b: bf16[128, 256]")
     program = pipeline("bf16") if on_workers else on_callers
@@ -115,10 +105,10 @@ def test_calls_at_the_same_addresses_read_what_lies_there_on_whatever_stream_the
             b.copy_(torch.randn_like(b))
             c.fill_(NAN)
             executor(a, b, out=c)
-            assert close(c, a, b)
+            assert is_product(c, a, b)
 
 
-def test_whether_tf32_is_allowed_is_asked_in_every_call() -> None:
+def test_every_call_reads_the_setting_of_tf32() -> None:
     body = "  %c: f32[512, 256] = allocate\n  matmul %a, %b -> %c"
     executor = Executor(alone(body, "%a: f32[512, 512], %b: f32[512, 256]"), machine="cuda", kernels="triton")
     a, b = torch.randn(512, 512), torch.randn(512, 256)
@@ -133,7 +123,7 @@ def test_whether_tf32_is_allowed_is_asked_in_every_call() -> None:
     assert max(errors[::2]) < 1e-3 < min(errors[1::2])
 
 
-def test_the_callers_stream_is_current_again_after_an_error() -> None:
+def test_the_stream_of_the_caller_is_current_after_an_error() -> None:
     executor = Executor(pipeline(), machine="cuda")
 
     def fails(out: torch.Tensor, *operands: torch.Tensor) -> None:
@@ -160,28 +150,28 @@ def test_a_call_can_be_captured_and_replayed_with_new_data(kernels: str) -> None
         b.copy_(torch.randn_like(b))
         c.fill_(NAN)
         graph.replay()
-        assert close(c, a, b)
+        assert is_product(c, a, b)
     (eager,) = executor(a, b)
-    assert close(eager, a, b)
+    assert is_product(eager, a, b)
 
 
 def test_a_first_call_inside_a_capture_is_refused() -> None:
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
-    said: list[str] = []
+    errors: list[str] = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         a.add_(0)
         try:
             executor(a, b)
         except HostIRError as problem:
-            said.append(str(problem))
-    assert "for the first time inside a CUDA graph capture" in said[0]
-    assert "call it once" in said[0]
+            errors.append(str(problem))
+    assert "for the first time inside a CUDA graph capture" in errors[0]
+    assert "call it once" in errors[0]
 
 
 @pytest.mark.parametrize("home", ["%user", "1"], ids=["from the caller's stream", "from a worker's stream"])
-def test_memory_freed_while_a_worker_still_reads_it_is_not_given_out(home: str) -> None:
+def test_memory_that_a_worker_still_reads_is_not_reused(home: str) -> None:
     body = f"""  %c: f32[512, 512] = allocate
   set_stream {home}
   synchronize %user
@@ -198,7 +188,7 @@ def test_memory_freed_while_a_worker_still_reads_it_is_not_given_out(home: str) 
   synchronize 0
   synchronize 1"""
     executor = Executor(alone(body, "%a: f32[512, 512], %nan: f32[512, 512]"), machine="cuda", check=False)
-    slowed(executor, "gelu")
+    delay_kernels(executor, "gelu")
     nan = torch.full((512, 512), NAN)
     for _ in range(3):
         a = torch.randn(512, 512)
@@ -206,21 +196,21 @@ def test_memory_freed_while_a_worker_still_reads_it_is_not_given_out(home: str) 
         assert torch.allclose(c, torch.nn.functional.gelu(a.relu()))
 
 
-def test_inputs_and_outputs_of_a_worker_that_never_joins_outlive_it() -> None:
+def test_inputs_and_outputs_of_a_worker_without_a_join_stay_allocated() -> None:
     body = "  %c: f32[512, 512] = allocate\n  set_stream 0\n  synchronize %user\n  gelu %a -> %c"
     executor = Executor(alone(body, "%a: f32[512, 512]"), machine="cuda", check=False)
-    slowed(executor, "gelu")
+    delay_kernels(executor, "gelu")
     a = torch.randn(512, 512)
     exact = torch.nn.functional.gelu(a)
     torch.cuda.synchronize()
     (c,) = executor(a)
     del a
-    torch.full((512, 512), NAN)  # would take the memory of `a`
+    torch.full((512, 512), NAN)  # would reuse the memory of `a`
     executor._machine.streams[0].synchronize()
     assert torch.allclose(c, exact)
 
 
-def test_nothing_stays_allocated_between_calls() -> None:
+def test_a_call_leaves_no_memory_allocated() -> None:
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
     executor(a, b)
@@ -241,7 +231,7 @@ def test_a_trace_has_the_times_of_both_streams() -> None:
     assert all(e.start < e.end and abs(e.end - time.time()) < 60 for e in trace.events)
 
 
-def test_synchronize_gives_up_on_a_device_that_does_not_finish() -> None:
+def test_synchronize_times_out_if_the_device_does_not_finish() -> None:
     executor = Executor(pipeline(), machine="cuda", timeout=0.1)
     a, b = inputs_of()
     executor(a, b)
@@ -261,7 +251,7 @@ ABSENT = """%full: bf16[2, M, 64] = allocate_symmetric
 
 
 @pytest.mark.parametrize("makes_room", [True, False])
-def test_what_a_kernel_reports_when_other_shapes_run_is_raised(
+def test_a_timeout_of_a_kernel_is_raised_by_a_call_of_new_shapes(
     makes_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOSTIR_TIMEOUT", "1")
@@ -273,11 +263,11 @@ def test_what_a_kernel_reports_when_other_shapes_run_is_raised(
     missing = r"rank 0, 'matmul %full.* flag %there\[0\] did not reach epoch"
     executor(first, b)
     with pytest.raises(HostIRError, match=missing):
-        executor(second, b)  # where another plan is made, all are asked
+        executor(second, b)  # a new plan reads the timeouts of all plans
     assert len(executor.plans) == 2 - makes_room
 
 
-def test_what_a_kernel_reports_is_raised_by_calls_of_shapes_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_of_a_kernel_is_raised_by_a_call_of_known_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTIR_TIMEOUT", "1")
     executor = Executor(alone(ABSENT, "%a: bf16[2, M, 64], %b: bf16[64, 64]"), machine="cuda", check=False)
     b = torch.randn(64, 64).bfloat16()
@@ -292,7 +282,7 @@ def test_what_a_kernel_reports_is_raised_by_calls_of_shapes_met_before(monkeypat
 
 
 @pytest.mark.parametrize("count", [6, 40])
-def test_streams_that_all_wait_for_the_last_are_refused_where_the_device_has_fewer_queues(count: int) -> None:
+def test_streams_that_wait_for_the_last_one_are_refused_if_the_device_has_too_few_queues(count: int) -> None:
     text = f"""hostir 1
 mesh @mesh [didx] = 0
 program @many(%x: f32[{count}, 8]) -> (%y) streams {count} {{
@@ -340,5 +330,5 @@ def test_a_first_call_compiles_nothing_once_its_plan_is_bound(monkeypatch: pytes
     monkeypatch.setattr(CudaPlan, "run", counted)
     a, b = inputs_of(torch.float16)
     (c,) = Executor(pipeline("f16"), machine="cuda", kernels="triton")(a, b)
-    assert close(c, a, b)
+    assert is_product(c, a, b)
     assert before == [len(compiled)] != [0]

@@ -1,9 +1,8 @@
-"""Calls with `out=` on one CUDA device: eager, captured and replayed, in order, and right at whatever addresses."""
+"""Calls with `out=` on one CUDA device: eager, captured and replayed, with any addresses and in order."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ import torch
 from hostir.ir import parse
 from hostir.runtime.cuda.streams import Allocations
 from hostir.runtime.executor import Executor
-from tests.gpu.one_device import NAN, SLEEP, alone, close, inputs_of, pipeline, slowed
+from tests.gpu.one_device import NAN, SLEEP, alone, delay_kernels, inputs_of, is_product, pipeline
 
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[torch.device]:
-    with torch.device("cuda"):
-        yield torch.device("cuda")
-    torch.cuda.synchronize()
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def fresh(*tensors: torch.Tensor) -> None:
@@ -32,7 +26,7 @@ def graphs_of(executor: Executor) -> int:
 
 
 def called(times: int) -> tuple[Executor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An executor after so many calls, which are over, with their inputs and their output."""
+    """Return an executor after some finished calls, with its inputs and output."""
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
     c = torch.empty(4, 1, 64, 256)
@@ -44,24 +38,24 @@ def called(times: int) -> tuple[Executor, torch.Tensor, torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_calls_with_out_become_replays_that_read_and_write_what_is_there(dtype: str, kernels: str) -> None:
+def test_calls_with_out_become_replays_on_the_current_data(dtype: str, kernels: str) -> None:
     executor = Executor(pipeline(dtype), machine="cuda", kernels=kernels)
     a, b = inputs_of({"f32": torch.float32, "bf16": torch.bfloat16}[dtype])
     c = torch.empty(4, 1, 64, 256, dtype=a.dtype)
     for call in range(8):
         fresh(a, b)
         c.fill_(NAN)
-        (found,) = executor(a, b, out=c)
-        assert found is c
-        assert close(c, a, b)
+        (result,) = executor(a, b, out=c)
+        assert result is c
+        assert is_product(c, a, b)
         assert graphs_of(executor) == (call >= 2)
     assert executor.graph_refusal is None
-    assert close(executor(a, b)[0], a, b)
+    assert is_product(executor(a, b)[0], a, b)
 
 
-def test_a_replay_waits_for_what_the_caller_still_writes_and_is_waited_for() -> None:
+def test_a_replay_is_ordered_with_the_stream_of_the_caller() -> None:
     executor = Executor(pipeline(), machine="cuda")
-    slowed(executor, "matmul")
+    delay_kernels(executor, "matmul")
     a, b = inputs_of()
     c = torch.empty(4, 1, 64, 256)
     for _ in range(5):
@@ -72,11 +66,11 @@ def test_a_replay_waits_for_what_the_caller_still_writes_and_is_waited_for() -> 
         executor(a, b, out=c)
         a.fill_(NAN)
         b.fill_(NAN)
-        assert close(c.clone(), new_a, new_b)
+        assert is_product(c.clone(), new_a, new_b)
     assert graphs_of(executor) == 1
 
 
-@pytest.mark.parametrize("calls", [pytest.param(2, id="which captures"), pytest.param(4, id="which replays")])
+@pytest.mark.parametrize("calls", [pytest.param(2, id="capture"), pytest.param(4, id="replay")])
 def test_a_call_does_not_wait_for_the_device(calls: int) -> None:
     executor, a, b, c = called(calls)
     torch.cuda._sleep(20 * SLEEP)
@@ -85,10 +79,10 @@ def test_a_call_does_not_wait_for_the_device(calls: int) -> None:
     done.record()
     assert not done.query()
     assert graphs_of(executor) == 1
-    assert close(c, a, b)
+    assert is_product(c, a, b)
 
 
-def test_calls_whose_addresses_change_are_right() -> None:
+def test_calls_with_changing_addresses_give_the_product() -> None:
     executor = Executor(pipeline(), machine="cuda")
     memory = [torch.empty(20, 4, 1, 64, 128), torch.empty(20, 128, 256), torch.full((20, 4, 1, 64, 256), NAN)]
     for call in range(120):
@@ -97,21 +91,21 @@ def test_calls_whose_addresses_change_are_right() -> None:
         fresh(a, b)
         c.fill_(NAN)
         executor(a, b, out=c)
-        assert close(c, a, b)
+        assert is_product(c, a, b)
     assert 0 < graphs_of(executor) <= 16
 
 
-def test_memory_that_comes_back_at_the_same_place_is_what_is_replayed_on() -> None:
+def test_replays_use_new_tensors_at_the_same_addresses() -> None:
     executor = Executor(pipeline(), machine="cuda")
     for _ in range(10):
         a, b = inputs_of()
         c = torch.full((4, 1, 64, 256), NAN)
         executor(a, b, out=c)
-        assert close(c, a, b)
+        assert is_product(c, a, b)
         del a, b, c
 
 
-def test_a_graph_keeps_nothing_of_the_callers_allocated() -> None:
+def test_a_graph_keeps_no_memory_of_the_caller() -> None:
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
     executor(a, b)
@@ -122,12 +116,12 @@ def test_a_graph_keeps_nothing_of_the_callers_allocated() -> None:
     for _ in range(4):
         executor(a, b, out=c)
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     del c
-    assert torch.cuda.memory_allocated() == held - size
+    assert torch.cuda.memory_allocated() == allocated - size
 
 
-def test_outputs_that_are_copied_are_copied_in_every_replay() -> None:
+def test_copied_outputs_are_copied_in_every_replay() -> None:
     body = "  %t: f32[4, 256] = allocate\n  relu %a -> %t\n  %c = select %t[1]"
     head = "hostir 1\nmesh @mesh [didx] = 0\nprogram @p(%a: f32[4, 256]) -> (%c, %a, %t, %t) {\n"
     executor = Executor(parse(f"{head}{body}\n}}\n"), machine="cuda")
@@ -137,8 +131,8 @@ def test_outputs_that_are_copied_are_copied_in_every_replay() -> None:
         fresh(a)
         for x in outs:
             x.fill_(NAN)
-        found = executor(a, out=outs)
-        assert all(x is y for x, y in zip(found, outs, strict=True))
+        results = executor(a, out=outs)
+        assert all(x is y for x, y in zip(results, outs, strict=True))
         assert all(torch.equal(x, y) for x, y in zip(outs, (a[1].relu(), a, a.relu(), a.relu()), strict=True))
     assert graphs_of(executor) == 1
 
@@ -153,10 +147,10 @@ def test_a_call_with_out_can_be_captured_by_the_caller() -> None:
         fresh(a, b)
         c.fill_(NAN)
         graph.replay()
-        assert close(c / 2, a, b)
+        assert is_product(c / 2, a, b)
         c.fill_(NAN)
         executor(a, b, out=c)
-        assert close(c, a, b)
+        assert is_product(c, a, b)
     assert graphs_of(executor) == 1
 
 
@@ -166,7 +160,7 @@ def test_two_executors_replay_on_two_streams_at_once() -> None:
     sets = [(*inputs_of(), torch.empty(4, 1, 64, 256)) for _ in executors]
     torch.cuda.synchronize()
     for call in range(40):
-        wanted = []
+        expected = []
         for number, (executor, stream, (a, b, c)) in enumerate(zip(executors, streams, sets, strict=True)):
             with torch.cuda.stream(stream):
                 fresh(a, b)
@@ -174,19 +168,19 @@ def test_two_executors_replay_on_two_streams_at_once() -> None:
                 if call % 4 == number:
                     torch.cuda._sleep(SLEEP // 50)
                 executor(a, b, out=c)
-                wanted.append((c.clone(), a.clone(), b.clone()))
+                expected.append((c.clone(), a.clone(), b.clone()))
         torch.cuda.synchronize()
-        assert all(close(*one) for one in wanted)
+        assert all(is_product(*call) for call in expected)
     assert [graphs_of(executor) for executor in executors] == [1, 1]
 
 
-def test_one_executor_on_two_streams_keeps_its_calls_apart() -> None:
+def test_one_executor_can_be_called_on_two_streams() -> None:
     executor = Executor(pipeline(), machine="cuda")
     streams = [torch.cuda.Stream() for _ in range(2)]
     sets = [(*inputs_of(), torch.empty(4, 1, 64, 256)) for _ in streams]
     torch.cuda.synchronize()
     for call in range(40):
-        wanted = []
+        expected = []
         for number, (stream, (a, b, c)) in enumerate(zip(streams, sets, strict=True)):
             with torch.cuda.stream(stream):
                 fresh(a, b)
@@ -195,13 +189,13 @@ def test_one_executor_on_two_streams_keeps_its_calls_apart() -> None:
                     torch.cuda._sleep(SLEEP // 50)
                 executor(a, b, out=c)
                 (eager,) = executor(a, b)
-                wanted += [(c.clone(), a.clone(), b.clone()), (eager, a.clone(), b.clone())]
+                expected += [(c.clone(), a.clone(), b.clone()), (eager, a.clone(), b.clone())]
         torch.cuda.synchronize()
-        assert all(close(*one) for one in wanted)
+        assert all(is_product(*call) for call in expected)
     assert graphs_of(executor) == 2
 
 
-def test_another_thread_goes_on_during_captures() -> None:
+def test_another_thread_can_use_the_gpu_during_captures() -> None:
     over = threading.Event()
     problems: list[BaseException] = []
 
@@ -226,7 +220,7 @@ def test_another_thread_goes_on_during_captures() -> None:
             c = torch.full((4, 1, 64, 256), NAN)
             for _ in range(4):
                 executor(a, b, out=c)
-            assert close(c, a, b)
+            assert is_product(c, a, b)
     finally:
         over.set()
         other.join()
@@ -234,15 +228,15 @@ def test_another_thread_goes_on_during_captures() -> None:
     assert executor.graph_refusal is None
 
 
-def test_after_a_failed_capture_everything_goes_on_eagerly() -> None:
+def test_after_a_failed_capture_calls_run_eagerly() -> None:
     executor = Executor(pipeline(), machine="cuda")
     kernel = executor._machine.kernels["matmul"]
 
-    def looking(out: torch.Tensor, *operands: torch.Tensor) -> None:
+    def synchronizing(out: torch.Tensor, *operands: torch.Tensor) -> None:
         kernel(out, *operands)
-        float(out.view(-1)[0])  # waits for the device, which a capture forbids
+        float(out.view(-1)[0])  # waits for the device, which is forbidden in a capture
 
-    executor._machine.kernels = {**executor._machine.kernels, "matmul": looking}
+    executor._machine.kernels = {**executor._machine.kernels, "matmul": synchronizing}
     a, b = inputs_of()
     c = torch.empty(4, 1, 64, 256)
     executor(a, b, out=c)
@@ -254,20 +248,20 @@ def test_after_a_failed_capture_everything_goes_on_eagerly() -> None:
     assert torch.cuda.current_stream() == before
     assert not torch.cuda.is_current_stream_capturing()
     for _ in range(4):
-        assert close(c, a, b)
+        assert is_product(c, a, b)
         fresh(a, b)
         c.fill_(NAN)
         executor(a, b, out=c)
     assert graphs_of(executor) == 0
     assert "matmul" in str(executor.graph_refusal)
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     x = torch.ones(1 << 22)
     x.record_stream(torch.cuda.Stream())
     del x
     torch.cuda.synchronize()
     torch.empty(1)
-    assert torch.cuda.memory_allocated() <= held, "the allocator believes that a capture goes on"
+    assert torch.cuda.memory_allocated() <= allocated, "the allocator is still in capture mode"
 
 
 def test_a_program_whose_workers_do_not_join_runs_without_graphs() -> None:
@@ -284,17 +278,17 @@ def test_a_program_whose_workers_do_not_join_runs_without_graphs() -> None:
     assert torch.allclose(c, torch.nn.functional.gelu(a))
 
 
-def test_an_address_that_was_freed_and_given_out_again_is_in_another_allocation() -> None:
+def test_a_reused_address_belongs_to_another_allocation() -> None:
     torch.cuda.empty_cache()
     x = torch.empty(32 << 20, dtype=torch.uint8)
     address, allocations = x.data_ptr(), Allocations([x.data_ptr()])
     assert allocations.still_there()
     x = None
-    assert allocations.still_there(), "torch keeps the memory"
+    assert allocations.still_there(), "torch caches the memory"
     torch.cuda.empty_cache()
     assert not allocations.still_there()
     again = [torch.empty(32 << 20, dtype=torch.uint8) for _ in range(4)]
-    assert address in [x.data_ptr() for x in again], "the case that this is about"
+    assert address in [x.data_ptr() for x in again], "the address is not reused"
     assert not allocations.still_there()
 
 
@@ -305,6 +299,6 @@ def test_graphs_are_captured_again_after_the_last_one_was_destroyed() -> None:
         call.graph, call.captures = None, 0
         for _ in range(4):
             executor(a, b, out=c)
-            assert close(c, a, b)
+            assert is_product(c, a, b)
         assert graphs_of(executor) == 1
     assert executor.graph_refusal is None

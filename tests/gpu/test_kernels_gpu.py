@@ -1,4 +1,4 @@
-"""The kernels compiled, on a real GPU (tests/conftest.py says so where there is none)."""
+"""The kernels, compiled, on a real GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
 from hostir.runtime.kernels.norm import rms_norm
 from hostir.runtime.kernels.reduce import reduce_sum
 from hostir.runtime.kernels.tiles import Tile
+from tests.gpu.one_device import descriptor_modes
 from tests.runtime.kernels.checking import (
     assert_as_accurate,
     assert_only_view_written,
@@ -34,21 +35,16 @@ CUDA = "cuda"
 
 
 def splitting(use_descriptors: bool, most: int) -> Tile:
-    """A tile of which the last ones are split, in so many parts at most."""
+    """Return a tile with split-K for the last tiles, in at most `most` parts."""
     return dataclasses.replace(tiles_of(torch.bfloat16, descriptors=use_descriptors)[0], split=9, parts=most)
 
 
 def poison_workspaces() -> None:
-    """Fill the memory for sums of parts with NaN; the tickets must be as they are found."""
+    """Fill the workspaces of split-K with NaN; all tickets must be 0."""
     torch.cuda.synchronize()
     for sums, tickets in workspace._by_stream.values():
         sums.fill_(math.nan)
         assert not tickets.any()
-
-
-def descriptor_modes() -> list[bool]:
-    """Whether to use TMA descriptors: both ways where the GPU has TMA."""
-    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])
@@ -77,8 +73,8 @@ def test_ragged_shapes_give_the_product(M, N, K, dtype, transpose_b):
 
 @pytest.mark.parametrize("column_major", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged_shapes_in_aligned_memory_use_descriptors_where_there_are_any(dtype, column_major):
-    B, M, N, K = 3, 201, 328, 187  # rows of out end on 16 bytes: TMA would write beyond others
+def test_ragged_shapes_in_aligned_memory_can_use_descriptors(dtype, column_major):
+    B, M, N, K = 3, 201, 328, 187  # rows of `out` end on 16 bytes; TMA would write beyond other ends
     order = [1, 0] if column_major else [0, 1]
     a = filled([B, M, K], dtype, pad=[0, 2, -K % 8], device=CUDA)
     b = filled([K, N], dtype, order=order, pad=[-K % 8, -N % 8], device=CUDA)
@@ -88,7 +84,7 @@ def test_ragged_shapes_in_aligned_memory_use_descriptors_where_there_are_any(dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_behind_a_ragged_row_is_left_alone(dtype):
+def test_memory_after_a_ragged_row_is_not_written(dtype):
     a, b = filled([201, 64], dtype, device=CUDA), filled([64, 333], dtype, pad=[0, 3], device=CUDA)
     out, buffer = embedded([201, 333], dtype, pad=[1, 3], device=CUDA)
     check_matmul(a, b, out, buffer)
@@ -125,7 +121,7 @@ def test_slices_of_an_inner_axis_are_used_in_place():
     a = filled([4, 8, 64, 512], torch.bfloat16, device=CUDA)
     b = filled([512, 384], torch.bfloat16, device=CUDA)
     out, buffer = embedded([4, 8, 64, 384], torch.bfloat16, device=CUDA)
-    tile = tiles_of(torch.bfloat16, descriptors=descriptor_modes()[-1])[0]  # another, or a split one, rounds otherwise
+    tile = tiles_of(torch.bfloat16, descriptors=descriptor_modes()[-1])[0]  # other tiles round differently
     for i in range(8):
         assert rows(a[:, i]) is None
         matmul(a[:, i], b, out[:, i], tile=tile)
@@ -150,7 +146,7 @@ def test_float32_is_exact_unless_tf32_is_allowed():
             torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def test_one_address_with_other_strides_is_another_matrix():
+def test_matrices_of_one_address_with_different_strides_are_distinguished():
     memory = torch.randn(1 << 20, device=CUDA).bfloat16()
     b = filled([256, 128], torch.bfloat16, device=CUDA)
     for shape, strides in [((64, 256), (256, 1)), ((64, 256), (512, 1)), ((128, 256), (1024, 1)), ((32, 256), (1, 32))]:
@@ -159,7 +155,7 @@ def test_one_address_with_other_strides_is_another_matrix():
         check_matmul(a, b, out, buffer)
 
 
-def test_a_captured_launch_computes_anew_at_each_replay():
+def test_a_replayed_launch_computes_with_the_current_data():
     a, b = filled([512, 1024], torch.bfloat16, device=CUDA), filled([1024, 768], torch.bfloat16, device=CUDA)
     x, total = filled([8, 64, 256], torch.bfloat16, device=CUDA), torch.empty(64, 256, device=CUDA).bfloat16()
     out = torch.empty(512, 768, device=CUDA).bfloat16()
@@ -193,7 +189,7 @@ def test_work_goes_to_the_current_stream():
     assert torch.equal(out, expected)
 
 
-def test_offsets_beyond_32_bits_are_right():
+def test_offsets_beyond_32_bits_are_supported():
     far = (1 << 31) + 1024  # elements between two batches
     if torch.cuda.get_device_properties(0).total_memory < 24 << 30:
         pytest.skip("for lack of a CUDA GPU with 24 GiB")
@@ -207,7 +203,7 @@ def test_offsets_beyond_32_bits_are_right():
     check_reduce_sum(a, total, buffer, 0)
 
 
-def test_sums_of_split_tiles_are_float32_whatever_torchs_default_is():
+def test_sums_of_split_tiles_are_float32_with_any_default_dtype():
     a, b = filled([1024, 512], torch.bfloat16, device=CUDA), filled([512, 1024], torch.bfloat16, device=CUDA)
     device, graph = torch.device(CUDA, torch.cuda.current_device()), torch.cuda.CUDAGraph()
     torch.set_default_dtype(torch.bfloat16)
@@ -219,7 +215,7 @@ def test_sums_of_split_tiles_are_float32_whatever_torchs_default_is():
                 check_matmul(a, b, out, buffer, use_descriptors=use_descriptors, tile=config)
         with torch.cuda.graph(graph):
             in_capture, _ = workspace.workspace(device, torch.cuda.current_stream().cuda_stream, 100, 4)
-            in_capture.zero_()  # torch warns of a graph without a node
+            in_capture.zero_()  # torch warns about an empty graph
     finally:
         torch.set_default_dtype(torch.float32)
     assert in_capture.dtype == torch.float32
@@ -229,7 +225,7 @@ def test_sums_of_split_tiles_are_float32_whatever_torchs_default_is():
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("dtype", list(aten.REDUCED_PRECISION))
 @pytest.mark.parametrize("shape", [(160, 100, 1000), (33, 100, 1000), (64, 60, 4096), (64, 1792, 4096)])
-def test_cublas_adds_up_in_float32_whatever_torch_lets_it_do(shape, dtype, allowed):
+def test_cublas_sums_in_float32_with_any_setting_of_torch(shape, dtype, allowed):
     M, N, K = shape
     setting = aten.REDUCED_PRECISION[dtype]
     a, b = filled([3, M, K], dtype, device=CUDA), filled([K, N], dtype, device=CUDA)
@@ -273,7 +269,7 @@ def test_sums_of_any_strides():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [64, 4096, 5000, 8192, 16384, 40000])
-def test_norms_of_rows_are_torchs_rounded_once(columns, dtype):
+def test_norms_of_rows_match_torch_and_round_once(columns, dtype):
     x, weight = (torch.randn(*shape, columns, device=CUDA).to(dtype) for shape in ((33,), ()))
     for scale in (weight, None):
         out = torch.full_like(x, math.nan)
@@ -284,7 +280,7 @@ def test_norms_of_rows_are_torchs_rounded_once(columns, dtype):
 
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize(("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (2048, 1792, 1024), (1000, 1000, 2056)])
-def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, transpose_b):
+def test_split_tiles_give_the_product_with_the_same_bits_every_time(M, N, K, transpose_b):
     dtype = torch.bfloat16
     a = filled([M, K], dtype, device=CUDA)
     b = filled([N, K] if transpose_b else [K, N], dtype, device=CUDA)
@@ -313,8 +309,8 @@ def test_split_tiles_give_the_product_and_the_same_bits_every_time(M, N, K, tran
 
 
 @pytest.mark.parametrize("most", [2, 8])
-@multiprocessors(66)  # both fit on the GPU together
-def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet(most):
+@multiprocessors(66)  # both launches fit on the GPU together
+def test_concurrent_launches_with_split_tiles_use_separate_workspaces(most):
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
     config = splitting(descriptor_modes()[-1], most)
     inputs = [a, -a]
@@ -336,7 +332,7 @@ def test_launches_with_split_tiles_on_two_streams_at_once_do_not_meet(most):
 
 @pytest.mark.parametrize("most", [2, 8])
 @multiprocessors(44)
-def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_launches(most):
+def test_concurrent_replays_with_split_tiles_use_separate_workspaces(most):
     a, b = filled([1100, 4096], torch.bfloat16, device=CUDA), filled([4096, 1792], torch.bfloat16, device=CUDA)
     config = splitting(descriptor_modes()[-1], most)
     inputs = [a, -a]
@@ -345,7 +341,7 @@ def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_laun
     assert parts()
     torch.cuda.synchronize()
     side, graphs, outs = torch.cuda.Stream(), [], [torch.empty_like(expected[0]) for _ in inputs]
-    for x, out in zip(inputs, outs, strict=True):  # both captured on one stream, in memory of their own
+    for x, out in zip(inputs, outs, strict=True):  # both are captured on one stream, with separate workspaces
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=side):
             matmul(x, b, out, tile=config)
@@ -367,10 +363,10 @@ def test_graphs_with_shared_tiles_are_replayed_beside_each_other_and_beside_laun
         assert torch.equal(eager, expected[0])
 
 
-def test_operands_that_move_are_found_where_they_are():
+def test_operands_at_new_addresses_give_the_product():
     shape = (96, 256)
     for use_descriptors in descriptor_modes():
-        for round in range(100):  # more addresses than are remembered
+        for round in range(100):  # more addresses than are cached
             a, b = filled(shape, torch.bfloat16, device=CUDA), filled([256, 128], torch.bfloat16, device=CUDA)
             keep = torch.empty(1 + round, 1024, device=CUDA)
             out, buffer = embedded([96, 128], torch.bfloat16, device=CUDA)

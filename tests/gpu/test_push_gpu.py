@@ -1,4 +1,4 @@
-"""Copies by a kernel, and the matmul that starts beside it, on a real GPU."""
+"""Copies by a kernel, and matmuls that overlap it, on a real GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize(
     ("pieces", "size"), [(1, 16), (7, 65_536), (3, 1_000_002), (8, 1 << 20), (40, 2048), (2, 9_000_016)]
 )
-def test_every_piece_arrives_whole_and_its_flag_rises(pieces: int, size: int, sms: int, shift: int) -> None:
+def test_every_piece_is_copied_completely_and_its_flag_is_set(pieces: int, size: int, sms: int, shift: int) -> None:
     job = Job.random(Random(size), "cuda", pieces, size, shift, sms)
     for _ in range(3):
         job.flags.zero_()
@@ -30,9 +30,7 @@ def test_every_piece_arrives_whole_and_its_flag_rises(pieces: int, size: int, sm
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("M", "N", "K"), [(64, 1792, 4096), (512, 1792, 4096), (4096, 1792, 4096), (1000, 328, 72)])
-def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
-    M: int, N: int, K: int, captured: bool
-) -> None:
+def test_a_matmul_that_overlaps_copies_waits_for_each_block(M: int, N: int, K: int, captured: bool) -> None:
     blocks = 4
     height = M // blocks
     b = torch.randn(K, N, device=CUDA).bfloat16()
@@ -48,15 +46,15 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
     def both() -> None:
         push(source)
         matmul(a, b, out, ready=ready)
-        after.copy_(a)  # ordered behind both
+        after.copy_(a)  # ordered after both
 
-    def poisoned() -> None:
+    def refill() -> None:
         source.normal_()
         a.fill_(float("nan"))
         out.fill_(float("nan"))
         flags.zero_()
 
-    poisoned()
+    refill()
     both()
     torch.cuda.synchronize()
     again = both
@@ -66,11 +64,11 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
             both()
         again = graph.replay
     for _ in range(20):
-        poisoned()
+        refill()
         again()
         torch.cuda.synchronize()
         assert timeout_error(timeouts, 0, "%f") is None
-        assert torch.equal(after, source), "what follows comes after the copies too"
+        assert torch.equal(after, source), "later statements come after the copies"
         exact = source.double() @ b.double()
         error = (out.double() - exact).norm() / exact.norm()
         assert error <= 1.1 * (source @ b - exact).norm() / exact.norm()
@@ -87,10 +85,10 @@ def test_a_matmul_that_starts_beside_the_copies_takes_blocks_as_they_come(
         (64, 72, 520, torch.float32, True),
     ],
 )
-def test_a_product_stores_its_rows_to_peers_and_raises_flags_behind_them(
+def test_a_product_stores_its_rows_to_peers_and_sets_their_flags(
     M: int, N: int, K: int, dtype: torch.dtype, transpose_b: bool, captured: bool
 ) -> None:
-    """Bits are those of the same kernel alone, at the peers too, with tiles split along K or not."""
+    """The bits equal those of the kernel without peers, also on the peers, with and without split-K."""
     b = torch.randn(*((N, K) if transpose_b else (K, N)), device=CUDA, dtype=dtype)
     a, out, expected = (torch.empty(M, columns, device=CUDA, dtype=dtype) for columns in (K, N, N))
     height = M // 8 or M

@@ -1,4 +1,4 @@
-"""Jobs of several ranks on GPUs: one GPU a rank where there are enough, else all ranks on one (`on_one_gpu.py`)."""
+"""Jobs of several ranks on GPUs, one GPU a rank; all ranks share one GPU if there are too few (`on_one_gpu.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with scales, compiled, on a real GPU (tests/conftest.py says so where there is none)."""
+"""Products of 8-bit floats with scales, compiled, on a real GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hostir.runtime.kernels.matmul import _by_stream as workspaces
 from hostir.runtime.kernels.scaled import scaled_by_library, scaled_matmul, scaled_matmul_reference
 from hostir.runtime.kernels.table import kernel_table
 from hostir.runtime.kernels.tiles import Tile, candidates
+from tests.gpu.one_device import descriptor_modes
 from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded
 
 CUDA = "cuda"
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 def operands(
     M: int, N: int, K: int, mode: str, a_type: torch.dtype = E4M3, b_type: torch.dtype = E4M3
 ) -> tuple[torch.Tensor, ...]:
-    """Random a and b, b by columns, and their scales."""
+    """Return random a, column-major b, and their scales."""
     shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, K // 128), (K // 128, -(-N // 128)))}
     of_a, of_b = (torch.rand(shape, device=CUDA) + 0.5 for shape in shapes[mode])
     a, b = torch.randn(M, K, device=CUDA).to(a_type), torch.randn(N, K, device=CUDA).to(b_type).t()
@@ -47,33 +48,29 @@ def tiles_for(mode: str, fast: bool, *, descriptors: bool, result: int = 2) -> t
     return candidates("f8" if fast and mode != "blocks" else "f8s", descriptors=descriptors, result=result)
 
 
-def descriptor_modes() -> list[bool]:
-    return [False, True] if torch.cuda.get_device_capability() >= (9, 0) else [False]
-
-
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("M", "N", "K"), [(64, 3584, 8192), (2048, 3584, 8192), (1000, 1024, 3584), (16, 256, 128)])
-def test_the_error_is_at_most_that_of_torch(M, N, K, mode, fast):
-    given = operands(M, N, K, mode)
+def test_the_error_is_about_the_error_of_torch(M, N, K, mode, fast):
+    inputs = operands(M, N, K, mode)
     out, buffer = embedded([M, N], BF16, pad=[1, 16], device=CUDA)
-    exact = scaled_matmul_reference(*given, None, torch.float64)
+    exact = scaled_matmul_reference(*inputs, None, torch.float64)
     theirs = torch.empty(M, N, dtype=BF16, device=CUDA)
     if mode == "blocks":  # a sum in float32, rounded once
-        a, b, of_a, of_b = given
+        a, b, of_a, of_b = inputs
         wide = of_a.repeat_interleave(128, 1), of_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :N]
         theirs.copy_((a.float() * wide[0]) @ (b.float() * wide[1]))
-        if scaled_by_library(out.fill_(math.nan), *given):
-            assert_as_accurate(out, theirs, exact, magnitude(*given))
+        if scaled_by_library(out.fill_(math.nan), *inputs):
+            assert_as_accurate(out, theirs, exact, magnitude(*inputs))
     else:
-        assert scaled_by_library(theirs, *given, fast=fast)
+        assert scaled_by_library(theirs, *inputs, fast=fast)
     for use_descriptors in descriptor_modes():
         for tile in (None, *tiles_for(mode, fast, descriptors=use_descriptors)[:3]):
-            scaled_matmul(out.fill_(math.nan), *given, fast=fast, use_descriptors=use_descriptors, tile=tile)
+            scaled_matmul(out.fill_(math.nan), *inputs, fast=fast, use_descriptors=use_descriptors, tile=tile)
             assert_only_view_written(out, buffer)
-            assert_as_accurate(out, theirs, exact, magnitude(*given))
+            assert_as_accurate(out, theirs, exact, magnitude(*inputs))
             before = out.clone()
-            scaled_matmul(out.fill_(math.nan), *given, fast=fast, use_descriptors=use_descriptors, tile=tile)
+            scaled_matmul(out.fill_(math.nan), *inputs, fast=fast, use_descriptors=use_descriptors, tile=tile)
             assert torch.equal(out, before), "results repeat bit for bit"
 
 
@@ -81,25 +78,25 @@ def test_the_error_is_at_most_that_of_torch(M, N, K, mode, fast):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 16, 128), (7, 48, 384), (130, 272, 256), (300, 1000, 640)])
 @pytest.mark.parametrize(("a_type", "b_type"), [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)])
-def test_types_biases_and_ragged_shapes_give_the_product(M, N, K, mode, dtype, a_type, b_type):
-    given = operands(M, N, K, mode, a_type, b_type)
+def test_any_dtypes_biases_and_ragged_shapes_give_the_product(M, N, K, mode, dtype, a_type, b_type):
+    inputs = operands(M, N, K, mode, a_type, b_type)
     bias = torch.randn(N, device=CUDA).to(dtype)
-    exact = scaled_matmul_reference(*given, bias, torch.float64)
-    largest = magnitude(*given).max().item()
+    exact = scaled_matmul_reference(*inputs, bias, torch.float64)
+    largest = magnitude(*inputs).max().item()
     for use_descriptors in descriptor_modes():
         for fast in (True, False):
             out, buffer = embedded([M, N], dtype, pad=[1, 16], device=CUDA)
-            scaled_matmul(out, *given, bias, fast=fast, use_descriptors=use_descriptors)
+            scaled_matmul(out, *inputs, bias, fast=fast, use_descriptors=use_descriptors)
             assert_only_view_written(out, buffer)
             rounding = exact.abs().max().item() * torch.finfo(dtype).eps
-            summed = largest * 2.0 ** (-11 if fast else -12)  # tensor cores keep 13 bits behind the largest product
+            summed = largest * 2.0 ** (-11 if fast else -12)  # tensor cores keep 13 bits below the largest product
             assert (out.double() - exact).abs().max().item() <= rounding + summed
 
 
 @pytest.mark.parametrize("split", [9, 40])
 @pytest.mark.parametrize("parts", [2, 8])
 @pytest.mark.parametrize("mode", MODES)
-def test_split_tiles_give_the_same_whatever_program_is_last(mode, split, parts):
+def test_split_tiles_give_the_same_bits_in_any_order_of_programs(mode, split, parts):
     a, b, of_a, of_b = operands(1024, 3584, 4096, mode)
     a, b = (torch.randint(-4, 5, x.shape, device=CUDA).float().to(E4M3) for x in (a, b.t()))
     of_a, of_b = (torch.randint(-3, 3, x.shape, device=CUDA).float().exp2() for x in (of_a, of_b))
@@ -113,7 +110,7 @@ def test_split_tiles_give_the_same_whatever_program_is_last(mode, split, parts):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fast", [True, False])
-def test_nan_infinity_zero_rows_and_scales_of_zero_are_as_in_torch(mode, fast):
+def test_nan_infinity_and_zeros_give_the_results_of_torch(mode, fast):
     a, b, of_a, of_b = operands(128, 256, 256, mode, E5M2)
     a[0], a[1, 3], a[2, 5] = 0, math.nan, math.inf
     if mode == "tensor":
@@ -129,9 +126,9 @@ def test_nan_infinity_zero_rows_and_scales_of_zero_are_as_in_torch(mode, fast):
     torch.testing.assert_close(out, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, own):
+def test_waits_and_flags_change_no_bit(mode, local):
     M, N, K, blocks, first = 2048, 3584, 4096, 8, 3
     a, b, of_a, of_b = operands(M, N, K, mode)
     height = M // blocks
@@ -139,32 +136,32 @@ def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, own):
         plain = torch.empty(M, N, dtype=BF16, device=CUDA)
         scaled_matmul(plain, a, b, of_a, of_b, fast=True, tile=tile)
         out = torch.empty(M, N, dtype=BF16, device=CUDA)
-        given, mine, late_scale = torch.empty_like(a), a[first * height :][:height].clone(), torch.empty_like(of_a)
+        arriving, mine, late_scale = torch.empty_like(a), a[first * height :][:height].clone(), torch.empty_like(of_a)
         flags, raised = (torch.zeros(blocks, dtype=torch.int64, device=CUDA) for _ in range(2))
         side = torch.cuda.Stream()
-        # From the host: a copy within the GPU may need SMs, which the kernel holds.
+        # From the host: a copy within the GPU may need SMs that the kernel holds.
         rows, scales = a.cpu().pin_memory(), of_a.cpu().pin_memory()
         epochs = torch.arange(4).repeat_interleave(blocks).view(4, blocks).pin_memory()
         for epoch in (1, 2, 3):
             out.fill_(math.nan)
-            given.view(torch.uint8).fill_(0x7F)  # NaN
+            arriving.view(torch.uint8).fill_(0x7F)  # NaN
             late_scale.fill_(math.nan)
-            if own:  # their scales are not waited for either
+            if local:  # the kernel does not wait for scales of local rows
                 late_scale[first * height :][:height] = of_a[first * height :][:height]
             if mode == "tensor":
                 late_scale.copy_(of_a)
             torch.cuda.synchronize()
             ready = ReadyFlags(flags, epoch, no_timeouts(blocks, CUDA), first=first)
-            options: dict[str, Any] = {"own": mine} if own else {}
+            options: dict[str, Any] = {"own": mine} if local else {}
             with torch.cuda.stream(side):
                 torch.cuda._sleep(500_000)
                 for block in range(blocks):
                     part = slice(block * height, (block + 1) * height)
-                    given[part].copy_(rows[part], non_blocking=True)
+                    arriving[part].copy_(rows[part], non_blocking=True)
                     late_scale[part].copy_(scales[part], non_blocking=True)
                     flags[block : block + 1].copy_(epochs[epoch, block : block + 1], non_blocking=True)
             done = DoneFlags(raised, epoch, first)
-            scaled_matmul(out, given, b, late_scale, of_b, fast=True, ready=ready, done=done, tile=tile, **options)
+            scaled_matmul(out, arriving, b, late_scale, of_b, fast=True, ready=ready, done=done, tile=tile, **options)
             torch.cuda.synchronize()
             assert not ready.timeouts.any()
             assert raised.tolist() == [epoch] * blocks
@@ -173,7 +170,7 @@ def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, own):
 
 @pytest.mark.parametrize("policy", ["auto", "triton"])
 @pytest.mark.parametrize("mode", MODES)
-def test_tables_of_kernels_take_every_layout(mode, policy):
+def test_kernel_tables_accept_every_layout(mode, policy):
     a, b, of_a, of_b = operands(256, 512, 256, mode)
     exact = scaled_matmul_reference(a, b, of_a, of_b, None, torch.float64)
     for right in (b, b.contiguous()):
@@ -184,12 +181,12 @@ def test_tables_of_kernels_take_every_layout(mode, policy):
 
 
 def test_a_graph_replays_the_product():
-    given = operands(512, 3584, 1024, "rows")
+    inputs = operands(512, 3584, 1024, "rows")
     out, plain = (torch.empty(512, 3584, dtype=BF16, device=CUDA) for _ in range(2))
-    scaled_matmul(plain, *given, fast=True)
+    scaled_matmul(plain, *inputs, fast=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scaled_matmul(out, *given, fast=True)
+        scaled_matmul(out, *inputs, fast=True)
     for _ in range(3):
         out.fill_(math.nan)
         graph.replay()
@@ -198,18 +195,18 @@ def test_a_graph_replays_the_product():
 
 
 @pytest.mark.parametrize("policy", ["auto", "triton", "aten"])
-@pytest.mark.parametrize("kind", aten.FP8)
+@pytest.mark.parametrize("f8", aten.FP8)
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scales_and_quotients_have_the_bits_of_a_cpu(dtype, block, kind, policy):
+def test_scales_and_quantized_numbers_have_the_bits_of_the_cpu(dtype, block, f8, policy):
     x = (torch.randn(300, 8192) * torch.logspace(-20, 3, 8192)).to(dtype)
     x[0], x[1, 7], x[2, 3] = 0, math.nan, math.inf
     scale, table = torch.empty(300, 8192 // (block or 8192)), kernel_table(policy, "cuda")
-    q = torch.empty(x.shape, dtype=aten.FP8[kind])
-    aten.row_scales(scale, x, dtype=kind, block=block)
-    aten.quantize(q, x, scale, dtype=kind)
-    there, of_there, out = (torch.empty_like(t, device=CUDA) for t in (x, scale, q))
-    table["row_scales"](of_there, there.copy_(x), dtype=kind, block=block)
-    table["quantize"](out, there, of_there, dtype=kind)
-    torch.testing.assert_close(of_there.cpu(), scale, rtol=0, atol=0, equal_nan=True)
+    q = torch.empty(x.shape, dtype=aten.FP8[f8])
+    aten.row_scales(scale, x, dtype=f8, block=block)
+    aten.quantize(q, x, scale, dtype=f8)
+    on_gpu, gpu_scale, out = (torch.empty_like(t, device=CUDA) for t in (x, scale, q))
+    table["row_scales"](gpu_scale, on_gpu.copy_(x), dtype=f8, block=block)
+    table["quantize"](out, on_gpu, gpu_scale, dtype=f8)
+    torch.testing.assert_close(gpu_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(out.cpu().float(), q.float(), rtol=0, atol=0, equal_nan=True)

@@ -1,42 +1,35 @@
-"""Started calls on one CUDA device: beside the caller's work, in its captures, and with memory that goes early."""
+"""Started calls on one CUDA device: concurrent work of the caller, captures, and memory that is freed early."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from hostir.runtime.executor import Executor
-from tests.gpu.one_device import NAN, SLEEP, close, inputs_of, pipeline, slowed
+from tests.gpu.one_device import NAN, SLEEP, delay_kernels, inputs_of, is_product, pipeline
+
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
-@pytest.fixture(autouse=True)
-def device() -> Iterator[torch.device]:
-    with torch.device("cuda"):
-        yield torch.device("cuda")
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_results_are_right_behind_the_wait_and_inputs_may_go_at_once(given: bool) -> None:
+@pytest.mark.parametrize("with_out", [False, True])
+def test_results_are_complete_after_the_wait_and_inputs_may_be_freed_at_once(with_out: bool) -> None:
     executor = Executor(pipeline(), machine="cuda")
-    slowed(executor, "matmul")
+    delay_kernels(executor, "matmul")
     for _ in range(6):
         a, b = inputs_of()
         exact_a, exact_b = a.clone(), b.clone()
-        out = torch.full((4, 1, 64, 256), NAN) if given else None
+        out = torch.full((4, 1, 64, 256), NAN) if with_out else None
         handle = executor.start(a, b, out=out)
         del a, b
         (c,) = handle.wait()
-        late_a, late_b = (torch.full_like(x, NAN) for x in (exact_a, exact_b))  # perhaps in the memory of the inputs
-        assert close(c.clone(), exact_a, exact_b)
+        late_a, late_b = (torch.full_like(x, NAN) for x in (exact_a, exact_b))  # may reuse the memory of the inputs
+        assert is_product(c.clone(), exact_a, exact_b)
         del late_a, late_b
 
 
 def test_a_dropped_call_keeps_its_memory_until_it_has_ended() -> None:
     executor = Executor(pipeline(), machine="cuda")
-    slowed(executor, "matmul")
+    delay_kernels(executor, "matmul")
     a, b = inputs_of()
     out, exact = torch.full((4, 1, 64, 256), NAN), (a.clone(), b.clone())
     executor.start(a, b, out=out)
@@ -44,26 +37,26 @@ def test_a_dropped_call_keeps_its_memory_until_it_has_ended() -> None:
     del a, b
     others = [torch.full(shape, NAN) for shape in shapes for _ in range(8)]
     executor.synchronize()
-    assert close(out, *exact)
+    assert is_product(out, *exact)
     del others
 
 
-def test_the_callers_stream_goes_on_beside_the_call() -> None:
+def test_the_stream_of_the_caller_does_not_wait_for_a_started_call() -> None:
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
-    slowed(executor, "matmul")
+    delay_kernels(executor, "matmul")
     executor(a, b)
     torch.cuda.synchronize()
-    handle, own, call = executor.start(a, b), torch.cuda.Event(), torch.cuda.Event()
-    own.record()
+    handle, before, call = executor.start(a, b), torch.cuda.Event(), torch.cuda.Event()
+    before.record()
     handle.wait()
     call.record()
-    own.synchronize()
-    assert not call.query(), "the caller's stream has waited for the call at its start"
+    before.synchronize()
+    assert not call.query(), "the caller's stream waited for the call"
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_within_a_capture_a_call_forks_and_joins(waits: bool) -> None:
+def test_a_started_call_in_a_capture_forks_and_joins(waits: bool) -> None:
     executor = Executor(pipeline(), machine="cuda")
     a, b = inputs_of()
     c = torch.empty(4, 1, 64, 256)
@@ -80,4 +73,4 @@ def test_within_a_capture_a_call_forks_and_joins(waits: bool) -> None:
         c.fill_(NAN)
         torch.cuda._sleep(SLEEP)
         graph.replay()
-        assert close(c.clone(), a, b)
+        assert is_product(c.clone(), a, b)

@@ -2,14 +2,14 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node N tests/gpu/torchrun_gpu.py [CASE ...]
 
-Prints one line a case and ends non-zero where one fails; `sizes` runs as often as it is named. Each case runs with ATen
-and Triton kernels, first as calls back to back that nothing synchronizes, with ranks held up at random, then captured
-into a CUDA graph and replayed. Inputs are fresh each time; memory holds NaN before eager calls, outputs hold NaN before
-replays. Results are compared with float64 on the whole tensors: the error, in the norm, may be 1.1 times that of the
-same parts computed and reduced by torch, plus half a unit of f32.
+It prints one line for each case, and exits with 1 if one fails; `sizes` runs as often as it is named. Each case runs
+with ATen and Triton kernels: first as successive calls without synchronisation, with random delays of ranks, then
+captured into a CUDA graph and replayed. Inputs are fresh each time. Memory holds NaN before eager calls, and outputs
+before replays. Results are compared with float64 on unsharded tensors: the norm of the error may be 1.1 times the error
+of the same parts computed and reduced by torch, plus half a unit of f32.
 
-`killed` runs none of these: rank 1 kills itself in a run, and every other rank must end within HOSTIR_TIMEOUT seconds
-with a diagnostic that names its statement.
+`killed` runs no cases: rank 1 kills itself in a run, and every other rank must end within HOSTIR_TIMEOUT seconds with a
+diagnostic that names its statement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
 import hostir as hi
 from examples import patterns
@@ -57,7 +57,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A program, what it computes on whole tensors, and what torch makes of the parts (None: exactly the same)."""
+    """A program, its function of unsharded tensors, and torch's function of the parts (None if it has no error)."""
 
     name: str
     program: Program
@@ -71,15 +71,15 @@ class Case:
 
 
 def summed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The ranks' products, added up by NCCL."""
+    """Return the sum of the ranks' products by NCCL."""
     partial = a @ b
     dist.all_reduce(partial)
     return partial
 
 
 def summed_and_scattered(a: torch.Tensor, b: torch.Tensor) -> Tensors:
-    whole = summed(a, b)
-    return whole[:, RANK : RANK + 1], whole
+    total = summed(a, b)
+    return total[:, RANK : RANK + 1], total
 
 
 def twice(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,38 +87,38 @@ def twice(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def cases() -> list[Case]:
-    found = []
+    every = []
     for dtype in [name for name in DTYPES if name not in FP8]:
-        found += [
+        every += [
             Case(f"all_gather {dtype}", programs.ag_matmul(dtype=dtype), product),
             Case(f"all_gather ragged {dtype}", programs.ag_matmul(dtype=dtype), product, m=5),
             Case(f"all_reduce {dtype}", programs.row_parallel(dtype), product, lambda a, b: (summed(a, b),)),
             Case(f"reduce_scatter {dtype}", programs.row_scattered(dtype), twice, summed_and_scattered),
         ]
     backwards = " ".join(map(str, reversed(range(SIZE))))
-    found += [
+    every += [
         Case("all_to_all", programs.swap(), lambda x: (x,)),
         Case("all_gather backwards", programs.ag_matmul(backwards), product),
         Case("all_to_all backwards", programs.swap(backwards), lambda x: (x,)),
         Case("reduce_scatter backwards", programs.row_scattered("f32", backwards), twice),
     ]
     if SIZE == 4:
-        found += [
+        every += [
             Case("two mesh axes", programs.parse(GRID), twice),
-            Case("transfers", programs.parse(TRANSFERS), lambda whole, parts: 3 * (whole, parts)),
+            Case("transfers", programs.parse(TRANSFERS), lambda root, parts: 3 * (root, parts)),
         ]
-    return found
+    return every
 
 
 # Checking ---------------------------------------------------------------------------------------------------------
 def poison() -> None:
-    """Leaves NaN in the memory that the allocator gives out next."""
-    held = [torch.full((1 << n,), NAN, device="cuda") for n in range(7, 24) for _ in range(3)]
-    del held
+    """Leave NaN in the memory that the allocator hands out next."""
+    blocks = [torch.full((1 << n,), NAN, device="cuda") for n in range(7, 24) for _ in range(3)]
+    del blocks
 
 
-def parts_of(case: Case, wholes: Sequence[torch.Tensor]) -> Tensors:
-    return [shard(x, v.tensor, RANK, case.sizes) for x, v in zip(wholes, case.program.inputs, strict=True)]
+def parts_of(case: Case, unsharded: Sequence[torch.Tensor]) -> Tensors:
+    return [shard(x, v.tensor, RANK, case.sizes) for x, v in zip(unsharded, case.program.inputs, strict=True)]
 
 
 def fresh(case: Case, seed: int) -> list[torch.Tensor]:
@@ -126,29 +126,29 @@ def fresh(case: Case, seed: int) -> list[torch.Tensor]:
 
 
 def fresh_on_gpu(case: Case, seed: int) -> list[torch.Tensor]:
-    """Return inputs that the GPU draws, the same on every rank: the CPU would take most of a long test's time."""
+    """Return inputs that the GPU draws, the same on every rank; the CPU would be slow."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shapes = [(bind_shape(v.tensor.shape, case.sizes), TORCH[v.tensor.dtype.name]) for v in case.program.inputs]
     return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape, dtype in shapes]
 
 
-def check(case: Case, wholes: Sequence[torch.Tensor], outputs: Tensors) -> float:
-    """The largest error as a share of what is allowed, infinite for NaN. Raises nothing: ranks must stay together."""
-    exact = case.exact(*[x.double() for x in wholes])
-    plain = case.exact(*wholes)
-    parts = parts_of(case, wholes)
+def check(case: Case, unsharded: Sequence[torch.Tensor], outputs: Tensors) -> float:
+    """Return the largest error as a share of the allowed error; it never raises, so that ranks stay in step."""
+    exact = case.exact(*[x.double() for x in unsharded])
+    plain = case.exact(*unsharded)
+    parts = parts_of(case, unsharded)
     torchs = case.by_torch(*parts) if case.by_torch else [None] * len(outputs)
     worst = 0.0
-    for value, found, true, other, theirs in zip(case.program.outputs, outputs, exact, plain, torchs, strict=True):
+    for value, result, true, other, theirs in zip(case.program.outputs, outputs, exact, plain, torchs, strict=True):
         mine = shard(true, value.tensor, RANK, case.sizes)
-        if mine is None or found is None:
-            worst = worst if mine is None and found is None else inf
+        if mine is None or result is None:
+            worst = worst if mine is None and result is None else inf
             continue
-        near = theirs if theirs is not None else shard(other, value.tensor, RANK, case.sizes)
-        assert near is not None
+        plain_part = theirs if theirs is not None else shard(other, value.tensor, RANK, case.sizes)
+        assert plain_part is not None
         slack = torch.finfo(torch.float32).eps / 2  # for another order of summation
-        allowed = 1.1 * relative_error(near, mine) + slack
-        share = relative_error(found, mine) / allowed
+        allowed = 1.1 * relative_error(plain_part, mine) + slack
+        share = relative_error(result, mine) / allowed
         worst = max(worst, share if isfinite(share) else inf)
     return worst
 
@@ -156,12 +156,12 @@ def check(case: Case, wholes: Sequence[torch.Tensor], outputs: Tensors) -> float
 def eager(case: Case, executor: Executor) -> float:
     runs = []
     for call in range(CALLS):
-        wholes = fresh(case, seed=1000 + call)
-        parts = parts_of(case, wholes)
+        unsharded = fresh(case, seed=1000 + call)
+        parts = parts_of(case, unsharded)
         poison()
-        torch.cuda._sleep(random.randrange(20_000_000))  # up to 10 ms; each rank its own
-        runs.append((wholes, executor(*parts)))
-    return max(check(case, wholes, outputs) for wholes, outputs in runs)
+        torch.cuda._sleep(random.randrange(20_000_000))  # up to 10 ms, different on each rank
+        runs.append((unsharded, executor(*parts)))
+    return max(check(case, unsharded, outputs) for unsharded, outputs in runs)
 
 
 def captured(case: Case, executor: Executor) -> float:
@@ -173,8 +173,8 @@ def captured(case: Case, executor: Executor) -> float:
         outputs = executor(*parts)
     worst = 0.0
     for call in range(CALLS):
-        wholes = fresh(case, seed=2000 + call)
-        for part, new in zip(parts, parts_of(case, wholes), strict=True):
+        unsharded = fresh(case, seed=2000 + call)
+        for part, new in zip(parts, parts_of(case, unsharded), strict=True):
             if part is not None and new is not None:
                 part.copy_(new)
         for out in outputs:
@@ -182,30 +182,30 @@ def captured(case: Case, executor: Executor) -> float:
                 out.fill_(NAN)
         torch.cuda._sleep(random.randrange(20_000_000))
         graph.replay()
-        worst = max(worst, check(case, wholes, outputs))
+        worst = max(worst, check(case, unsharded, outputs))
     return worst
 
 
 def everywhere(good: bool) -> bool:
-    """Whether it is good on all ranks."""
+    """Return True if `good` is true on all ranks."""
     flag = torch.tensor([float(good)], device="cuda")
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
 
 
 def ran(case: Case, kernels: str) -> bool:
-    """Runs a case and prints its line."""
-    said, worst = "", 0.0
+    """Run a case and print its line."""
+    failure, worst = "", 0.0
     try:
         executor = Executor(case.program, kernels=kernels)
         worst = eager(case, executor)
         worst = max(worst, captured(case, executor))
     except Exception as problem:
-        said = f"FAILED {case.name}, {kernels}, rank {RANK}: {problem}"
+        failure = f"FAILED {case.name}, {kernels}, rank {RANK}: {problem}"
         traceback.print_exc()
-    if said:
-        print(said, flush=True)
-    good = everywhere(not said and worst <= 1)
+    if failure:
+        print(failure, flush=True)
+    good = everywhere(not failure and worst <= 1)
     if worst > 1:
         print(f"rank {RANK}: {case.name}, {kernels}: {worst:.2f} of the allowed error", flush=True)
     if RANK == 0:
@@ -214,73 +214,73 @@ def ran(case: Case, kernels: str) -> bool:
 
 
 def sizes_take_turns() -> bool:
-    """With room for two sizes, others come and go: results are right, and no memory is lost."""
+    """Call with more sizes than there is room for: results are correct, and no memory is lost."""
     program = hi.lower(hi.parse(ROWS), "fused")
     executor, free = Executor(program, kernels="triton"), list[int]()
     kept, symmetric.KEPT_BYTES = symmetric.KEPT_BYTES, SIZE * (40 << 20)
     worst = 0.0
     for call, m in enumerate((1024, 2048, 512, 2048, 1024, 1536, 512, 1024, 2048, 512) * 2):
         case = Case("sizes", program, product, m=m * SIZE)
-        wholes = fresh_on_gpu(case, seed=3000 + call)
-        parts = parts_of(case, wholes)
+        unsharded = fresh_on_gpu(case, seed=3000 + call)
+        parts = parts_of(case, unsharded)
         outs = [torch.full_like(x, NAN) for x in executor(*parts)]
         for _ in range(4):  # the last are replayed
             executor(*parts, out=outs)
-        worst = max(worst, check(case, wholes, outs))
+        worst = max(worst, check(case, unsharded, outs))
         assert executor.graph_refusal is None
         assert len(memories(program)) <= 3
-        del parts, outs, wholes
+        del parts, outs, unsharded
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0])
     symmetric.KEPT_BYTES = kept
-    before, after = max(free[1:11]), max(free[11:])  # what is free varies with the sizes, by 100 MiB
+    before, after = max(free[1:11]), max(free[11:])  # free memory varies with the sizes, by 100 MiB
     good = everywhere(worst <= 1 and after >= before - (16 << 20))
     if RANK == 0:
-        said = f"{worst:.2f} of the allowed error, {before >> 20} then {after >> 20} MiB free"
-        print(f"{'ok    ' if good else 'FAILED'} sizes take turns: {said}", flush=True)
+        numbers = f"{worst:.2f} of the allowed error, {before >> 20} then {after >> 20} MiB free"
+        print(f"{'ok    ' if good else 'FAILED'} sizes take turns: {numbers}", flush=True)
     return good
 
 
 def modes_take_turns(strategy: str, kernels: str) -> bool:
-    """Calls in torch's inference mode and outside, with its defaults changed: results are right, and replayed."""
+    """Call in torch's inference mode and outside, with other defaults: results are correct, and calls are replayed."""
     program, worst = hi.lower(hi.parse(ROWS), strategy), 0.0
     executor, case = Executor(program, kernels=kernels), Case("modes", program, product, m=512 * SIZE)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
             for call, inference in enumerate((True, False, True, False)):
-                wholes = fresh(case, seed=4000 + call)
+                unsharded = fresh(case, seed=4000 + call)
                 with torch.inference_mode(inference), torch.no_grad():
-                    parts = parts_of(case, wholes)
+                    parts = parts_of(case, unsharded)
                     outs = [torch.full_like(x, NAN) for x in executor(*parts)]
                     for _ in range(4):  # the last are replayed
                         executor(*parts, out=outs)
-                    worst = max(worst, check(case, wholes, outs))
+                    worst = max(worst, check(case, unsharded, outs))
     finally:
         torch.set_default_dtype(torch.float32)
     good = everywhere(worst <= 1 and executor.graph_refusal is None)
     if RANK == 0:
-        said = f"{strategy}, {kernels}: {worst:.2f} of the allowed error"
-        print(f"{'ok    ' if good else 'FAILED'} modes take turns, {said}", flush=True)
+        label = f"{strategy}, {kernels}: {worst:.2f} of the allowed error"
+        print(f"{'ok    ' if good else 'FAILED'} modes take turns, {label}", flush=True)
     return good
 
 
 def memories(program: Program) -> list[symmetric.SharedMemory]:
-    """The symmetric memory of a program, one for each of its sizes."""
+    """Return the symmetric memory of a program, one for each of its sizes."""
     memory = joined().groups.memory
     assert memory is not None
-    return [each for (digest, _), each in memory.met.items() if digest == program.digest]
+    return [shared for (digest, _), shared in memory.met.items() if digest == program.digest]
 
 
 def layers_share_memory(strategy: str, layers: int = 80) -> bool:
-    """Executors of one program, called on several streams, then two in a graph: right with the memory of one."""
+    """Call executors of one program on several streams, and two in a graph: they share the memory of one."""
     program, worst = hi.lower(hi.parse(ROWS), strategy), 0.0
     case = Case("layers", program, product, m=512 * SIZE)
     executors = [Executor(hi.parse(str(program)), kernels="triton") for _ in range(layers)]
     main, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in range(3)]
     inputs = [fresh(case, seed=5000 + call) for call in range(4)]
-    parts = [parts_of(case, wholes) for wholes in inputs]
+    parts = [parts_of(case, unsharded) for unsharded in inputs]
     torch.cuda.synchronize()
     for turn in range(2):
         runs = []
@@ -313,28 +313,28 @@ def layers_share_memory(strategy: str, layers: int = 80) -> bool:
 
 
 def decoder(m: int, strategy: str, kernels: str, layers: int = 8) -> bool:
-    """Layers of an MLP on few rows, a call each, in one CUDA graph: the bits of eager calls, alike on all ranks.
+    """Run layers of an MLP on few rows in one CUDA graph: the bits equal those of eager calls on all ranks.
 
-    With `push` and Triton, products of few rows also have the bits that they have where another kernel copies them.
+    With `push` and Triton, products of few rows also have the same bits if another kernel copies them.
     """
     columns, hidden = 512, 256
     fusion = patterns.mlp_replicated(SIZE, 1, m, columns, hidden * SIZE, "bf16")
     program = hi.lower(fusion, strategy)
-    torch.manual_seed(m)  # the same x, and the same weights before each rank takes its part, on every rank
-    wholes = [
+    torch.manual_seed(m)  # the same x and the same unsharded weights on every rank
+    unsharded = [
         (torch.randn(columns, hidden * SIZE) / columns**0.5, 0.1 * torch.randn(hidden * SIZE, columns) / hidden**0.5)
         for _ in range(layers)
     ]
     weights = [
         (w1.chunk(SIZE, 1)[RANK].cuda().bfloat16().t().contiguous().t(), w2.chunk(SIZE)[RANK].cuda().bfloat16())
-        for w1, w2 in wholes
+        for w1, w2 in unsharded
     ]
-    x, *found = torch.empty(3, m, columns, device="cuda", dtype=torch.bfloat16)
+    x, *outs = torch.empty(3, m, columns, device="cuda", dtype=torch.bfloat16)
 
     def run(executor: Executor) -> torch.Tensor:
         last = x
-        for layer, each in enumerate(weights):
-            (last,) = executor(last, *each, out=(found[layer % 2],))
+        for layer, pair in enumerate(weights):
+            (last,) = executor(last, *pair, out=(outs[layer % 2],))
         return last
 
     def theirs() -> torch.Tensor:
@@ -345,29 +345,29 @@ def decoder(m: int, strategy: str, kernels: str, layers: int = 8) -> bool:
             last = last + part
         return last
 
-    executor, apart = Executor(program, kernels=kernels), Executor(program, kernels=kernels)
+    executor, not_pushed = Executor(program, kernels=kernels), Executor(program, kernels=kernels)
     rows, binding.MAX_PUSHED_ROWS = binding.MAX_PUSHED_ROWS, 0
-    run(apart)  # planned as it will run
+    run(not_pushed)  # makes its plan
     binding.MAX_PUSHED_ROWS = rows
     run(executor)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         last = run(executor)
-    alike, ours, allowed = True, 0.0, 0.0  # squares of errors: of all calls together, as one of few rows says little
+    alike, ours, allowed = True, 0.0, 0.0  # squares of errors over all calls
     for call in range(CALLS):
         x.copy_(torch.randn(m, columns, generator=torch.Generator().manual_seed(call)))
         results = []
-        for each in (lambda: run(executor), lambda: run(apart), lambda: graph.replay() or last):
-            for out in found:
+        for call_once in (lambda: run(executor), lambda: run(not_pushed), lambda: graph.replay() or last):
+            for out in outs:
                 out.fill_(NAN)
             torch.cuda._sleep(random.randrange(20_000_000))
-            results.append(each().clone())
+            results.append(call_once().clone())
         everyone = [torch.empty_like(x) for _ in range(SIZE)]
         dist.all_gather(everyone, results[0])
         alike = alike and all(torch.equal(results[0], other) for other in (*results[1:], *everyone))
         exact = x.double()
-        for w1, w2 in wholes:
+        for w1, w2 in unsharded:
             w1, w2 = (w.cuda().bfloat16().double() for w in (w1, w2))
             exact = exact + torch.nn.functional.gelu(exact @ w1) @ w2
         ours += relative_error(results[0], exact) ** 2
@@ -375,8 +375,9 @@ def decoder(m: int, strategy: str, kernels: str, layers: int = 8) -> bool:
     worst = (ours / allowed) ** 0.5
     good = everywhere(alike and worst <= 1)
     if RANK == 0:
-        said = f"{strategy}, {kernels}, {m} rows: {worst:.2f} of the allowed error, bits {'' if alike else 'not '}alike"
-        print(f"{'ok    ' if good else 'FAILED'} decoder, {said}", flush=True)
+        bits = "equal" if alike else "different"
+        label = f"{strategy}, {kernels}, {m} rows: {worst:.2f} of the allowed error, {bits} bits"
+        print(f"{'ok    ' if good else 'FAILED'} decoder, {label}", flush=True)
     return good
 
 
@@ -408,7 +409,7 @@ def main() -> None:
             results += [decoder(16, strategy, "triton") for strategy in ("ring", "fused")]
         if not wanted or "modes" in wanted:
             results += [modes_take_turns(s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")]
-    with session("cuda"):  # which connects everything anew
+    with session("cuda"):  # a second session connects again
         again = [*chosen[:1], Case("copies", hi.lower(hi.parse(ROWS), "fused"), product, m=512 * SIZE)]
         results += [ran(case, "triton") for case in again]
         if RANK == 0:

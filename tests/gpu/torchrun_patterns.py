@@ -1,10 +1,10 @@
-"""Every pattern by every strategy on real ranks: eager and inside the caller's CUDA graph, held against float64.
+"""Every pattern by every strategy on real ranks, eager and in a CUDA graph of the caller, compared with float64.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_patterns.py [--seconds S] [--only PART] [--device cpu]
 
-All dtypes and kernels, those with tensor cores first; of fp8 products the dtype is the result's, with every kind of
-scales, along each axis. Prints a line a case, and at the end how many there was no time for; exits with 1 where one
-fails.
+All dtypes and kernels, those with tensor cores first. The dtype of an fp8 product is the dtype of its result; fp8
+products run with all granularities of scales, along each axis. It prints a line for each case, and at the end the
+number of cases that did not run for lack of time. The exit code is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hostir.runtime.sharding import random_inputs, shard
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import patterns
 
-CASES = {  # dtype, kernels, and whether sizes are real
+CASES = {  # dtype, kernels, and True for real sizes
     "cuda": (("bf16", "aten", True), ("bf16", "triton", True), ("f32", "triton", True), ("f32", "aten", False)),
     "cpu": (("f32", "aten", False),),
 }
@@ -43,18 +43,18 @@ REAL = {"M": 1024, "K": 512, "N": 768, "H": 1024}
 
 
 def sizes_for(pattern: Callable[..., hi.Fusion], large: bool) -> dict[str, int]:
-    """Keyword arguments for a pattern: real sizes, or its own small ones."""
+    """Return keyword arguments for a pattern: real sizes, or none for its small defaults."""
     names = names_of(pattern)
     return {n: v for n, v in REAL.items() if n in names} if large else {}
 
 
 def names_of(pattern: Callable[..., hi.Fusion]) -> Sequence[str]:
-    """The parameters of a pattern."""
+    """Return the parameters of a pattern."""
     return [*inspect.signature(pattern).parameters]
 
 
 def every_pattern() -> Iterator[tuple[str, Callable[..., hi.Fusion]]]:
-    """Patterns by name; those of fp8 products with every kind of scales, along each axis."""
+    """Yield patterns by name; fp8 products with all granularities of scales, along each axis."""
     yield from ((pattern.__name__, pattern) for pattern in patterns.PATTERNS)
     for pattern in patterns.SCALED:
         for axis in (0, 1) if "axis" in names_of(pattern) else (None,):
@@ -76,9 +76,9 @@ def by_tensor_cores(
 ) -> torch.Tensor:
     """Compute an fp8 product by `torch._scaled_mm` without scales, and multiply by the scales in float32.
 
-    This is the unfused torch computation that results in f32 are judged by. A tensor core of Hopper aligns the products
-    of a step to the largest one and keeps about 13 bits behind its point, so its sums are off by 1e-4: far less than a
-    rounding to bf16, and a thousand times a rounding to f32. With `fast` they are added up so along all of K.
+    Results in f32 are compared with this unfused computation. A tensor core of Hopper aligns the products of a step to
+    the largest one and keeps about 13 bits below it, so the error of a sum is about 1e-4: far less than a rounding to
+    bf16, and a thousand times a rounding to f32. With `fast` this holds for sums along all of K.
     """
     of_a, of_b = flat_scales(a, b, scale_a, scale_b)
     flat, along_k = a.reshape(-1, a.shape[-1]), b.t().contiguous().t()
@@ -99,7 +99,7 @@ def by_tensor_cores(
 
 
 def unfused(source: hi.Program, inputs: Sequence[torch.Tensor], kernels: str) -> tuple[torch.Tensor, ...]:
-    """Compute whole outputs in the program's own dtypes; fp8 products by tensor cores where `kernels` use these."""
+    """Compute unsharded outputs in the dtypes of the program; fp8 products by tensor cores if `kernels` use them."""
     if kernels == "aten" or not inputs[0].is_cuda:
         return reference(source, inputs, dtype=None)
     fast = any(getattr(s, "accumulate", "") for s in source.walk())
@@ -111,23 +111,23 @@ def unfused(source: hi.Program, inputs: Sequence[torch.Tensor], kernels: str) ->
 def errors(
     joined: Session, program: hi.Program, outputs: tuple[torch.Tensor | None, ...], exact: tuple[torch.Tensor, ...]
 ) -> float:
-    """The largest relative error of any output, from the squares of all ranks' parts."""
+    """Return the largest relative error of any output, over the parts of all ranks."""
     squares = torch.zeros(len(outputs), device=joined.device, dtype=torch.float64)
-    for n, (value, part, whole) in enumerate(zip(program.outputs, outputs, exact, strict=True)):
-        mine = shard(whole, value.tensor, joined.rank, {})
+    for n, (value, part, true) in enumerate(zip(program.outputs, outputs, exact, strict=True)):
+        mine = shard(true, value.tensor, joined.rank, {})
         if part is not None and mine is not None:
             squares[n] = torch.linalg.vector_norm(part.double() - mine) ** 2 / copies(value.tensor)
     torch.distributed.all_reduce(squares)
-    norms = torch.stack([torch.linalg.vector_norm(whole) for whole in exact])
+    norms = torch.stack([torch.linalg.vector_norm(true) for true in exact])
     return float((squares.sqrt() / norms).nan_to_num(nan=float("inf")).max())
 
 
-def one(
+def run_case(
     joined: Session, pattern: Callable[..., hi.Fusion], strategy: str, dtype: str, kernels: str, large: bool, seed: int
 ) -> tuple[str, str]:
-    """Runs one case: eager twice with fresh inputs, then captured, then replayed with fresh inputs.
+    """Run one case: eager twice with fresh inputs, then captured, then replayed with fresh inputs.
 
-    Gives `ok` or `FAIL` and the errors; or `none` and why the strategy refuses the pattern.
+    Return `ok` or `FAIL` with the errors, or `none` with the reason why the strategy refuses the pattern.
     """
     fusion = pattern(ranks=joined.size, dtype=dtype, **sizes_for(pattern, large))
     try:
@@ -135,7 +135,7 @@ def one(
     except HostIRError as refused:
         return "none", refused.diagnostics[0].message
     executor = hi.Executor(program, kernels=kernels)
-    source, found = fusion.program(), []
+    source, measured = fusion.program(), []
 
     def fresh(seed: int) -> tuple[list[torch.Tensor | None], tuple[torch.Tensor, ...], float]:
         inputs = random_inputs(source, {}, seed, joined.device)
@@ -143,52 +143,50 @@ def one(
         most = max(bound(p, e, reductions(program, ring=True)) for p, e in zip(plain, exact, strict=True))
         return [shard(x, v.tensor, joined.rank, {}) for v, x in zip(program.inputs, inputs, strict=True)], exact, most
 
-    for each in (seed, 2):
-        parts, exact, most = fresh(each)
-        found.append((errors(joined, program, executor(*parts), exact), most))
+    for call_seed in (seed, 2):
+        parts, exact, most = fresh(call_seed)
+        measured.append((errors(joined, program, executor(*parts), exact), most))
     if joined.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = executor(*parts)
         later, exact, most = fresh(3)
-        for held, new in zip(parts, later, strict=True):
-            if held is not None and new is not None:
-                held.copy_(new)
+        for part, new in zip(parts, later, strict=True):
+            if part is not None and new is not None:
+                part.copy_(new)
         for out in captured:
             if out is not None:
                 out.fill_(float("nan"))
         graph.replay()
-        found.append((errors(joined, program, captured, exact), most))
-    return "ok" if all(e <= m for e, m in found) else "FAIL", " ".join(f"{e:.1e}/{m:.1e}" for e, m in found)
+        measured.append((errors(joined, program, captured, exact), most))
+    return "ok" if all(e <= m for e, m in measured) else "FAIL", " ".join(f"{e:.1e}/{m:.1e}" for e, m in measured)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all cases and returns the exit code."""
+    """Run all cases and return the exit code."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--seconds", type=float, default=float("inf"), help="start no case after so many")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     options.add_argument("--only", default="", help="run the cases with this in their printed line")
     options.add_argument("--device", choices=CASES, default="cuda")
-    given = options.parse_args(arguments)
+    chosen = options.parse_args(arguments)
     begun, counts = time.monotonic(), Counter[str]()
-    with session(given.device) as joined:
+    with session(chosen.device) as joined:
         assert joined
         seed = int(joined.exchange("seed", str(int(time.time())))[0])  # the same on all ranks
-        for case, strategy, (name, pattern) in itertools.product(CASES[given.device], STRATEGIES, [*every_pattern()]):
+        for case, strategy, (name, pattern) in itertools.product(CASES[chosen.device], STRATEGIES, [*every_pattern()]):
             label = f"{name:37} {strategy:10} {case[0]:4} {case[1]:6}"
-            if given.only not in label:
+            if chosen.only not in label:
                 continue
-            if any(joined.exchange("over", "over" if time.monotonic() - begun > given.seconds else "")):
+            if any(joined.exchange("over", "over" if time.monotonic() - begun > chosen.seconds else "")):
                 counts["not run"] += 1
                 continue
-            verdict, text = one(joined, pattern, strategy, *case, seed)
+            verdict, text = run_case(joined, pattern, strategy, *case, seed)
             counts[verdict] += 1
             if joined.rank == 0:
                 print(f"{verdict:4} {label} {text}", flush=True)
         if joined.rank == 0:
-            print(
-                f"{', '.join(f'{n} {what}' for what, n in counts.items())} on {joined.size} ranks, seed {seed}",
-                flush=True,
-            )
+            numbers = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+            print(f"{numbers} on {joined.size} ranks, seed {seed}", flush=True)
     return 1 if counts["FAIL"] else 0
 
 

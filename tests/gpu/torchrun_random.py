@@ -1,11 +1,11 @@
-"""Programs that the checker accepts on real GPUs, one of which is slow, against simulated ranks in program order.
+"""Random programs that the checker accepts, on real GPUs with one slow rank, compared with simulated ranks.
 
-    python tests/gpu/torchrun_random.py --draw 200 --folder build/random                  here: draws them, as texts
+    python tests/gpu/torchrun_random.py --draw 200 --folder build/random                  draws programs
     torchrun --standalone --nproc-per-node 2 tests/gpu/torchrun_random.py --folder build/random --calls 50
 
-Drawing takes a fraction of a second for each program and no GPU. The calls of a program follow each other with nothing
-in between: the caller overwrites its inputs and outputs with NaN as soon as its stream gets there. What the allocator
-hands out holds NaN at first. Prints a line for each program that goes wrong, and a last one for all.
+Drawing takes a fraction of a second for each program and no GPU. The calls of a program follow each other without a
+pause: the caller overwrites inputs and outputs with NaN on its stream. New memory holds NaN. It prints a line for each
+program that goes wrong, and a summary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazy loading waits for the device, where ranks wait for ranks
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # lazy loading waits for the device, which waits for other ranks
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
@@ -28,12 +28,12 @@ from hostir.runtime.sharding import random_inputs, shard
 from hostir.runtime.simulated.machine import rehearse
 
 NAN = float("nan")
-CLOSE = 2e-2  # of an output's largest element; what is stale or undefined is off by far more
+CLOSE = 2e-2  # relative to the largest element; stale or undefined data differ by far more
 Parts = list[torch.Tensor | None]
 
 
 def slowed(text: str, random: Random, ranks: int) -> str:
-    """The program with delays on one rank, which order nothing."""
+    """Return the program with delays on one rank."""
     slow, lines, known = random.randrange(ranks), list[str](), False
     for line in text.splitlines():
         lines.append(line)
@@ -45,8 +45,8 @@ def slowed(text: str, random: Random, ranks: int) -> str:
 
 
 def drawn(count: int, ranks: int, first: int) -> Iterator[tuple[int, str]]:
-    """So many random programs that the checker accepts, with one slow rank."""
-    from tests.random_programs import accepted, loosened
+    """Yield random programs that the checker accepts, with one slow rank."""
+    from tests.judging.random_programs import accepted, loosened
 
     seed = first
     while count:
@@ -60,37 +60,37 @@ def drawn(count: int, ranks: int, first: int) -> Iterator[tuple[int, str]]:
 
 
 def poison(device: torch.device) -> None:
-    """Leaves NaN in what the allocator hands out next."""
+    """Leave NaN in the memory that the allocator hands out next."""
     for elements in (128, 1 << 12, 1 << 16, 1 << 20):
         blocks = [torch.full((elements,), NAN, device=device) for _ in range(8)]
         del blocks
 
 
 def wrong(joined: Session, program: hi.Program, calls: int, seed: int) -> str:
-    """How the calls of a program differ from simulated ranks; empty where none does."""
-    whole = [random_inputs(program, {}, seed=1_000_003 * seed + call) for call in range(min(calls, 8))]
-    truth = rehearse(program, whole, {}, "aten").run(0)
+    """Return the difference between the calls of a program and simulated ranks, or ""."""
+    inputs = [random_inputs(program, {}, seed=1_000_003 * seed + call) for call in range(min(calls, 8))]
+    truth = rehearse(program, inputs, {}, "aten").run(0)
     pairs = list(zip(program.inputs, range(len(program.inputs)), strict=True))
-    parts: list[Parts] = [[shard(x[n], v.tensor, joined.rank, {}) for v, n in pairs] for x in whole]
-    given = [[None if x is None else x.to(joined.device) for x in call] for call in parts]
+    parts: list[Parts] = [[shard(x[n], v.tensor, joined.rank, {}) for v, n in pairs] for x in inputs]
+    fresh_parts = [[None if x is None else x.to(joined.device) for x in call] for call in parts]
     executor = hi.Executor(program, kernels="aten" if seed % 2 else "auto")
-    held: Parts = [None if x is None else x.clone() for x in given[0]]
+    arguments: Parts = [None if x is None else x.clone() for x in fresh_parts[0]]
     poison(joined.device)
-    executor(*held)  # nobody looks: the first call loads kernels
+    executor(*arguments)  # loads kernels
     executor.synchronize()
     bad = torch.zeros((), dtype=torch.int64, device=joined.device)
     expected = [[x[joined.rank] for x in call] for call in truth]
     exact = [[None if x is None else x.to(joined.device) for x in call] for call in expected]
     for call in range(calls):
-        n = call % len(whole)
-        for x, fresh in zip(held, given[n], strict=True):
+        n = call % len(inputs)
+        for x, fresh in zip(arguments, fresh_parts[n], strict=True):
             if x is not None and fresh is not None:
                 x.copy_(fresh)
-        outputs = executor(*held)
+        outputs = executor(*arguments)
         for out, true in zip(outputs, exact[n], strict=True):
             if out is not None and true is not None:
-                bad += ~((out - true).abs() <= CLOSE * true.abs().max()).all()  # NaN is not below anything
-        for x in (*held, *outputs):
+                bad += ~((out - true).abs() <= CLOSE * true.abs().max()).all()  # also for NaN
+        for x in (*arguments, *outputs):
             if x is not None:
                 x.fill_(NAN)
     executor.synchronize()
@@ -98,12 +98,12 @@ def wrong(joined: Session, program: hi.Program, calls: int, seed: int) -> str:
 
 
 def main() -> int:
-    """Draws programs, or runs those of a folder; 1 where one goes wrong."""
+    """Draw programs, or run the programs of a folder; return 1 if one goes wrong."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", type=Path, required=True)
-    options.add_argument("--draw", type=int, default=0, help="so many programs, and nothing else")
+    options.add_argument("--draw", type=int, default=0, help="draw this many programs and end")
     options.add_argument("--first", type=int, default=0, help="the first seed to draw")
-    options.add_argument("--ranks", type=int, default=2, help="of what is drawn")
+    options.add_argument("--ranks", type=int, default=2, help="the ranks of drawn programs")
     options.add_argument("--calls", type=int, default=50)
     chosen = options.parse_args()
     if chosen.draw:
@@ -120,9 +120,9 @@ def main() -> int:
             if program.ranks != joined.size:
                 continue
             ran += 1
-            if said := wrong(joined, program, chosen.calls, seed):
+            if error := wrong(joined, program, chosen.calls, seed):
                 failed += 1
-                print(f"rank {joined.rank}: {path.name}: {said}", flush=True)
+                print(f"rank {joined.rank}: {path.name}: {error}", flush=True)
         print(f"rank {joined.rank}: {ran} programs, {chosen.calls} calls each, {failed} wrong", flush=True)
     return int(failed > 0)
 

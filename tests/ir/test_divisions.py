@@ -1,4 +1,4 @@
-"""Divisions of sizes: one rule and one message, on every machine, before anything runs."""
+"""Sizes that must be divisible: every entry point checks them by one rule, with one message, before anything runs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ MESSAGE = (
 )
 
 
-def test_it_is_said_which_multiple_and_why_and_where() -> None:
-    (found,) = check(hi.parse(CUT), sizes={"M": 5})
-    assert found.message == MESSAGE
-    assert found.span is not None
-    assert found.span.line == 6
-    assert found.expected == "such as M=4 or M=8"
+def test_the_error_names_the_multiple_its_reason_and_its_line() -> None:
+    (finding,) = check(hi.parse(CUT), sizes={"M": 5})
+    assert finding.message == MESSAGE
+    assert finding.span is not None
+    assert finding.span.line == 6
+    assert finding.expected == "such as M=4 or M=8"
 
 
-def test_everybody_says_the_same() -> None:
+def test_every_entry_point_raises_the_same_message() -> None:
     program = hi.parse(CUT)
     x = torch.ones(5, 8)
-    ways = [
+    entry_points = [
         lambda: program.check_sizes({"M": 5}),
         lambda: prove(program, {"M": 5}),
         lambda: hi.Executor(program, sizes={"M": 5}),
@@ -53,18 +53,18 @@ def test_everybody_says_the_same() -> None:
         lambda: run_whole(program, [x]),
         lambda: reference(program, [x]),
     ]
-    for way in ways:
+    for enter in entry_points:
         with pytest.raises(hi.HostIRError) as refused:
-            way()
-        assert [found.message for found in refused.value.diagnostics] == [MESSAGE]
+            enter()
+        assert [diagnostic.message for diagnostic in refused.value.diagnostics] == [MESSAGE]
 
 
-def test_parts_that_a_cut_does_not_divide_are_refused() -> None:
+def test_shards_that_cannot_be_cut_evenly_are_refused() -> None:
     with pytest.raises(hi.HostIRError, match=r"M=6 does not fit @cut: M must be a multiple of 4, because %x is"):
         hi.Executor(hi.parse(CUT))([torch.ones(3, 8), torch.ones(3, 8)])
 
 
-def test_blocks_that_a_kernel_waits_for_divide_the_rows() -> None:
+def test_rows_must_be_a_multiple_of_the_blocks_that_a_kernel_waits_for() -> None:
     program = hi.parse("""hostir 1
 mesh @mesh [didx] = 0
 program @p(%a: f32[M, 4], %b: f32[4, 4]) -> (%c) {
@@ -78,7 +78,7 @@ program @p(%a: f32[M, 4], %b: f32[4, 4]) -> (%c) {
         hi.Executor(program)([torch.ones(4, 4)], [torch.ones(4, 4)])
 
 
-def test_of_several_reasons_those_are_named_that_make_the_multiple() -> None:
+def test_the_error_names_every_reason_for_the_multiple() -> None:
     program = hi.parse("""hostir 1
 mesh @mesh [didx] = 0 1
 program @p(%x: f32[M], %y: f32[M@didx]) -> (%a, %b) {
@@ -94,11 +94,11 @@ program @p(%x: f32[M], %y: f32[M@didx]) -> (%a, %b) {
 """)
     with pytest.raises(hi.HostIRError) as refused:
         program.check_sizes({"M": 8})
-    said = str(refused.value)
-    assert "M must be a multiple of 6, because %y is sharded over 2 ranks and %x is cut in 3 pieces (chunk)" in said
+    reasons = "because %y is sharded over 2 ranks and %x is cut in 3 pieces (chunk)"
+    assert f"M must be a multiple of 6, {reasons}" in str(refused.value)
 
 
-def test_products_and_quotients_of_names_are_said_as_they_are() -> None:
+def test_the_error_prints_products_and_quotients_of_symbols() -> None:
     program = hi.parse("""hostir 1
 mesh @mesh [didx] = 0
 program @p(%x: f32[M, K]) -> (%y) {
@@ -110,19 +110,19 @@ program @p(%x: f32[M, K]) -> (%y) {
 """)
     with pytest.raises(hi.HostIRError) as refused:
         program.check_sizes({"M": 5, "K": 3, "N": 2})
-    first, second = (found.message for found in refused.value.diagnostics)
+    first, second = (diagnostic.message for diagnostic in refused.value.diagnostics)
     assert first == "K=3, M=5 does not fit @p: K*M must be a multiple of 4, because %v has an axis of K*M/4"
     assert second == "M=5, N=2 does not fit @p: M must be a multiple of N = 2, because %w has an axis of M/N"
 
 
-def test_a_choice_is_called_with_other_sizes_than_it_was_made_for() -> None:
+def test_an_executor_compiled_for_some_sizes_checks_other_sizes() -> None:
     executor = hi.compile(patterns.row_parallel(S=2, ranks=2, M="M"), "pipeline", sizes={"M": 8})
     executor(torch.ones(4, 64), torch.ones(64, 48))
     with pytest.raises(hi.HostIRError, match="M=7 does not fit @row_parallel: M must be a multiple of 2, because %a"):
         executor(torch.ones(7, 64), torch.ones(64, 48))
 
 
-def test_sizes_of_an_nvfuser_dump_are_told_by_its_names(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_an_nvfuser_dump_uses_the_names_of_the_dump(capfd: pytest.CaptureFixture[str]) -> None:
     file = "tests/cases/nvfuser/two_matmuls_ceil_div.txt"
     assert main(["check", file, "--from", "nvfuser", "--set", "i0=10"]) == 1
     assert "i0 must be a multiple of 3, because %T0 is cut in 3 pieces (chunk)" in capfd.readouterr().err
@@ -130,8 +130,7 @@ def test_sizes_of_an_nvfuser_dump_are_told_by_its_names(capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda pattern: pattern.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_patterns_compute_or_say_what_divides(pattern: Callable[..., hi.Fusion], strategy: str) -> None:
-    """Whatever the number of rows: never NaN, and no other error."""
+def test_any_number_of_rows_is_computed_or_refused(pattern: Callable[..., hi.Fusion], strategy: str) -> None:
     parameters = inspect.signature(pattern).parameters
     mesh = [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}] if "ranks" in parameters else [{"dp": 2, "tp": 2}]
     for ranks in mesh:
@@ -140,7 +139,7 @@ def test_patterns_compute_or_say_what_divides(pattern: Callable[..., hi.Fusion],
         try:
             program = hi.lower(fusion, strategy)
         except hi.HostIRError:
-            return  # nothing in it is what the strategy overlaps
+            return  # the strategy overlaps nothing in this pattern
         computed = []
         for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16):
             source, sizes = fusion.program(), {"M": rows}
@@ -149,8 +148,8 @@ def test_patterns_compute_or_say_what_divides(pattern: Callable[..., hi.Fusion],
                 inputs = random_inputs(source, sizes)
                 outputs = run_whole(program, inputs, sizes)
             except hi.HostIRError as refused:
-                (found,) = refused.diagnostics
-                assert found.message.startswith(f"M={rows} does not fit @{program.name}: M must be a multiple of ")
+                (diagnostic,) = refused.diagnostics
+                assert diagnostic.message.startswith(f"M={rows} does not fit @{program.name}: M must be a multiple of ")
                 continue
             computed.append(rows)
             for got, expected in zip(outputs, reference(source, inputs, sizes), strict=True):

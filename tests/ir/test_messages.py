@@ -27,7 +27,7 @@ from hostir.ir.source import (
         ("--redundent", ["--ranks", "--redundant"], "--redundant"),
     ],
 )
-def test_a_misspelt_name_gets_the_one_that_is_meant(typed: str, known: list[str], meant: str) -> None:
+def test_a_misspelt_name_gets_the_nearest_known_name_as_a_suggestion(typed: str, known: list[str], meant: str) -> None:
     assert did_you_mean(typed, known) == f"did you mean '{meant}'?"
 
 
@@ -35,7 +35,7 @@ def test_a_misspelt_name_gets_the_one_that_is_meant(typed: str, known: list[str]
     ("typed", "known"),
     [("watch", "cache"), ("%a_i", "%c_i"), ("a100", "h100"), ("--foo", "--from"), ("reduce", "relu")],
 )
-def test_another_word_is_no_suggestion(typed: str, known: str) -> None:
+def test_an_unrelated_word_is_not_suggested(typed: str, known: str) -> None:
     assert did_you_mean(typed, [known]) == ""
 
 
@@ -43,14 +43,14 @@ def test_a_number_agrees_with_its_noun() -> None:
     assert [counted(n, "input") for n in range(3)] == ["0 inputs", "1 input", "2 inputs"]
 
 
-# The user's line ------------------------------------------------------------------------------------------------------
+# The user's line --------------------------------------------------------------------------------------------------
 WARNING = Diagnostic("it is slow", level="warning")
 
 
 def test_an_error_names_the_users_line_behind_frames_of_the_standard_library() -> None:
     with pytest.raises(HostIRError) as refusal, ExitStack() as stack:  # contextlib makes the call
         stack.callback(check_known, "machine", "tpu", ["gloo"])
-    (span,) = (found.span for found in refusal.value.diagnostics)
+    (span,) = (diagnostic.span for diagnostic in refusal.value.diagnostics)
     assert span is not None
     assert __file__.endswith(span.file)
     assert "ExitStack() as stack" in span.text
@@ -66,7 +66,7 @@ def test_a_thread_without_the_users_code_has_no_users_line() -> None:
     with ThreadPoolExecutor(1) as pool:
         refusal = pool.submit(check_known, "machine", "tpu", ["gloo"]).exception()
         assert isinstance(refusal, HostIRError)
-        assert [found.span for found in refusal.diagnostics] == [None]
+        assert [diagnostic.span for diagnostic in refusal.diagnostics] == [None]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             pool.submit(warn_user, WARNING, FallbackWarning).result()

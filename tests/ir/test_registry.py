@@ -27,7 +27,7 @@ def test_the_docstring_says_what_it_does_and_ends_with_an_example(cls: type[Stat
 
 
 @every_statement
-def test_the_example_is_written_as_the_printer_writes_it(cls: type[Statement]) -> None:
+def test_the_printer_writes_the_example_as_the_docstring_does(cls: type[Statement]) -> None:
     program = example_program(cls)
     assert hi.parse(str(program)) == program
     lines = [OPERAND.sub(r"%\1", line.strip()) for line in str(program).splitlines()]
@@ -36,13 +36,13 @@ def test_the_example_is_written_as_the_printer_writes_it(cls: type[Statement]) -
 
 
 @every_statement
-def test_the_example_is_right_in_every_order(cls: type[Statement]) -> None:
+def test_the_checker_accepts_the_example(cls: type[Statement]) -> None:
     program = example_program(cls)
-    assert [found for found in hi.check(program) if found.level == "error"] == []
+    assert [finding for finding in hi.check(program) if finding.level == "error"] == []
 
 
 @every_statement
-def test_the_example_runs_on_simulated_ranks_as_on_whole_tensors(cls: type[Statement]) -> None:
+def test_the_example_computes_the_unsharded_result_on_simulated_ranks(cls: type[Statement]) -> None:
     program = example_program(cls)
     verify(program)
     host = program if program.phase is Phase.HOST else hi.lower(program)
@@ -58,14 +58,14 @@ def test_the_example_runs_on_simulated_ranks_as_on_whole_tensors(cls: type[State
 
 
 @pytest.mark.parametrize("keyword", ALONE)
-def test_whole_tensors_refuse_the_first_statement_that_names_a_rank(keyword: str) -> None:
+def test_the_unsharded_reference_refuses_the_first_statement_that_names_a_rank(keyword: str) -> None:
     program = example_program(REGISTRY[keyword])
     with pytest.raises(HostIRError, match="there are none where tensors are whole") as refused:
         reference(program, random_inputs(program, {}))
-    (found,) = refused.value.diagnostics
-    assert found.span is not None
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.span is not None
     named = [s for s in program.walk() if s.keyword() in ALONE]
-    assert found.span == named[0].span
+    assert diagnostic.span == named[0].span
 
 
 def test_a_keyword_names_one_statement() -> None:

@@ -1,4 +1,4 @@
-"""Sharding through reshapes and slices, compared with the positions of single elements."""
+"""Shardings after reshapes and slices, compared element by element with what each rank holds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def tensor(*axes: Axis) -> TensorType:
 def parts(type: TensorType) -> list[list[float]]:
     """Return the elements of the flattened tensor that each rank holds, in order."""
     shape = [s.bind({}) for s in type.shape]
-    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    return [p.flatten().tolist() for rank in MESH.devices if (p := shard(whole, type, rank, {})) is not None]
+    unsharded = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    return [p.flatten().tolist() for rank in MESH.devices if (p := shard(unsharded, type, rank, {})) is not None]
 
 
 factors = st.sampled_from([(2, None), (2, "dp"), (4, "tp"), (2, "tp"), (3, None), (4, "dp")])
@@ -47,7 +47,7 @@ def tensors(draw: st.DrawFn) -> TensorType:
 
 
 @given(tensors(), st.data())
-def test_marks_placed_in_another_shape_leave_every_element_on_its_rank(type: TensorType, data: st.DataObject) -> None:
+def test_a_reshape_leaves_every_element_on_its_rank(type: TensorType, data: st.DataObject) -> None:
     total = torch.Size([s.bind({}) for s in type.shape]).numel()
     outer = data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
     shape = (Size(outer), Size(total // outer))
@@ -61,7 +61,7 @@ def test_marks_placed_in_another_shape_leave_every_element_on_its_rank(type: Ten
 
 
 @given(tensors())
-def test_the_same_shape_takes_the_same_marks(type: TensorType) -> None:
+def test_marks_can_always_be_placed_in_the_same_shape(type: TensorType) -> None:
     placed = place_marks(type.shape, flat_marks(type))
     assert placed is not None
     assert parts(tensor(*placed)) == parts(type)
@@ -80,7 +80,7 @@ def test_the_same_shape_takes_the_same_marks(type: TensorType) -> None:
         (axis((16, "dp")), 1, 1, (), ((2, "dp"), (8, None))),
     ],
 )
-def test_an_axis_is_cut_only_where_no_piece_spans_ranks(
+def test_an_axis_is_cut_only_if_no_piece_spans_ranks(
     given_axis: Axis,
     outer: int,
     count: int,
@@ -95,7 +95,7 @@ def test_an_axis_is_cut_only_where_no_piece_spans_ranks(
     assert [Axis(factors).normal() for factors in cut] == [axis(*before).normal(), axis(*inner).normal()]
 
 
-def test_what_leads_is_outermost_in_a_ranks_part() -> None:
+def test_a_leading_mark_is_outermost_in_the_part_of_a_rank() -> None:
     assert leads(tensor(axis((1, None), (4, "tp"))), "tp")
     assert leads(tensor(axis((2, "dp")), axis((4, "tp"))), "tp")
     assert not leads(tensor(axis((4, "dp")), axis((4, "tp"))), "tp")
@@ -106,7 +106,7 @@ def test_what_leads_is_outermost_in_a_ranks_part() -> None:
     ("extent", "of", "multiple"),
     [("8", "4", True), ("6", "4", False), ("M", "4", True), ("4", "M", False), ("2*M", "M", True), ("M", "2*M", False)],
 )
-def test_multiples_with_symbols(extent: str, of: str, multiple: bool) -> None:
+def test_symbolic_sizes_can_be_multiples(extent: str, of: str, multiple: bool) -> None:
     assert is_multiple(Size.of(extent), Size.of(of)) == multiple
 
 

@@ -27,7 +27,7 @@ def test_a_size_reads_back_from_its_text(size: Size) -> None:
 
 
 @given(sizes(), sizes(), bindings)
-def test_products_and_quotients_are_those_of_the_numbers(a: Size, b: Size, values: dict[str, int]) -> None:
+def test_products_and_quotients_agree_with_arithmetic_on_numbers(a: Size, b: Size, values: dict[str, int]) -> None:
     assert fraction(a * b, values) == pytest.approx(fraction(a, values) * fraction(b, values))
     assert fraction(a / b, values) == pytest.approx(fraction(a, values) / fraction(b, values))
     assert a * b == b * a
@@ -35,7 +35,7 @@ def test_products_and_quotients_are_those_of_the_numbers(a: Size, b: Size, value
 
 
 @given(sizes(), sizes(), bindings)
-def test_a_division_said_to_leave_no_remainder_leaves_none(a: Size, b: Size, values: dict[str, int]) -> None:
+def test_a_quotient_marked_as_integer_is_an_integer(a: Size, b: Size, values: dict[str, int]) -> None:
     if (a / b).is_integer:
         assert a.divisible_by(b)
         assert fraction(a / b, values) == pytest.approx((a / b).bind(values))
@@ -45,7 +45,7 @@ def test_a_division_said_to_leave_no_remainder_leaves_none(a: Size, b: Size, val
     ("text", "canonical"),
     [("4096", "4096"), ("M", "M"), ("2*M*4", "8*M"), ("M*K/8", "K*M/8"), ("M/M", "1"), ("M/K", "M/K"), ("M*M", "M*M")],
 )
-def test_the_canonical_form(text: str, canonical: str) -> None:
+def test_a_size_prints_in_canonical_form(text: str, canonical: str) -> None:
     assert str(Size.of(text)) == canonical
 
 
@@ -56,7 +56,7 @@ def test_an_invalid_size_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
-def test_a_number_that_is_no_size_is_refused(value: object) -> None:
+def test_an_invalid_number_is_refused_as_a_size(value: object) -> None:
     with pytest.raises(HostIRError, match="a size must be"):
         Size.of(value)
 
@@ -70,14 +70,14 @@ def test_binding_needs_every_symbol_and_leaves_no_remainder() -> None:
     assert "did you mean 'M'?" in str(wrong.value)
 
 
-def test_a_symbol_is_given_the_benefit_of_the_doubt() -> None:
+def test_an_unbound_symbol_counts_as_divisible() -> None:
     assert Size.of("M").divisible_by(8)
     assert Size(16).divisible_by(8)
     assert not Size(12).divisible_by(8)
     assert Size.of("8*M").divisible_by(Size.of("M"))
 
 
-def test_the_product_of_nothing_is_one() -> None:
+def test_the_empty_product_is_one() -> None:
     assert product([]) == ONE
     assert product([Size(2), Size.of("M"), Size(3)]) == Size.of("6*M")
 
@@ -93,7 +93,7 @@ program @p(%x: f32[S, M/S]) -> (%y) {
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         ({"S": 0, "M": 8}, "the size M/S divides by zero for M=8, S=0"),
         ({"S": -1, "M": 8}, "the size 'S'=-1 of @p"),
@@ -105,8 +105,8 @@ program @p(%x: f32[S, M/S]) -> (%y) {
         ("M=8", "sizes='M=8'"),
     ],
 )
-def test_invalid_sizes_are_refused_everywhere(sizes: Any, said: str) -> None:
+def test_the_checker_and_the_executor_refuse_invalid_sizes(sizes: Any, message: str) -> None:
     program = hi.parse(QUOTIENT)
-    for take in (lambda: hi.check(program, sizes=sizes), lambda: hi.Executor(program, sizes=sizes)):
-        with pytest.raises(hi.HostIRError, match=said):
-            take()
+    for use in (lambda: hi.check(program, sizes=sizes), lambda: hi.Executor(program, sizes=sizes)):
+        with pytest.raises(hi.HostIRError, match=message):
+            use()

@@ -1,4 +1,4 @@
-"""Text: what prints reads back as the same program, quickly, with the position of every mistake."""
+"""Programs as text: a printed program parses back equal, fast, and every mistake is reported at its position."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_program_reads_back_equal_and_prints_the_same_bytes(drawn: Program) ->
     assert all(hash(s) == hash(t) and repr(s) == repr(t) for s, t in zip(again.walk(), drawn.walk(), strict=True))
 
 
-def test_a_statement_is_what_its_operands_are_wherever_it_stands() -> None:
+def test_statements_with_equal_operands_are_equal_at_any_position() -> None:
     one, other, third = hi.parse(program("  copy %a -> %b\n\n  copy %a -> %b // again\n  add %a, %a -> %b\n")).body
     assert one == other
     assert hash(one) == hash(other)
@@ -48,7 +48,7 @@ def test_a_statement_is_what_its_operands_are_wherever_it_stands() -> None:
     assert {c.__hash__ for c in REGISTRY.values()} == {Statement.__hash__}
 
 
-def test_a_field_that_does_not_say_how_it_is_written_is_named() -> None:
+def test_a_field_without_a_codec_is_named_in_the_error() -> None:
     @dataclass(frozen=True)
     class Bare(Statement):
         syntax = "bare {x}"
@@ -58,31 +58,31 @@ def test_a_field_that_does_not_say_how_it_is_written_is_named() -> None:
         Bare(x=1).uses(Phase.HOST)
 
 
-def test_comments_white_space_and_redundant_types_do_not_survive() -> None:
+def test_parsing_drops_comments_white_space_and_redundant_types() -> None:
     text = program("  %x = permute %a (1, 0)\n  relu %b -> %b\n")
     loose = text.replace("%x =", "%x :f32 [8,4@didx]= // mine\n").replace("relu %b", "relu\n\n%b")
     assert str(hi.parse(loose)) == text
 
 
-def test_a_type_stands_where_it_is_not_the_inferred_one() -> None:
+def test_a_type_is_printed_if_it_differs_from_the_inferred_type() -> None:
     text = program("  %x: f32[(2@didx 4), 8] = select %c[0]\n", inputs="%b: f32[4, 8], %c: f32[4, 8@didx, 8]")
     parsed = hi.parse(text)
     assert str(parsed) == text
     assert hi.check(parsed) == []
 
 
-def test_long_parameter_lists_take_a_line_each() -> None:
+def test_each_parameter_of_a_long_list_takes_a_line() -> None:
     inputs = ",\n    ".join(f"%input_{i}: bf16[4096@didx, 8192]" for i in range(4))
     text = f"{HEAD}program @p(\n    {inputs}\n) -> (%input_0) {{\n}}\n"
     assert str(hi.parse(text)) == text
 
 
-def test_short_bodies_of_loops_take_one_line_and_notes_take_their_own() -> None:
+def test_a_short_loop_prints_on_one_line() -> None:
     text = program("  for %s in 0..2 { set_stream %s   synchronize 0 }\n  for %i in 0..M { }\n", streams=" streams 2")
     assert str(hi.parse(text)) == text
 
 
-def test_notes_print_as_comments_and_read_as_nothing() -> None:
+def test_notes_print_as_comments_and_parsing_ignores_them() -> None:
     with hi.Fusion("f") as fusion:
         x = hi.tensor("x", [4, 6], "f32")
         y = hi.reshape(hi.permute(x, (1, 0)), [24])
@@ -103,7 +103,7 @@ def test_one_statement_prints_on_one_line_without_the_body_of_a_loop() -> None:
     ]
 
 
-def test_parentheses_keep_the_order_of_index_arithmetic() -> None:
+def test_parentheses_preserve_the_order_of_index_arithmetic() -> None:
     text = program("  set_stream (1 + 2) * (7 - (3 / 2)) % 2\n", streams=" streams 2")
     assert "set_stream ((1 + 2) * (7 - (3 / 2))) % 2" in str(hi.parse(text))
 
@@ -129,7 +129,7 @@ def test_a_mistake_is_reported_at_its_line_and_column(body: str, at: tuple[int, 
     assert f"file.hir:{at[0]}:{at[1]}: error: {message}" in str(wrong.value)
 
 
-def test_what_was_expected_and_the_nearest_word_are_named() -> None:
+def test_a_syntax_error_names_the_expected_tokens_and_the_nearest_keyword() -> None:
     with pytest.raises(HostIRError) as wrong:
         hi.parse(program("  matmull %a, %b -> %b\n"), "file.hir")
     assert str(wrong.value).splitlines() == [
@@ -142,12 +142,12 @@ def test_what_was_expected_and_the_nearest_word_are_named() -> None:
 
 
 def test_a_finding_in_a_statement_underlines_all_of_it() -> None:
-    found = hi.check(hi.parse(program("  matmul %a,   %b -> %b\n"), "file.hir"))
-    assert found[0].span is not None
-    assert (found[0].span.column, found[0].span.width) == (3, len("matmul %a,   %b -> %b"))
+    findings = hi.check(hi.parse(program("  matmul %a,   %b -> %b\n"), "file.hir"))
+    assert findings[0].span is not None
+    assert (findings[0].span.column, findings[0].span.width) == (3, len("matmul %a,   %b -> %b"))
 
 
-def test_five_thousand_statements_read_in_a_second_and_a_half() -> None:
+def test_five_thousand_statements_parse_in_a_second_and_a_half() -> None:
     body = "".join(f"  %x{i} = select %a[{i % 4}]\n  matmul %x{i}, %b -> %c\n" for i in range(2500))
     text = program(body, "%a: bf16[4, 8, 8], %b: bf16[8, 512], %c: bf16[8, 512]", "%c")
     code = f"""
@@ -160,8 +160,8 @@ for _ in range(4):
     parsed = hi.parse(text)
     print(time.process_time() - begin, len(parsed.body))
 """
-    # CPU time of a process of its own, the best of four: neither what other processes do on these cores
-    # nor the objects of the tests before, which the collector visits, is the parser's.
+    # CPU time does not include the work of other processes. In a fresh process, the garbage collector does not
+    # visit the objects of earlier tests.
     done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seconds, statements = zip(*(line.split() for line in done.stdout.splitlines()), strict=True)

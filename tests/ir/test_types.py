@@ -18,7 +18,7 @@ def tensor(*axes: Axis, mesh: Mesh | None = GRID) -> TensorType:
     return TensorType(DTYPES["f32"], axes, mesh)
 
 
-def test_a_mesh_knows_where_each_device_stands() -> None:
+def test_a_mesh_knows_the_coordinates_of_each_device() -> None:
     assert [(GRID.coordinate(d, "dp"), GRID.coordinate(d, "tp")) for d in GRID.devices] == [
         (0, 0),
         (0, 1),
@@ -29,14 +29,14 @@ def test_a_mesh_knows_where_each_device_stands() -> None:
     ]
 
 
-def test_teams_differ_along_one_axis_only_and_keep_its_order() -> None:
+def test_a_team_lists_the_devices_along_one_axis_in_mesh_order() -> None:
     assert GRID.teams("tp") == ((5, 4, 3), (2, 1, 0))
     assert GRID.teams("dp") == ((5, 2), (4, 1), (3, 0))
     assert GRID.team(1, "tp") == (2, 1, 0)
     assert LINE.teams("x") == ((3, 1, 0, 2),)
 
 
-def test_meshes_print_as_they_are_written() -> None:
+def test_a_mesh_prints_as_it_is_written() -> None:
     assert str(GRID) == "@grid [dp, tp] = (5 4 3) (2 1 0)"
     assert str(LINE) == "@line [x] = 3 1 0 2"
 
@@ -58,12 +58,12 @@ def test_a_rank_holds_its_part_of_every_sharded_factor() -> None:
         (axis((2, None), (3, STREAM), (4, None)), axis((2, None), (3, STREAM), (4, None))),
     ],
 )
-def test_normal_form(written: Axis, normal: Axis) -> None:
+def test_the_normal_form_merges_factors_that_no_mark_separates(written: Axis, normal: Axis) -> None:
     assert written.normal() == normal
     assert written.extent == normal.extent
 
 
-def test_marks_come_off_one_by_one() -> None:
+def test_marks_are_removed_one_by_one() -> None:
     both = axis((2, "dp"), (3, "tp"), (4, None))
     assert both.marks == ("dp", "tp")
     assert both.without("dp") == axis((2, None), (12, "tp"))
@@ -71,17 +71,17 @@ def test_marks_come_off_one_by_one() -> None:
     assert both.without("dp", "tp") == axis((24, None))
 
 
-def test_types_print_as_they_are_written() -> None:
+def test_a_type_prints_as_it_is_written() -> None:
     type = tensor(axis((8, None), (6, "tp")), axis((4, "dp")), Axis.of("M"))
     assert str(type) == "f32[(8 6@tp), 4@dp, M]"
     assert str(TensorType(DTYPES["bf16"], (), GRID, ("tp",))) == "bf16[] partial tp"
 
 
-def test_in_a_host_program_no_axis_is_on_the_stream() -> None:
+def test_a_host_program_has_no_stream_axes() -> None:
     assert tensor(axis((2, STREAM), (4, None))).host() == tensor(axis((8, None)))
 
 
-def test_dtypes_and_their_sizes() -> None:
+def test_each_dtype_has_its_size_in_bytes() -> None:
     wide = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
     assert {name: d.bytes for name, d in DTYPES.items()} == wide | {"f8e4m3": 1, "f8e5m2": 1}
     assert str(tensor(Axis.of(4), mesh=None).__class__(DType("f8e4m3", 1), (Axis.of(4),))) == "f8e4m3[4]"

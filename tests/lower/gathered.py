@@ -1,4 +1,4 @@
-"""Random fusions with matmuls of gathered rows: layouts of the rows, other operands, and other readers."""
+"""Random fusions with matmuls of gathered rows: layouts of the rows, other operands, other readers of the rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 import hostir as hi
 from hostir.ir import Program
 
-LINE = {  # how x lies over D ranks, and how it is gathered
+LINE = {  # the type of x on D ranks, and its gathered type
     "[D@tp, 2, 4]": "[D, 2, 4]",
     "[3*D@tp, 4]": "[3*D, 4]",
     "[3, D@tp, 2, 4]": "[3, D, 2, 4]",
@@ -47,7 +47,7 @@ Shape = list[int | str]
 
 @dataclass
 class Text:
-    """A random fusion under construction; a result with only a shape gets its sharding from its computation."""
+    """A random fusion under construction; a result added by its shape gets its sharding from its operands."""
 
     random: Random
     inputs: list[str] = field(default_factory=list)
@@ -75,19 +75,19 @@ class Text:
 
 
 def gathered(ranks: int, seed: int, *, named: bool = False) -> Program:
-    """An allgather of rows over `ranks` ranks, on a mesh with another axis or none, and what may be made of them.
+    """Return an all-gather of rows over `ranks` ranks, on a mesh of one or two axes, and random readers of the rows.
 
-    With `named` the number of rows depends on the size M.
+    With `named` the number of rows contains the symbol M.
     """
     text = Text(Random(seed))
     grid, columns = text.chance(0.4), 2 * ranks
-    ways = (NAMED_GRID if grid else NAMED_LINE) if named else (GRID if grid else LINE)
-    lies, whole = (counted(t, ranks) for t in text.random.choice([*ways.items()]))
-    *rows, _ = shape_of(whole)
-    x = text.input(lies)
+    layouts = (NAMED_GRID if grid else NAMED_LINE) if named else (GRID if grid else LINE)
+    sharded, unsharded = (counted(t, ranks) for t in text.random.choice([*layouts.items()]))
+    *rows, _ = shape_of(unsharded)
+    x = text.input(sharded)
     if text.chance(0.3):
-        x = text.add(lies, f"relu {x}")
-    text.body.append(f"  %full: f32{whole} = allgather {x} over tp")
+        x = text.add(sharded, f"relu {x}")
+    text.body.append(f"  %full: f32{unsharded} = allgather {x} over tp")
     outputs = [text.add([*rows, 4], "relu %full")] if text.chance(0.15) else []
     outputs += [text.multiplied("%full", rows, columns) for _ in range(text.random.choice([1, 1, 2, 3]))]
     if text.chance(0.4):
@@ -118,7 +118,7 @@ def counted(type: str, ranks: int) -> str:
 
 
 def shape_of(type: str) -> Shape:
-    """The extents of the axes, those with a name as they are written."""
+    """Return the extents of the axes; symbolic extents stay strings."""
     axes = [re.sub(r"@\w+", "", axis) for axis in type.strip("[]").split(", ")]
     return [axis if "M" in axis else prod(map(int, re.findall(r"\d+", axis))) for axis in axes]
 

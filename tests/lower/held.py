@@ -1,15 +1,15 @@
-"""Checks of every program of `ring`, `fused` and `push`: it parses back, is proved, and gives the unsharded result."""
+"""Assertions about programs of `ring`, `fused` and `push`: they parse back, are proved, and compute the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 
 import hostir as hi
-from hostir.ir import Program, Statement
-from hostir.ir.host_ops import For, Synchronize
+from hostir.ir import HostIRError, Program, Statement
+from hostir.ir.host_ops import For, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Get, If, Put, Signal, WaitSignal
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
@@ -18,31 +18,52 @@ from tests.runtime.whole import run_whole
 every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 
 
-def hold(fusion: Program, program: Program, seeds: range, *calls: Mapping[str, int]) -> None:
-    """Assert that the program parses back, is proved, and gives the unsharded result for these sizes and schedules."""
+def assert_correct(fusion: Program, program: Program, seeds: range, *sizes: Mapping[str, int]) -> None:
+    """Assert that the program parses back, is proved, and gives the unsharded result at all sizes and schedules."""
     assert hi.parse(str(program)) == program
     assert hi.check(program) == []
-    for sizes in calls or [{}]:
-        right(fusion, program, seeds, sizes)
-
-
-def right(fusion: Program, program: Program, seeds: range, sizes: Mapping[str, int]) -> None:
-    inputs = random_inputs(fusion, sizes, seed=seeds.start + 1)
-    plain, exact = reference(fusion, inputs, sizes, None), reference(fusion, inputs, sizes)
-    for seed in seeds:
-        for found in compare(program, run_whole(program, inputs, sizes, seed=seed), plain, exact):
-            assert found.good, f"seed {seed}: {found}\n{fusion}\n{program}"
+    for binding in sizes or [{}]:
+        inputs = random_inputs(fusion, binding, seed=seeds.start + 1)
+        plain, exact = reference(fusion, inputs, binding, None), reference(fusion, inputs, binding)
+        for seed in seeds:
+            for comparison in compare(program, run_whole(program, inputs, binding, seed=seed), plain, exact):
+                assert comparison.good, f"seed {seed}: {comparison}\n{fusion}\n{program}"
 
 
 def one_sided(program: Program) -> list[Statement]:
     return [s for s in program.walk() if isinstance(s, (Get, Put))]
 
 
+def lowerable(
+    fusions: Iterable[Program], lower: Callable[[int, Program], Program]
+) -> Iterator[tuple[int, Program, Program]]:
+    """Yield the index of each fusion, the fusion and its program; skip rows that lie over several mesh axes."""
+    for index, fusion in enumerate(fusions):
+        try:
+            program = lower(index, fusion)
+        except HostIRError as refused:
+            if "lie over several axes of the mesh" not in str(refused):
+                raise
+            continue
+        assert one_sided(program)
+        yield index, fusion, program
+
+
 def without_each(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, tuple[Statement, ...]]]:
     """Yield every body with one ordering or moving statement left out."""
     for n, s in enumerate(body):
-        if isinstance(s, (Signal, WaitSignal, Barrier, Synchronize, Get, Put)):
+        if isinstance(s, (Signal, Wait, WaitSignal, Barrier, Synchronize, Get, Put)):
             yield s, (*body[:n], *body[n + 1 :])
         if isinstance(s, (For, If)):
             for missing, inner in without_each(s.body):
                 yield missing, (*body[:n], replace(s, body=inner), *body[n + 1 :])
+
+
+def assert_each_statement_is_needed(program: Program) -> set[type[Statement]]:
+    """Assert that the checker reports every statement left out that orders or moves; return the statements' types."""
+    types = set()
+    for missing, body in without_each(program.body):
+        types.add(type(missing))
+        errors = [finding for finding in hi.check(program.with_body(body)) if finding.level == "error"]
+        assert errors, f"'{missing.keyword()}' was left out unnoticed\n{program}"
+    return types

@@ -1,4 +1,4 @@
-"""Random fusions of fp8 products: kinds of scales, layouts of rows, collectives, and surrounding statements."""
+"""Random fusions of fp8 products: granularity of scales, layouts of rows, collectives, and surrounding statements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NARROW = ("f8e4m3", "f8e4m3", "f8e5m2")
 
 
 def scaled(ranks: int, seed: int, *, named: bool = False) -> Program:
-    """Draw a fusion on `ranks` ranks: gathered rows with their scales, or scattered sums over parts of K."""
+    """Return a fusion on `ranks` ranks: gathered rows with their scales, or scattered sums over parts of K."""
     random = Random(seed)
     M = "M" if named else str(3 * ranks)
     scales = random.choice(("tensor", "rows", "blocks"))
@@ -33,7 +33,7 @@ def _type(dtype: str, *sizes: str | int) -> str:
 
 
 def _right(random: Random, i: int, K: int, N: int, scales: str, over: str = "") -> list[str]:
-    """A right side, whose columns may be sharded, and its scales."""
+    """Return the right operand and its scales; `over` shards the columns."""
     of_b = {"tensor": (1, 1), "rows": (1, f"{N}{over}"), "blocks": (K // 128, f"{N // 128}{over}")}[scales]
     return [f"%b{i}: {_type(random.choice(NARROW), K, f'{N}{over}')}", f"%t{i}: {_type('f32', *of_b)}"]
 
@@ -56,8 +56,8 @@ def _gathered(
         )
         of_a = "%s" if scales == "tensor" else "%s0"
     else:
-        lies = _on(of_rows, axis) if scales != "tensor" and random.random() < 0.7 else of_rows
-        inputs, of_a = [f"%a: {_type(narrow, *sharded, K)}", f"%s: {_type('f32', *lies, groups)}"], "%s"
+        of_shard = _on(of_rows, axis) if scales != "tensor" and random.random() < 0.7 else of_rows
+        inputs, of_a = [f"%a: {_type(narrow, *sharded, K)}", f"%s: {_type('f32', *of_shard, groups)}"], "%s"
     body.append(f"%full: {_type(narrow, *rows, K)} = reshard %a")
     a, lead = "%full", rows
     if len(rows) > 1 and random.random() < 0.5:
@@ -96,8 +96,8 @@ def _scattered(
 ) -> tuple[list[str], list[str], list[str]]:
     K, N, dtype = 128 * ranks * random.choice((1, 2)), 128, random.choice(("bf16", "f32"))
     of_rows = ["1"] * len(rows) if scales == "tensor" else rows
-    own = scales != "blocks" and random.random() < 0.6  # each rank has scales of its own part of K
-    groups = f"{ranks}@tp" if own else "1" if scales != "blocks" else f"{K // 128}@tp"
+    local = scales != "blocks" and random.random() < 0.6  # each rank has scales for its part of K
+    groups = f"{ranks}@tp" if local else "1" if scales != "blocks" else f"{K // 128}@tp"
     columns = {"tensor": 1, "rows": N, "blocks": N // 128}[scales]
     inputs = [
         f"%a: {_type(random.choice(NARROW), *rows, f'{K}@tp')}",
@@ -119,8 +119,8 @@ def _scattered(
             body.append(f"%flat_s: {_type('f32', *lead, groups.removesuffix('@tp'))} auto = reshape %s")
             of_a = "%flat_s"
     part = _type(dtype, *_on(rows, axis), N)
-    made = f"%c: {_type(dtype, *lead, N)} auto" if flat else f"%c: {part}"
-    body.append(f"{made} = scaled_matmul {a}, %b scaled {of_a}, %t{plus} to {dtype}")
+    product = f"%c: {_type(dtype, *lead, N)} auto" if flat else f"%c: {part}"
+    body.append(f"{product} = scaled_matmul {a}, %b scaled {of_a}, %t{plus} to {dtype}")
     if flat:
         body.append(f"%y: {part} = reshape %c")
     last = "%y" if flat else "%c"

@@ -9,59 +9,74 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from examples.patterns import SCALED
 from hostir.lower import STRATEGIES
 from hostir.runtime.reference import compare, reference
 from hostir.runtime.sharding import random_inputs
 from tests.golden import Golden
 from tests.runtime.whole import run_whole
 
-Pattern = Callable[[], hi.Fusion]
 CASES = Path(__file__).parent.parent / "cases" / "patterns"
-PATTERNS = (*patterns.PATTERNS, *patterns.NORMED, *SCALED)
-every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
-# `ring`, `fused` and `push` lower what gathers or scatters rows, and what does not communicate.
-ROWS = ["allgather_matmul", "allgather_matmul_rows", "allgather_matmul_kept", "column_parallel", "gate_up"]
-ROWS += ["matmul_allgather", "row_parallel_scattered", "mlp", "mlp_2d", "no_communication"]
-ROWS += ["reduce_scatter", "all_gather", "all_reduce", "row_parallel", "row_parallel_bias", "mlp_replicated"]
-ROWS += ["attention_output"]
-ROWS += [pattern.__name__ for pattern in SCALED]
-LOWERED = [(p, s) for p in PATTERNS for s in STRATEGIES if s in ("sequential", "pipeline") or p.__name__ in ROWS]
+PATTERNS = {p.__name__: p for p in (*patterns.PATTERNS, *patterns.NORMED, *patterns.SCALED)}
+# Programs that differ in more than names and sizes. `tests/lower` checks and runs the others without a golden file.
+FUSIONS = ["mlp", "mlp_2d", "allgather_matmul_rows", "broadcast", "attention_output", "quantized_rows"]
+SCALED = ["quantized_rows", "scaled_row_parallel", "scaled_batch_gathered"]
+EVERY = ["allgather_matmul", "row_parallel", "row_parallel_scattered", "mlp_2d", "attention_output"]
+LOWERED = {
+    "sequential": [*EVERY, *SCALED, "weight_gathered", "gather", "scatter", "broadcast", "alltoall", "sendrecv"],
+    "pipeline": [*EVERY, "mlp", "allgather_matmul_rows", "weight_gathered"],
+    "ring": [*EVERY, *SCALED, "mlp", "all_gather", "all_reduce"],
+    "fused": [*EVERY, *SCALED, "mlp", "allgather_matmul_rows"],
+    "push": [*EVERY, *SCALED, "mlp"],
+}
 ON_ONE_STREAM = "allgather_matmul_rows-fused_on_one_stream.hir"
-every_strategy = pytest.mark.parametrize(
-    ("pattern", "strategy"), LOWERED, ids=[f"{p.__name__}-{strategy}" for p, strategy in LOWERED]
+every_program = pytest.mark.parametrize(
+    ("strategy", "name"), [(s, name) for s, names in LOWERED.items() for name in names]
 )
 
 
-@every_pattern
-def test_the_fusion(pattern: Pattern, golden: Golden) -> None:
-    golden(f"patterns/{pattern.__name__}-fusion.hir", str(pattern()))
+@pytest.mark.parametrize("name", FUSIONS)
+def test_a_fusion_prints_as_its_golden_file(name: str, golden: Golden) -> None:
+    golden(f"patterns/{name}-fusion.hir", str(PATTERNS[name]()))
 
 
-@every_strategy
-def test_the_host_program(pattern: Pattern, strategy: str, golden: Golden) -> None:
-    text = str(hi.lower(pattern(), strategy))
-    golden(f"patterns/{pattern.__name__}-{strategy}.hir", text)
+@every_program
+def test_a_lowered_pattern_prints_as_its_golden_file(name: str, strategy: str, golden: Golden) -> None:
+    golden(f"patterns/{name}-{strategy}.hir", str(hi.lower(PATTERNS[name](), strategy)))
 
 
-def test_on_one_stream_the_copies_and_their_signals_take_turns(golden: Golden) -> None:
+def test_on_one_stream_copies_and_their_signals_alternate(golden: Golden) -> None:
     program = hi.lower(patterns.allgather_matmul_rows(), "fused", streams=1)
     golden(f"patterns/{ON_ONE_STREAM}", str(program))
     assert hi.check(program) == []
 
 
-@every_strategy
-def test_the_files_are_programs_that_check_and_run(pattern: Pattern, strategy: str) -> None:
-    file = CASES / f"{pattern.__name__}-{strategy}.hir"
+@every_program
+def test_a_golden_file_is_a_program_that_is_proved_and_runs(name: str, strategy: str) -> None:
+    file = CASES / f"{name}-{strategy}.hir"
     program = hi.parse(file.read_text(), str(file))
-    fusion = hi.parse((CASES / f"{pattern.__name__}-fusion.hir").read_text())
+    fusion = hi.parse(str(PATTERNS[name]()))
     assert hi.check(program) == []
     assert hi.lower(fusion, strategy) == program
     inputs = random_inputs(fusion, {}, seed=11)
     plain, exact = reference(fusion, inputs, dtype=None), reference(fusion, inputs)
-    assert all(found.good for found in compare(program, run_whole(program, inputs, seed=3), plain, exact))
+    assert all(comparison.good for comparison in compare(program, run_whole(program, inputs, seed=3), plain, exact))
 
 
-def test_no_file_is_left_over() -> None:
-    expected = {f"{p.__name__}-{kind}.hir" for p, kind in [*LOWERED, *((p, "fusion") for p in PATTERNS)]}
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_a_fusion_without_a_stream_axis_is_not_sliced_by_the_pipeline(pattern: Callable[..., hi.Fusion]) -> None:
+    same = hi.lower(pattern(), "pipeline") == hi.lower(pattern(), "sequential")
+    assert same == ("@stream" not in str(pattern()) or pattern is patterns.no_communication)
+
+
+def test_a_fusion_without_communication_has_one_program() -> None:
+    sequential, *others = (hi.lower(patterns.no_communication(), strategy) for strategy in STRATEGIES)
+    assert [s.keyword() for s in sequential.walk()] == ["allocate", "matmul"]
+    assert sequential.streams == 0
+    assert all(program == sequential for program in others)
+
+
+def test_no_golden_file_is_left_over() -> None:
+    expected = {
+        f"{name}-{strategy}.hir" for strategy, names in {**LOWERED, "fusion": FUSIONS}.items() for name in names
+    }
     assert {file.name for file in CASES.iterdir()} == {*expected, ON_ONE_STREAM}

@@ -1,4 +1,4 @@
-"""Lowering and proving take no more work for each rank if there are many ranks."""
+"""The work of lowering and proving grows at most linearly in the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FEW, MANY = 40, 320
 
 
 def lowering(pattern: str, strategy: str, ranks: int) -> int:
-    """The functions called to lower a pattern for so many ranks, with a program that nothing is known of."""
-    given = {"ranks": ranks, "M": 4 * ranks}
+    """Return the number of function calls that lower a pattern, without cached proofs."""
+    sizes = {"ranks": ranks, "M": 4 * ranks}
     if pattern in ("mlp", "row_parallel_scattered"):
-        given |= {"K": 2 * ranks, "H" if pattern == "mlp" else "N": 2 * ranks}
-    fusion = getattr(patterns, pattern)(**given)
+        sizes |= {"K": 2 * ranks, "H" if pattern == "mlp" else "N": 2 * ranks}
+    fusion = getattr(patterns, pattern)(**sizes)
     forget()
     return calls_of(lambda: hi.lower(fusion, strategy))
 
@@ -39,16 +39,16 @@ def lowering(pattern: str, strategy: str, ranks: int) -> int:
         ("sendrecv", "pipeline"),
     ],
 )
-def test_eight_times_the_ranks_take_at_most_eight_times_the_work(pattern: str, strategy: str) -> None:
-    lowering(pattern, strategy, ranks=2)  # loads what is loaded when it is first used
+def test_eight_times_the_ranks_need_at_most_eight_times_the_work(pattern: str, strategy: str) -> None:
+    lowering(pattern, strategy, ranks=2)  # loads lazily imported modules
     few, many = (lowering(pattern, strategy, ranks) for ranks in (FEW, MANY))
     assert many < MANY // FEW * few
 
 
 @pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 @pytest.mark.parametrize("ranks", [64, 100])
-def test_one_rank_stands_for_all_that_scatter_rows(strategy: str, ranks: int) -> None:
-    for slices in (1, 2):  # in one block, or pieces, for each rank; in several outside
+def test_one_rank_stands_for_all_ranks_of_a_reduce_scatter(strategy: str, ranks: int) -> None:
+    for slices in (1, 2):  # one block or several for each rank
         fusion = patterns.row_parallel_scattered(ranks, S=slices, M=1024 * ranks, K=ranks, N=2048)
         assert alike(hi.lower(fusion, strategy), {}, 2) is not None
 
@@ -66,5 +66,5 @@ def test_a_proof_is_not_interrupted_to_collect_garbage() -> None:
         assert not analyse(program).findings
     finally:
         gc.callbacks.remove(tell)
-    assert phases.count("start") <= 1  # once the proof is over
+    assert phases.count("start") <= 1  # after the proof
     assert gc.isenabled()

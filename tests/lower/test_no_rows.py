@@ -1,4 +1,4 @@
-"""M = 0: every strategy gives results without rows, and zeros where the rows are summed away."""
+"""M = 0: every strategy gives results without rows, and zeros for sums over the rows."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from tests.symbolic import PATTERNS, lowered
 ROWS = (0, 48, 0)
 
 
-def check(source: Program, p: Program, sizes: dict[str, int], seed: int) -> list[torch.Tensor]:
+def assert_close_to_reference(source: Program, p: Program, sizes: dict[str, int], seed: int) -> list[torch.Tensor]:
     inputs = random_inputs(p, sizes, seed=seed)
-    found = run_whole(p, inputs, sizes, seed=seed)
-    for x, exact in zip(found, reference(source, inputs, sizes), strict=True):
+    outputs = run_whole(p, inputs, sizes, seed=seed)
+    for x, exact in zip(outputs, reference(source, inputs, sizes), strict=True):
         torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-4, msg=f"{sizes}\n{p}")
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
-def test_every_strategy_takes_no_rows_before_and_after_some(pattern: Callable[..., hi.Fusion], ranks: int) -> None:
+def test_every_strategy_accepts_no_rows_before_and_after_some(pattern: Callable[..., hi.Fusion], ranks: int) -> None:
     for source, p in lowered(pattern, ranks):
         for seed, rows in enumerate(ROWS):
-            found = check(source, p, {"M": rows}, seed)
+            outputs = assert_close_to_reference(source, p, {"M": rows}, seed)
             if rows == 0:
-                assert all(x.numel() == 0 or not x.any() for x in found)
+                assert all(x.numel() == 0 or not x.any() for x in outputs)
 
 
 def summed(ranks: int) -> hi.Fusion:
-    """Return a product with sizes that may all be 0 (blocks, rows, columns, summands), and the sum of its rows."""
+    """Return a product and the sum of its rows; blocks, rows, columns and summands have symbolic numbers."""
     with hi.Fusion("summed") as fusion:
         a, b = hi.tensor("a", ["B", ranks, "R", "K"], "f32"), hi.tensor("b", ["N", "K"], "f32")
         bias = hi.tensor("bias", ["N"], "f32")
@@ -58,26 +58,26 @@ def summed(ranks: int) -> hi.Fusion:
     return fusion
 
 
-def test_any_size_may_be_0_also_the_number_of_rounds_and_of_flags() -> None:
+def test_any_size_may_be_0() -> None:
     fusion = summed(2)
     for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
         p = hi.lower(fusion, strategy)
         for extents in product((0, 2), repeat=4):
-            check(fusion.program(), p, dict(zip("BRKN", extents, strict=True)), seed=1)
+            assert_close_to_reference(fusion.program(), p, dict(zip("BRKN", extents, strict=True)), seed=1)
 
 
-def test_nothing_is_issued_for_tensors_without_elements_but_what_keeps_ranks_together() -> None:
+def test_empty_tensors_issue_only_operations_that_synchronize_ranks() -> None:
     for pattern in PATTERNS:
-        if pattern.__name__.startswith("weight"):  # which has zeros to give, or gathers what has elements
+        if pattern.__name__.startswith("weight"):  # it stores zeros, or gathers tensors with elements
             continue
         for _, p in lowered(pattern, 2):
             parts = [shard(x, v.tensor, 0, {"M": 0}) for x, v in zip(random_inputs(p, {"M": 0}), p.inputs, strict=True)]
             issued = {type(op).__name__.removesuffix("Op") for op in unroll(p, 0, {"M": 0}, parts).ops}
-            together = {"Symmetric", "Signal", "WaitSignal", "Barrier", "Synchronize", "Delay"}
-            assert issued <= {"Allocate", "Free", *together}, p
+            synchronizing = {"Symmetric", "Signal", "WaitSignal", "Barrier", "Synchronize", "Delay"}
+            assert issued <= {"Allocate", "Free", *synchronizing}, p
 
 
-def test_the_proof_for_no_rows_has_no_accesses_and_is_not_that_for_some() -> None:
+def test_a_proof_without_rows_has_no_accesses_to_them() -> None:
     (_, p), *_ = lowered(PATTERNS[0], 2)
     tracer = Tracer(0, p, {"M": 0})
     tracer.call()
@@ -85,20 +85,20 @@ def test_the_proof_for_no_rows_has_no_accesses_and_is_not_that_for_some() -> Non
     assert hi.check(p, sizes={"M": 0}) == []
 
 
-def test_results_without_rows_go_where_the_caller_says() -> None:
+def test_results_without_rows_are_written_to_the_buffer_of_the_caller() -> None:
     p = alone("%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c", "%a: f32[M, 8], %b: f32[8, 5]")
     b = torch.randn(8, 5)
     for machine in ("local", "gloo"):
         executor = Executor(p, machine=machine)
         for m in (0, 8, 0):
             a, out = torch.randn(m, 8), torch.full((m, 5), float("nan"))
-            given, whole = ([a], [b]) if machine == "local" else (a, b), [out] if machine == "local" else out
-            (c,) = executor(*given, out=whole)
+            inputs, outputs = ([a], [b]) if machine == "local" else (a, b), [out] if machine == "local" else out
+            (c,) = executor(*inputs, out=outputs)
             assert (c[0] if machine == "local" else c) is out
             torch.testing.assert_close(out, a @ b)
 
 
-def test_a_graph_of_nothing_is_not_captured() -> None:
+def test_an_empty_graph_is_not_captured() -> None:
     from hostir.runtime.cuda.graphs import uniform_only
 
     p = alone("%c: f32[M, 8] = allocate\n  relu %a -> %c", "%a: f32[M, 8]")
@@ -109,7 +109,7 @@ def test_a_graph_of_nothing_is_not_captured() -> None:
     assert uniform_only(something) == ""
 
 
-def test_a_compiled_fusion_takes_no_rows_before_and_after_some() -> None:
+def test_a_compiled_fusion_accepts_no_rows_before_and_after_some() -> None:
     def fusion() -> hi.Fusion:
         with hi.Fusion("tokens") as fusion:
             x, w = hi.tensor("x", ["M", 8], "f32"), hi.tensor("w", [8, 4], "f32")
@@ -130,7 +130,9 @@ def test_a_compiled_fusion_takes_no_rows_before_and_after_some() -> None:
                 torch.testing.assert_close(torch.cat(y, 1), x @ w)
 
 
-def test_check_says_of_no_rows_what_holds(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+def test_the_check_command_explains_the_result_for_no_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
     (_, p), *_ = lowered(PATTERNS[0], 2)
     file = f"{tmp_path}/p.hir"
     with open(file, "w") as out:

@@ -1,4 +1,4 @@
-"""Passes one by one: the program after each parses back, verifies, and gives the same result when lowered further."""
+"""Single passes: the program after each one parses back, verifies, and gives the same result when lowered further."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_passes_run_in_this_order() -> None:
     assert list(stages(patterns.mlp())) == NAMES
 
 
-def test_what_all_strategies_begin_with_is_done_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_passes_that_all_strategies_share_run_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, run = [], Propagate.run
     monkeypatch.setattr(Propagate, "run", lambda self, program: runs.append(program) or run(self, program))
     fusion = patterns.mlp().program()
@@ -47,7 +47,7 @@ def test_what_all_strategies_begin_with_is_done_once_for_a_fusion(monkeypatch: p
     assert programs == [hi.lower(patterns.mlp(), strategy) for strategy in STRATEGIES]
 
 
-def test_a_strategy_that_has_no_passes_is_refused_and_auto_is_offered_where_it_is_taken() -> None:
+def test_an_unknown_strategy_is_refused_and_auto_is_suggested_only_by_functions_that_accept_it() -> None:
     for call in (passes_of, lambda strategy: hi.lower(patterns.mlp(), strategy)):
         with pytest.raises(HostIRError, match=r"one of: sequential, .*, auto\n.*did you mean 'auto'"):
             call("atuo")
@@ -57,15 +57,15 @@ def test_a_strategy_that_has_no_passes_is_refused_and_auto_is_offered_where_it_i
 
 def test_a_pass_is_a_pure_function() -> None:
     program = patterns.mlp().program()
-    for each in passes_of("pipeline"):
+    for step in passes_of("pipeline"):
         before = str(program)
-        after = each.run(program)
-        assert each.run(program) == after
+        after = step.run(program)
+        assert step.run(program) == after
         assert str(program) == before
         program = after
 
 
-def test_after_propagate_every_tensor_lies_somewhere() -> None:
+def test_after_propagate_every_tensor_has_a_sharding() -> None:
     with hi.Fusion("f") as fusion:
         x, w = hi.tensor("x", [8, 16], "f32"), hi.tensor("w", [16, 32], "f32")
         h = hi.gelu(x @ w)
@@ -81,7 +81,7 @@ def test_after_propagate_every_tensor_lies_somewhere() -> None:
     assert "auto" not in str(after)
 
 
-def test_after_reshard_each_statement_agrees_with_its_types_and_after_communicate_no_reshard_is_left() -> None:
+def test_reshard_makes_changes_of_sharding_explicit_and_communicate_replaces_them() -> None:
     seen = stages(patterns.column_parallel())
     assert [s.keyword() for s in seen["reshard"].body] == ["reshard", "linear", "gelu"]
     assert [s.keyword() for s in seen["communicate"].body] == ["allgather", "linear", "gelu"]
@@ -94,14 +94,14 @@ def test_after_reshard_each_statement_agrees_with_its_types_and_after_communicat
 def test_every_buffer_but_the_outputs_is_freed_once() -> None:
     for pattern in patterns.PATTERNS:
         program = hi.lower(pattern())
-        made = {s.out.name for s in program.walk() if isinstance(s, Allocate)}
+        allocated = {s.out.name for s in program.walk() if isinstance(s, Allocate)}
         freed = [s.x.name for s in program.walk() if isinstance(s, FreeBuffer)]
         assert len(set(freed)) == len(freed)
         assert not set(freed) & {v.name for v in program.outputs}
-        assert made - set(freed) <= {v.name for v in program.outputs}
+        assert allocated - set(freed) <= {v.name for v in program.outputs}
 
 
-def test_the_sequential_strategy_slices_nothing() -> None:
+def test_the_sequential_strategy_does_not_slice() -> None:
     program = hi.lower(patterns.mlp(), "sequential")
     assert [s.keyword() for s in program.walk() if isinstance(s, (Communication, Matmul))] == [
         "allgather",
@@ -113,14 +113,14 @@ def test_the_sequential_strategy_slices_nothing() -> None:
 
 
 @pytest.mark.parametrize("pattern", patterns.PATTERNS, ids=lambda p: p.__name__)
-def test_dumped_files_are_numbered_and_feed_back_in(pattern: type, tmp_path: Path) -> None:
+def test_dumped_files_are_numbered_and_can_be_lowered_further(pattern: type, tmp_path: Path) -> None:
     with knobs.scope(dump=tmp_path):
         final = hi.lower(pattern())
     files = sorted(tmp_path.iterdir())
     assert [f.name for f in files] == [f"{final.name}-{n:02}-{name}.hir" for n, name in enumerate(["fusion", *NAMES])]
     for file in files:
         program = hi.parse(file.read_text(), str(file))
-        leaks = file.name < f"{final.name}-{NAMES.index('free') + 1:02}"  # what is allocated is not freed yet
+        leaks = file.name < f"{final.name}-{NAMES.index('free') + 1:02}"  # buffers are not freed yet
         assert [d for d in hi.check(program) if d.level == "error" or not leaks] == []
         if program.phase is Phase.FUSION:
             assert hi.lower(program) == final, file.name
@@ -137,7 +137,7 @@ def test_dumped_files_run_from_the_command_line(tmp_path: Path, capfd: pytest.Ca
     assert "MISMATCH" not in capfd.readouterr().err
 
 
-def test_spec_2_reads_back_what_every_pass_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spec_2_parses_the_program_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
 
     def spy(text: str) -> Program:
@@ -152,7 +152,7 @@ def test_spec_2_reads_back_what_every_pass_leaves(monkeypatch: pytest.MonkeyPatc
 
 @dataclass(frozen=True)
 class Break(Pass):
-    """Leaves an operand that nothing defines."""
+    """Removes the definition of an operand."""
 
     name = "break"
 
@@ -161,7 +161,7 @@ class Break(Pass):
 
 
 @pytest.mark.parametrize("spec", [0, 1, 2])
-def test_a_pass_that_breaks_a_program_is_named_with_what_it_left(spec: int) -> None:
+def test_a_pass_that_leaves_an_invalid_program_is_named(spec: int) -> None:
     program = patterns.mlp().program()
     with knobs.scope(spec=spec), pytest.raises(HostIRError, match="%h is not defined here") as wrong:
         run_passes(program, [Break()])
@@ -173,7 +173,7 @@ def test_a_host_program_is_not_lowered_again() -> None:
         hi.lower(hi.lower(patterns.mlp()))
 
 
-def test_reshards_between_two_meshes_go_by_way_of_what_both_can_express() -> None:
+def test_a_reshard_between_two_meshes_takes_two_communications() -> None:
     with hi.Fusion("f") as fusion:
         x = hi.tensor("x", [8, 8], "f32")
         y = hi.reshard(x)
@@ -185,7 +185,7 @@ def test_reshards_between_two_meshes_go_by_way_of_what_both_can_express() -> Non
     assert [s.keyword() for s in seen["communicate"].body] == ["allgather", "scatter"]
 
 
-def test_what_could_not_be_looked_at_is_lowered_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_too_large_to_check_is_lowered_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_long(program: Program) -> Program:
         raise HostIRError(Diagnostic(f"@{program.name} was not checked for races: too long", kind=UNCHECKED))
 

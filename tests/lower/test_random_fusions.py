@@ -1,4 +1,4 @@
-"""Random sharded fusions, lowered by each strategy, give the unsharded result under several schedules."""
+"""Random sharded fusions, lowered by each strategy, give the unsharded result in several schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hostir.runtime.sharding import assemble, bind_sizes, random_inputs
 from hostir.runtime.simulated.machine import rehearse
 from tests.strategies import Drawn, fusions
 
-FUSIONS = 50  # for each number of ranks; fewer than half may be refused. benchmarks/differential.py draws thousands
+FUSIONS = 50  # for each number of ranks; at most half may be refused. benchmarks/differential.py draws thousands
 
 
 @pytest.mark.parametrize("ranks", [8, 4, 2, 1])
@@ -35,19 +35,19 @@ def test_the_lowered_program_gives_the_unsharded_result(ranks: int) -> None:
         programs = (lowered_or_refused(drawn.fusion, strategy) for strategy in STRATEGIES)
         lowered = list({str(program): program for program in programs if program}.values())
         try:
-            hold(drawn, lowered, seed)
+            assert_correct(drawn, lowered, seed)
         except HostIRError as refused:
-            if "must be a multiple of" not in str(refused):  # a named size that is found too short when it is bound
+            if "must be a multiple of" not in str(refused):  # the bound size is not divisible
                 raise
             lowered = []
-        tally["right" if lowered else "refused"] += 1
+        tally["correct" if lowered else "refused"] += 1
 
     every()
-    assert tally["refused"] < tally["right"]
+    assert tally["refused"] < tally["correct"]
 
 
-def hold(drawn: Drawn, lowered: list[Program], seed: int) -> None:
-    """Runs the programs under three schedules and holds them against the fusion."""
+def assert_correct(drawn: Drawn, lowered: list[Program], seed: int) -> None:
+    """Run the programs in three schedules and compare the results with the unsharded fusion."""
     source = drawn.fusion.program()
     inputs = random_inputs(source, drawn.sizes, seed)
     plain, exact = reference(source, inputs, dtype=None), reference(source, inputs)
@@ -73,5 +73,5 @@ def lowered_or_refused(fusion: hi.Fusion, strategy: str) -> Program | None:
 
 
 def bound(program: Program, plain: torch.Tensor, exact: torch.Tensor, steps: int) -> float:
-    """As `hostir run --compare` has it, once a step: every step rounds, and a few elements are no statistics."""
+    """Return the error bound of `hostir run --compare`, with one more rounding for every step."""
     return compare.bound(plain, exact, steps - 1 + reductions(program))

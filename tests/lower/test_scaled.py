@@ -1,4 +1,4 @@
-"""Products of fp8 matrices with scales: every pattern, scaling, strategy and axis gives the unsharded result."""
+"""Products of fp8 matrices with scales: every pattern, granularity of scales, strategy and axis is correct."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hostir.ir.onesided_ops import Put
 from hostir.ir.scaled_ops import ScaledMatmul
 from hostir.lower import STRATEGIES
 from hostir.torch.scaled import ScaledProduct, gathered_program
-from tests.lower.held import every_strategy, hold, one_sided, without_each
-from tests.mutation import convicted
+from tests.judging.simulated import failure_of
+from tests.lower.held import assert_correct, every_strategy, one_sided, without_each
 
 Pattern = Callable[..., hi.Fusion]
 SCALES = ("tensor", "rows", "blocks")
@@ -24,7 +24,7 @@ every_pattern = pytest.mark.parametrize("pattern", patterns.SCALED, ids=lambda p
 
 
 def variants(pattern: Pattern, ranks: int) -> Iterator[hi.Fusion]:
-    """The pattern with all scalings, axes and dtypes; of many ranks with a third of them."""
+    """Yield the pattern with all granularities of scales, axes and dtypes; a third of them for 3 ranks or more."""
     names = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
     for number, scales in enumerate(SCALES):
         dtype = ("bf16", "f16", "f32")[(number + ranks) % 3]
@@ -38,17 +38,17 @@ def variants(pattern: Pattern, ranks: int) -> Iterator[hi.Fusion]:
 def test_a_pattern_gives_the_unsharded_result_by_every_strategy(pattern: Pattern, ranks: int) -> None:
     for fusion in variants(pattern, ranks):
         for strategy in STRATEGIES:
-            hold(fusion.program(), hi.lower(fusion, strategy), range(2 if ranks < 4 else 1))
+            assert_correct(fusion.program(), hi.lower(fusion, strategy), range(2 if ranks < 4 else 1))
 
 
 @every_strategy
 @pytest.mark.parametrize("pattern", patterns.SCALED, ids=lambda p: p.__name__)
-def test_products_overlap_and_no_communication_is_left_whole(pattern: Pattern, strategy: str) -> None:
+def test_products_overlap_with_every_communication(pattern: Pattern, strategy: str) -> None:
     for fusion in variants(pattern, 2):
         program = hi.lower(fusion, strategy)
         assert one_sided(program)
-        whole = [s for s in program.walk() if isinstance(s, Communication)]
-        assert [str(s.x.tensor) for s in whole] in ([], ["f32[48@didx, 1]"])  # where a tensor's one scale is made
+        collectives = [s for s in program.walk() if isinstance(s, Communication)]
+        assert [str(s.x.tensor) for s in collectives] in ([], ["f32[48@didx, 1]"])  # to compute the scale of a tensor
         products = [s for s in program.walk() if isinstance(s, ScaledMatmul)]
         if strategy == "ring":
             assert len(products) == 2
@@ -57,13 +57,13 @@ def test_products_overlap_and_no_communication_is_left_whole(pattern: Pattern, s
 
 
 @every_strategy
-def test_scales_that_nobody_sends_are_missed(strategy: str) -> None:
+def test_the_checker_reports_scales_that_are_not_sent(strategy: str) -> None:
     program = hi.lower(patterns.scaled_allgather_matmul(ranks=2), strategy)
-    assert convicted(program, 4) == ""
+    assert failure_of(program, 4) == ""
     mutants = [(s, body) for s, body in without_each(program.body)]
-    missed = [s for s, body in mutants if not hi.check(program.with_body(body))]
+    unnoticed = [s for s, body in mutants if not hi.check(program.with_body(body))]
     assert any(isinstance(s, Put) and s.x.tensor.dtype.name == "f32" for s, _ in mutants)
-    assert not missed, f"'{missed[0].keyword()}' could be left out"
+    assert not unnoticed, f"'{unnoticed[0].keyword()}' could be left out"
 
 
 def test_partial_sums_cross_ranks_in_the_dtype_of_the_result() -> None:
@@ -85,8 +85,8 @@ fusion @f(%a: f8e4m3[8, 64], %b: f8e4m3[64, 8], %s: f32[8, 2], %t: f32[2, 8]) ->
         hi.lower(hi.parse(text))
 
 
-def test_a_tensors_scale_is_the_largest_of_its_rows_and_gathers_these_only() -> None:
-    with hi.Fusion("whole") as fusion:
+def test_the_scale_of_a_tensor_is_computed_from_the_gathered_scales_of_its_rows() -> None:
+    with hi.Fusion("quantized") as fusion:
         x = hi.tensor("x", [8, 256], "f32")
         q, scale = hi.quantize(x, scales="tensor")
         fusion.output(q, scale)
@@ -94,16 +94,16 @@ def test_a_tensors_scale_is_the_largest_of_its_rows_and_gathers_these_only() -> 
     x.shard(0, mesh)
     q.shard(0, mesh)
     program = hi.lower(fusion, "sequential")
-    given = torch.randn(8, 256) * torch.arange(1, 9)[:, None]
-    quantized, found = hi.run(program, given)
-    torch.testing.assert_close(found, (given.abs().max() / 448).view(1, 1))
-    torch.testing.assert_close(quantized.float() * found, given, rtol=2**-4, atol=float(found) * 2**-9)
+    rows = torch.randn(8, 256) * torch.arange(1, 9)[:, None]
+    quantized, largest = hi.run(program, rows)
+    torch.testing.assert_close(largest, (rows.abs().max() / 448).view(1, 1))
+    torch.testing.assert_close(quantized.float() * largest, rows, rtol=2**-4, atol=float(largest) * 2**-9)
     gathered = [s.x.tensor for s in program.walk() if isinstance(s, Communication)]
     assert [str(t) for t in gathered] == ["f32[8@didx, 1]"]
 
 
-def test_scales_of_all_rows_that_lie_apart_are_copied_before_a_kernel_waits_for_the_rows() -> None:
+def test_non_contiguous_scales_are_copied_before_a_kernel_waits_for_rows() -> None:
     product = ScaledProduct("f8e4m3", 16, "bf16", "", False, False)
     fusion = gathered_program(2, "f8e4m3", 32, (product,), "replicated", free=1, outside=1)
     assert "%s_dense = dense %s" in str(hi.lower(fusion, "fused"))
-    assert "dense" not in str(hi.lower(fusion, "ring"))  # its products are issued when their rows are there
+    assert "dense" not in str(hi.lower(fusion, "ring"))  # its products start after their rows have arrived

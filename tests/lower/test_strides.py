@@ -1,4 +1,4 @@
-"""Inputs of any strides: every strategy takes them, and gives the unsharded result."""
+"""Inputs of any strides: every strategy accepts them and gives the unsharded result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Parts = list[torch.Tensor | None]
 
 
 def parts_of(p: Program, inputs: list[torch.Tensor], layout: Callable[[torch.Tensor], torch.Tensor]) -> list[Parts]:
-    """Return each input as the parts of ranks, with this layout."""
+    """Return the shards of each input in the given layout."""
     ranks = range(p.ranks)
     parts = [[shard(x, v.tensor, rank, SIZES) for rank in ranks] for v, x in zip(p.inputs, inputs, strict=True)]
     return [[None if x is None else layout(x) for x in mine] for mine in parts]
@@ -37,42 +37,42 @@ def parts_of(p: Program, inputs: list[torch.Tensor], layout: Callable[[torch.Ten
 
 @pytest.mark.filterwarnings("ignore::hostir.FallbackWarning")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
-def test_every_strategy_takes_inputs_of_any_strides(pattern: Callable[..., hi.Fusion]) -> None:
+def test_every_strategy_accepts_inputs_of_any_strides(pattern: Callable[..., hi.Fusion]) -> None:
     for source, p in lowered(pattern, RANKS):
         for number, layout in enumerate(LAYOUTS):
             inputs = random_inputs(p, SIZES, seed=number)
             parts = parts_of(p, inputs, layout)
-            if layout is EXPANDED:  # other numbers: what these parts are of
+            if layout is EXPANDED:  # the layout repeats the first row, so the unsharded inputs change
                 inputs = [assemble(mine, v.tensor, SIZES) for v, mine in zip(p.inputs, parts, strict=True)]
             outputs = Executor(p, sizes=SIZES, seed=number)(*parts)
             exact = reference(source, inputs, SIZES)
-            for value, found, true in zip(p.outputs, outputs, exact, strict=True):
+            for value, shards, true in zip(p.outputs, outputs, exact, strict=True):
                 torch.testing.assert_close(
-                    assemble(found, value.tensor, SIZES).double(), true, rtol=1e-4, atol=1e-4, msg=f"{layout}\n{p}"
+                    assemble(shards, value.tensor, SIZES).double(), true, rtol=1e-4, atol=1e-4, msg=f"{layout}\n{p}"
                 )
 
 
-def test_lowering_says_dense_for_what_a_collective_or_a_copy_to_a_peer_reads_and_for_nothing_else() -> None:
-    made = {p.name: [] for _, p in lowered(PATTERNS[0], RANKS)}
+def test_lowering_adds_dense_only_for_inputs_that_a_collective_or_a_copy_to_a_peer_reads() -> None:
+    dense = {p.name: [] for _, p in lowered(PATTERNS[0], RANKS)}
     for pattern in PATTERNS:
         for _, p in lowered(pattern, RANKS):
-            made.setdefault(p.name, []).append([str(s.x) for s in p.walk() if isinstance(s, Dense)])
-    assert made["allgather_matmul"] == [["%a"], ["%a"], [], ["%a"], ["%a"]]  # a ring copies within the rank
-    assert not any(made["row_parallel"] + made["no_communication"])
-    assert made["gather"] == [["%x"], ["%x"]]
+            dense.setdefault(p.name, []).append([str(s.x) for s in p.walk() if isinstance(s, Dense)])
+    assert dense["allgather_matmul"] == [["%a"], ["%a"], [], ["%a"], ["%a"]]  # `ring` copies within the rank
+    assert not any(dense["row_parallel"] + dense["no_communication"])
+    assert dense["gather"] == [["%x"], ["%x"]]
 
 
-# What it is on each machine -----------------------------------------------------------------------------------------
+# `dense` on each machine ------------------------------------------------------------------------------------------
 ONE = "%a_dense = dense %a\n  %c: f32[4, 8] = allocate\n  relu %a_dense -> %c"
 
 
-def test_a_dense_input_is_no_operation_and_another_is_copied_once_a_call() -> None:
+def test_a_contiguous_input_is_not_copied_and_another_is_copied_once_a_call() -> None:
     p = alone(ONE, "%a: f32[4, 8]")
-    plain, turned = (unroll(p, 0, {}, [x]).ops for x in (torch.randn(4, 8), torch.randn(8, 4).t()))
-    assert [type(op) for op in plain] == [AllocateOp, ComputeOp]
-    assert [type(op) for op in turned] == [AllocateOp, ComputeOp, AllocateOp, ComputeOp]
-    assert isinstance(turned[1], ComputeOp)
-    assert turned[1].kind == "copy"
+    contiguous, transposed = (unroll(p, 0, {}, [x]).ops for x in (torch.randn(4, 8), torch.randn(8, 4).t()))
+    assert [type(op) for op in contiguous] == [AllocateOp, ComputeOp]
+    assert [type(op) for op in transposed] == [AllocateOp, ComputeOp, AllocateOp, ComputeOp]
+    assert isinstance(transposed[1], ComputeOp)
+    assert transposed[1].kind == "copy"
 
 
 @pytest.mark.parametrize("machine", ["local", "gloo"])
@@ -88,31 +88,31 @@ def test_a_view_of_an_input_can_be_made_dense(machine: str) -> None:
 
 
 def test_a_copy_is_reported_once_for_all_sizes() -> None:
-    p = replace(alone(ONE.replace("4, 8", "M, 8"), "%a: f32[M, 8]"), name="told")
+    p = replace(alone(ONE.replace("4, 8", "M, 8"), "%a: f32[M, 8]"), name="copied")
     executor = Executor(p, machine="gloo")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         for m in (4, 4, 6):
             executor(torch.randn(8, m).t())
-    assert [warning.category for warning in told] == [FallbackWarning]
-    assert "Every call of @told copies its input %a, which must be dense" in str(told[0].message)
-    assert told[0].filename == __file__
+    assert [warning.category for warning in messages] == [FallbackWarning]
+    assert "Every call of @copied copies its input %a, which must be dense" in str(messages[0].message)
+    assert messages[0].filename == __file__
 
 
-# What the checker makes of it ---------------------------------------------------------------------------------------
+# `dense` in the checker -------------------------------------------------------------------------------------------
 GATHERED = "%g: f32[4, 3] = allocate\n  %h = allgather %d -> %g over didx\n  wait %h"
 
 
 def test_dense_is_for_inputs_that_nothing_writes() -> None:
-    made = "%d = dense %x\n  "
-    prove(program(made + GATHERED, "%x: f32[4@didx, 3]", "%g"))
+    dense = "%d = dense %x\n  "
+    prove(program(dense + GATHERED, "%x: f32[4@didx, 3]", "%g"))
     for writes in ("relu %x -> %x", "relu %d -> %d", "%v = chunk %x[0 of 2]\n  relu %v -> %v"):
-        after = said(lambda writes=writes: prove(program(f"{made}{writes}\n  {GATHERED}", "%x: f32[4@didx, 3]", "%g")))
+        after = said(lambda writes=writes: prove(program(f"{dense}{writes}\n  {GATHERED}", "%x: f32[4@didx, 3]", "%g")))
         assert "is written, and %d may be its memory or a copy of it" in after
-    before = program(f"relu %x -> %x\n  {made}{GATHERED}", "%x: f32[4@didx, 3]", "%g")
+    before = program(f"relu %x -> %x\n  {dense}{GATHERED}", "%x: f32[4@didx, 3]", "%g")
     assert "%x is written, and %d may be" in said(lambda: prove(before))
     assert "%d is a view of an input" in said(
-        lambda: prove(program(f"{made}{GATHERED}\n  free %d", "%x: f32[4@didx, 3]", "%g"))
+        lambda: prove(program(f"{dense}{GATHERED}\n  free %d", "%x: f32[4@didx, 3]", "%g"))
     )
 
 

@@ -1,7 +1,7 @@
 """Random dumps in the spelling of nvFuser: a product of two matrices whose axes lie on devices and streams.
 
 A dump is printed from drawn axes and their splits, as nvFuser prints it: the quotient of a number is printed as a
-number. The reader has to recover the splits.
+number. The reader recovers the splits.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ STREAM, DEVICE = "streamIdx", "deviceIdx.x"
 
 @dataclass(frozen=True)
 class Axis:
-    """A logical axis: its extent, perhaps by name, and its outer parts, outermost first: what they lie on, how many."""
+    """A logical axis: its extent, its symbol if any, and its splits (parallel type, count), outermost first."""
 
     extent: int
     symbol: str = ""
     splits: tuple[tuple[str, int], ...] = ()
-    kind: str = "i"
+    letter: str = "i"
     rf: str = ""
 
     def without(self, on: str) -> Axis:
-        return Axis(self.extent, self.symbol, tuple(s for s in self.splits if s[0] != on), self.kind, self.rf)
+        return Axis(self.extent, self.symbol, tuple(s for s in self.splits if s[0] != on), self.letter, self.rf)
 
     def summed(self) -> Axis:
         return Axis(self.extent, self.symbol, self.splits, "r")
@@ -35,7 +35,7 @@ class Axis:
 
 @dataclass
 class Dump:
-    """A dump with its meaning: the kind of product, and the shapes and sizes of its inputs."""
+    """A dump with its meaning: which product it computes, the shapes of its inputs, and its sizes."""
 
     linear: bool
     text: str = ""
@@ -47,9 +47,9 @@ class Dump:
 
 
 class _Printer:
-    """Prints tensors. Axes get their numbers when a tensor is made, the parts of splits later; or all of them in order.
+    """Prints tensors. Axes are numbered before the parts of splits, or everything is numbered in printed order.
 
-    Axes on devices and streams may be moved to the front, those of devices first or last.
+    Axes on devices and streams may be moved to the front, device axes first or last.
     """
 
     def __init__(self, draw: random.Random) -> None:
@@ -65,13 +65,13 @@ class _Printer:
         for axis, number in zip(axes, numbers, strict=True):
             extent, rest, outer = axis.symbol or str(axis.extent), axis.extent, []
             for on, count in axis.splits:
-                outer.append((f"{axis.kind}{on}", self.number(), f"{{{count}}}{axis.rf}"))
+                outer.append((f"{axis.letter}{on}", self.number(), f"{{{count}}}{axis.rf}"))
                 number, rest = self.number(), rest // count
                 extent = f"( ceilDiv({extent}, {count}) )" if axis.symbol else str(rest)
-            whole = axis.rf and axis.splits  # what an rfactor put on devices is an axis of its own
-            inner = outer.pop() if whole else (f"{axis.kind}S", number, f"{{{extent}}}{axis.rf}")
+            split_by_rfactor = axis.rf and axis.splits  # an rfactor on devices makes a separate axis
+            inner = outer.pop() if split_by_rfactor else (f"{axis.letter}S", number, f"{{{extent}}}{axis.rf}")
             (front if self.to_the_front else body).extend(outer)
-            (front if whole and self.to_the_front else body).append(inner)
+            (front if split_by_rfactor and self.to_the_front else body).append(inner)
         front.sort(key=lambda domain: ("device" in domain[0]) != self.devices_first)
         domains = [(head, self.number() if self.in_order else n, tail) for head, n, tail in [*front, *body]]
         return f"{name}_float[{', '.join(f'{head}{n}{tail}' for head, n, tail in domains)}]{mesh}"
@@ -82,7 +82,7 @@ class _Printer:
 
 
 def random_dump(seed: int) -> Dump:
-    """One dump, determined by the seed: local products, row parallel ones, and those of gathered rows."""
+    """Return the dump of a seed: a local product, a row-parallel product, or a product of gathered rows."""
     draw = random.Random(seed)
     printer, dump = _Printer(draw), Dump(draw.random() < 0.5)
     slices, pattern = (
@@ -91,7 +91,7 @@ def random_dump(seed: int) -> Dump:
     )
     on_stream = draw.choice(["M", "N"]) if pattern == "local" else "M"
     on_devices = draw.choice(["", "M", "N"]) if pattern == "local" else "M" if pattern == "allgather" else "K"
-    # Where neither numbers nor extents tell which split is outside, the order in print does.
+    # If neither numbers nor extents show which split is outside, the printed order does.
     stream_outside = pattern != "local" or (not printer.devices_first if printer.in_order else draw.random() < 0.5)
     if pattern != "local" and printer.in_order:
         printer.devices_first = False
@@ -108,14 +108,14 @@ def random_dump(seed: int) -> Dump:
     body: list[str] = []
     explicit = draw.random() < 0.6
 
-    def sliced(name: str, whole: str, axes: list[Axis]) -> str:
-        if not explicit or STREAM not in whole:
-            return whole
-        body.append(f"{(view := printer.tensor(name, axes, mesh))} = ShardByStream({whole}, stream_index=i9)")
+    def sliced(name: str, tensor: str, axes: list[Axis]) -> str:
+        if not explicit or STREAM not in tensor:
+            return tensor
+        body.append(f"{(view := printer.tensor(name, axes, mesh))} = ShardByStream({tensor}, stream_index=i9)")
         return view
 
-    def communicate(kind: str, x: str, out: str) -> None:
-        body.append(f"Communication 7 (type={kind}, team=(0 1), input={x}, output={out}, backend=NCCL)")
+    def communicate(collective: str, x: str, out: str) -> None:
+        body.append(f"Communication 7 (type={collective}, team=(0 1), input={x}, output={out}, backend=NCCL)")
         body.append("Wait(Communication 7)")
 
     a, b = printer.tensor("T0_g", [m, k], mesh), printer.tensor("T1_g", right, mesh)

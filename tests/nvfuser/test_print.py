@@ -1,4 +1,4 @@
-"""nvFuser's spelling of our own programs: it reads back as what was printed."""
+"""Host programs printed in nvFuser's form: they read back equal."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ program @p(%x: f32[2@didx, 4]) -> (%z) {
 
 
 @pytest.mark.parametrize("name", HOST_PROGRAMS)
-def test_what_is_printed_reads_back_equal_up_to_names(name: str) -> None:
+def test_a_printed_program_reads_back_equal_up_to_names(name: str) -> None:
     program = parse(HOST_PROGRAMS[name], "test.hir")
     assert check_structure(program) == []
     text = print_nvfuser(program)
@@ -147,22 +147,22 @@ def test_what_is_printed_reads_back_equal_up_to_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", COLLECTIVE, ids=lambda path: path.stem)
-def test_what_lowering_to_collectives_gives_reads_back_equal(path: Path) -> None:
+def test_a_program_lowered_to_collectives_reads_back_equal(path: Path) -> None:
     program = parse(path.read_text(), path.name)
     assert same_up_to_names(read(print_nvfuser(program)), program)
 
 
-def test_tensors_of_fp8_have_no_spelling_and_are_refused_where_they_stand() -> None:
+def test_tensors_of_fp8_are_refused_at_their_position() -> None:
     assert len(FP8) >= 10
     for path in FP8:
         with pytest.raises(HostIRError, match="nvFuser's form has no spelling for tensors of f8e4m3: %") as refused:
             print_nvfuser(parse(path.read_text(), path.name))
-        (found,) = refused.value.diagnostics
-        assert found.span is not None
-        assert found.expected == "one of: f64, f32, f16, bf16"
+        (diagnostic,) = refused.value.diagnostics
+        assert diagnostic.span is not None
+        assert diagnostic.expected == "one of: f64, f32, f16, bf16"
 
 
-def test_norms_have_no_spelling_and_are_refused_where_they_stand() -> None:
+def test_norms_are_refused_at_their_position() -> None:
     assert NORMED
     for path in NORMED:
         with pytest.raises(HostIRError, match="nvFuser's form has no spelling for 'rms_norm'") as refused:
@@ -170,7 +170,7 @@ def test_norms_have_no_spelling_and_are_refused_where_they_stand() -> None:
         assert refused.value.diagnostics[0].span is not None
 
 
-def test_todays_spelling(golden: Golden) -> None:
+def test_host_programs_print_in_the_current_form_of_nvfuser(golden: Golden) -> None:
     texts = [print_nvfuser(parse(text, "test.hir")) for text in HOST_PROGRAMS.values()]
     golden("nvfuser/spelling.printed", "\n".join(texts))
 
@@ -181,7 +181,7 @@ def test_a_fusion_is_not_printed() -> None:
         print_nvfuser(fusion)
 
 
-def test_equality_up_to_names_sees_everything_but_names() -> None:
+def test_equality_up_to_names_ignores_names_only() -> None:
     text = HOST_PROGRAMS["streams"]
     program = parse(text)
     assert same_up_to_names(program, parse(text.replace("%user", "%u").replace("@m", "@n").replace("%j", "%k")))
@@ -195,22 +195,22 @@ def test_equality_up_to_names_sees_everything_but_names() -> None:
 
 
 @pytest.mark.parametrize("cls", [*map(REGISTRY.__getitem__, ALONE), REGISTRY["if"]], ids=[*ALONE, "if"])
-def test_what_ranks_do_alone_has_no_spelling_and_is_refused_where_it_stands(cls: type[Statement]) -> None:
+def test_statements_of_single_ranks_are_refused_at_their_position(cls: type[Statement]) -> None:
     program = example_program(cls)
     with pytest.raises(HostIRError, match="nvFuser's form has no spelling for '") as refused:
         print_nvfuser(program)
-    (found,) = refused.value.diagnostics
-    assert found.span is not None
-    assert "what all ranks of a team do alike" in found.expected
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.span is not None
+    assert "what all ranks of a team do alike" in diagnostic.expected
 
 
-@pytest.mark.parametrize("kind", ["matmul", "linear"])
-def test_a_product_that_waits_for_flags_is_not_printed_as_one_that_does_not(kind: str) -> None:
+@pytest.mark.parametrize("product", ["matmul", "linear"])
+def test_a_product_that_waits_for_flags_is_refused(product: str) -> None:
     program = parse(
         "hostir 1\nmesh @m [didx] = 0 1\nprogram @p(%a: f32[8, 8], %b: f32[8, 8], %f: flag[2]) -> (%c) {\n"
-        f"  %c: f32[8, 8] = allocate\n  {kind} %a, %b -> %c ready %f >= 1 from 0\n}}\n"
+        f"  %c: f32[8, 8] = allocate\n  {product} %a, %b -> %c ready %f >= 1 from 0\n}}\n"
     )
-    with pytest.raises(HostIRError, match=rf"no spelling for '{kind} \.\.\. ready'"):
+    with pytest.raises(HostIRError, match=rf"no spelling for '{product} \.\.\. ready'"):
         DumpPrinter(program).statement(program.body[-1])
     with pytest.raises(HostIRError, match="no spelling for flags"):
         print_nvfuser(program)

@@ -30,7 +30,7 @@ def container(inputs: str, outputs: str, *body: str) -> str:
 
 
 def refused(text: str) -> str:
-    """The one diagnostic of a dump."""
+    """Return the error of a dump that is refused with one diagnostic."""
     with pytest.raises(HostIRError) as raised:
         read_nvfuser(text, "dump.txt")
     assert len(raised.value.diagnostics) == 1
@@ -41,7 +41,7 @@ def refused(text: str) -> str:
 
 # Reading ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", DUMPS)
-def test_a_dump_reads_as_a_sound_program(name: str, golden: Golden) -> None:
+def test_a_dump_reads_as_a_valid_program(name: str, golden: Golden) -> None:
     program, _ = read_nvfuser(DUMPS[name], f"{name}.txt")
     assert check_structure(program) == []
     assert parse(str(program)) == program
@@ -49,7 +49,7 @@ def test_a_dump_reads_as_a_sound_program(name: str, golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("name", DUMPS)
-def test_what_is_read_prints_in_todays_spelling_and_reads_back(name: str, golden: Golden) -> None:
+def test_a_dump_prints_in_the_current_form_and_reads_back(name: str, golden: Golden) -> None:
     program, _ = read_nvfuser(DUMPS[name], f"{name}.txt")
     text = print_nvfuser(program)
     again = read(text)
@@ -59,14 +59,14 @@ def test_what_is_read_prints_in_todays_spelling_and_reads_back(name: str, golden
         golden("nvfuser/seed_3606.printed", text)
 
 
-def test_an_output_that_only_a_loop_knows_is_reported_and_dropped() -> None:
+def test_an_output_defined_only_inside_a_loop_is_reported_and_dropped() -> None:
     program, warnings = read_nvfuser(SEED, "seed.txt")
     assert [v.name for v in program.outputs] == ["T2"]
     assert len(warnings) == 1
     assert str(warnings[0]).startswith("seed.txt:1:173: warning: the output T4 exists in the rounds of a loop only")
 
 
-def test_sizes_that_a_dump_forces_to_be_equal_may_be_bound_by_each_of_their_names() -> None:
+def test_sizes_that_must_be_equal_can_be_bound_by_any_of_their_names() -> None:
     program, _ = read_nvfuser(SEED, "seed.txt")
     assert program.aliases == (("i2", "8"), ("i5", "i4"))
     sizes = {"i0": 4, "i3": 16, "i4": 64, "i6": 32}
@@ -75,17 +75,17 @@ def test_sizes_that_a_dump_forces_to_be_equal_may_be_bound_by_each_of_their_name
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("binding", "message"),
     [
         ({"i5": 32}, "i5=32 does not fit @seed, where i5 equals i4"),
         ({"i2": 4}, "i2=4 does not fit @seed, where i2 is 8"),
         ({"i7": 4}, "@seed has no size 'i7'"),
     ],
 )
-def test_a_size_that_contradicts_the_dump_is_refused(given: dict[str, int], message: str) -> None:
+def test_a_size_that_contradicts_the_dump_is_refused(binding: dict[str, int], message: str) -> None:
     program, _ = read_nvfuser(SEED, "seed.txt")
     with pytest.raises(HostIRError) as raised:
-        program.check_sizes({"i0": 4, "i3": 16, "i4": 64, "i6": 32} | given)
+        program.check_sizes({"i0": 4, "i3": 16, "i4": 64, "i6": 32} | binding)
     assert message in str(raised.value)
 
 
@@ -95,24 +95,24 @@ def test_sizes_that_cannot_be_equal_are_refused() -> None:
     assert "sizes do not fit: %T0 has 8 in axis 1, %T1 has 9 in axis 0" in message
 
 
-def test_sizes_become_equal_across_statements() -> None:
+def test_equal_sizes_are_inferred_across_statements() -> None:
     a, b, c, d = "T0_g_float[iS0{i0}]", "T1_g_float[iS1{i1}]", "T2_g_float[iS2{i2}]", "T3_g_float[iS3{12}]"
     program = read(container(f"{a}, {b}", d, f"{c} = {a} + {b};", f"{d} = {c} * {a};"))
     assert program.size_names == frozenset()
     assert program.aliases == (("i0", "12"), ("i1", "12"), ("i2", "12"))
 
 
-def test_without_a_printed_mesh_a_device_axis_says_how_many_devices_there_are() -> None:
+def test_without_a_mesh_the_device_axis_determines_the_number_of_devices() -> None:
     program = read(container("T0_g_float[ideviceIdx.x0{6}]", "T0_g_float[ideviceIdx.x0{6}]"))
     assert program.meshes[0].devices == tuple(range(6))
 
 
-def test_without_devices_a_dump_is_for_one_device() -> None:
+def test_a_dump_without_device_axes_is_for_one_device() -> None:
     program = read(container("T0_g_float[iS0{6}]", "T0_g_float[iS0{6}]"))
     assert program.meshes[0].devices == (0,)
 
 
-def test_devices_moved_to_the_front_belong_to_splits_in_their_order() -> None:
+def test_device_axes_moved_to_the_front_are_matched_with_splits_in_order() -> None:
     x = "T0_g_float[ideviceIdx.y0{2}, ideviceIdx.x1{2}, iS2{5}, iS3{( ceilDiv(i0, 2) )}, iS4{( ceilDiv(i1, 2) )}]"
     program = read(container(x + " (DeviceMesh{{0 1}{2 3}})", x + " (DeviceMesh{{0 1}{2 3}})"))
     assert str(program.inputs[0].type) == "f32[5, i0@didy, i1@didx]"
@@ -124,24 +124,24 @@ def test_devices_moved_to_the_front_belong_to_splits_in_their_order() -> None:
         # A stream axis outermost of one axis, devices on another.
         ("istreamIdx0{3}, ideviceIdx.x1{2}, iS2{( ceilDiv(i0, 3) )}, iS3{10}", "i0, 20@didx"),
         ("istreamIdx0{3}, iS1{( ceilDiv(i0, 3) )}, ideviceIdx.x2{2}, iS3{10}", "i0, 20@didx"),
-        # Both on one axis, either of them outside.
+        # Both on one axis, either one outside.
         ("ideviceIdx.x0{2}, istreamIdx1{3}, iS2{( ceilDiv(( ceilDiv(i0, 2) ), 3) )}", "i0@didx"),
         ("istreamIdx0{3}, ideviceIdx.x1{2}, iS2{( ceilDiv(( ceilDiv(i0, 3) ), 2) )}", "(3 i0/3@didx)"),
         ("istreamIdx0{2}, ideviceIdx.x1{2}, iS2{3}", "(2 6@didx)"),
         # The parts of a split are numbered one after the other.
         ("istreamIdx4{3}, ideviceIdx.x6{2}, iS0{4}, iS5{5}, iS7{6}", "4, 15, 12@didx"),
         ("istreamIdx9{3}, ideviceIdx.x6{2}, iS7{4}, iS1{5}, iS10{6}", "8@didx, 5, 18"),
-        # Devices alone are an axis of their own where nothing speaks against it.
+        # A device axis with no matching split is a separate axis.
         ("ideviceIdx.x0{2}, iS1{4}", "2@didx, 4"),
         ("ideviceIdx.x2{2}, iS1{4}, iS3{5}", "4, 10@didx"),
     ],
 )
-def test_printed_axes_are_read_as_the_axes_that_were_split(printed: str, meant: str) -> None:
+def test_the_axes_before_the_split_are_recovered(printed: str, meant: str) -> None:
     x = f"T0_g_float[{printed}] (DeviceMesh{{0 1}})"
     assert str(read(container(x, x)).inputs[0].type) == f"f32[{meant}]"
 
 
-def test_how_a_tensor_is_used_tells_what_its_device_axis_is_part_of() -> None:
+def test_the_use_of_a_tensor_determines_which_axis_its_device_axis_splits() -> None:
     x, out = "T0_g_float[iS0{n}, iS1{8}]", "T2_g_float[ideviceIdx.x4{2}, iS5{n}, iS6{6}]"
     weight = "T1_g_float[ideviceIdx.x2{2}, iS3{6}, iS9{8}]"
     program = read(container(f"{x}, {weight}", out, f"{out} = linear({x}, {weight})"))
@@ -153,31 +153,31 @@ def test_how_a_tensor_is_used_tells_what_its_device_axis_is_part_of() -> None:
 
 
 def by_hand(name: str, *extents: object) -> str:
-    """A tensor of a program written by hand: it is printed with the extents that one rank holds."""
+    """Return a tensor of a hand-written program, printed with the extents of one rank's part."""
     axes = ", ".join(f"iS{4 * int(name[1:]) + k}{{{extent}}}" for k, extent in enumerate(extents))
     return f"{name}_g_float[{axes}] (DeviceMesh{{0 1}})"
 
 
-def summed(kind: str, x: str, out: str) -> list[str]:
-    return [f"Communication 1 (type={kind}, team=(0 1), input={x}, output={out})", "Wait(Communication 1)"]
+def summed(collective: str, x: str, out: str) -> list[str]:
+    return [f"Communication 1 (type={collective}, team=(0 1), input={x}, output={out})", "Wait(Communication 1)"]
 
 
 A, B, AB = by_hand("T0", "m", "k"), by_hand("T1", "k", "n"), by_hand("T2", "m", "n")
 
 
 @pytest.mark.parametrize(
-    ("kind", "out", "expected"),
+    ("collective", "out", "expected"),
     [("Allreduce", by_hand("T3", "m", "n"), "f32[m, n]"), ("ReduceScatter", by_hand("T3", "p", "n"), "f32[m@didx, n]")],
 )
-def test_a_sum_of_products_over_ranks_contracts_an_axis_on_devices(kind: str, out: str, expected: str) -> None:
-    program = read(container(f"{A}, {B}", out, f"{AB} = matmul({A}, {B})", *summed(kind, AB, out)))
+def test_a_product_that_is_summed_over_ranks_contracts_a_sharded_axis(collective: str, out: str, expected: str) -> None:
+    program = read(container(f"{A}, {B}", out, f"{AB} = matmul({A}, {B})", *summed(collective, AB, out)))
     assert [str(v.type) for v in program.inputs] == ["f32[m, 2*k@didx]", "f32[2*k@didx, n]"]
     assert [str(v.type) for v in program.outputs] == [expected]
     assert "%T2: f32[m, n] partial(didx)" in str(program)
     assert check_structure(program) == []
 
 
-def test_constant_extents_of_one_rank_are_read_as_well() -> None:
+def test_constant_extents_of_one_rank_are_read() -> None:
     a, b, ab, out = by_hand("T0", 8, 3), by_hand("T1", 3, 5), by_hand("T2", 8, 5), by_hand("T3", 4, 5)
     program = read(container(f"{a}, {b}, {out}", out, f"{ab} = matmul({a}, {b})", *summed("ReduceScatter", ab, out)))
     assert [str(v.type) for v in program.inputs] == ["f32[8, 6@didx]", "f32[6@didx, 5]", "f32[8@didx, 5]"]
@@ -194,7 +194,7 @@ def test_the_contracted_axis_is_traced_to_the_inputs() -> None:
     assert check_structure(program) == []
 
 
-def test_a_printed_device_axis_of_an_operand_stays_what_it_is() -> None:
+def test_a_printed_device_axis_of_an_operand_is_kept() -> None:
     a = "T0_g_float[iS0{m}, ideviceIdx.x1{2}, iS2{( ceilDiv(k, 2) )}] (DeviceMesh{0 1})"
     b, out = by_hand("T1", "q", "n"), by_hand("T3", "p", "n")
     program = read(container(f"{a}, {b}", out, f"{AB} = matmul({a}, {b})", *summed("ReduceScatter", AB, out)))
@@ -210,7 +210,7 @@ def test_a_printed_device_axis_of_an_operand_stays_what_it_is() -> None:
         f"{AB} = relu({A})",
     ],
 )
-def test_what_ranks_hold_is_not_guessed(product: str) -> None:
+def test_a_sum_of_tensors_that_are_not_partial_is_refused(product: str) -> None:
     a = by_hand("T0", "n", "n") if "T0_g_float[iS0{n}" in product else A
     message = refused(container(f"{a}, {B}", AB, product, *summed("Allreduce", AB, AB)))
     assert "T2 holds nothing to sum over didx" in message
@@ -225,7 +225,7 @@ def test_views_in_a_circle_are_refused() -> None:
 SLICED = "T{0}_g_float[istreamIdx{1}{{2}}, iS{2}{{( ceilDiv(n, 2) )}}]"
 
 
-def test_in_a_loop_a_tensor_from_outside_means_the_slice_of_the_round() -> None:
+def test_inside_a_loop_a_tensor_from_outside_means_the_slice_of_the_iteration() -> None:
     x, y = SLICED.format(0, 0, 1), SLICED.format(1, 2, 3)
     program = read(container(x, y, "FOR i7 from 0 to 2:", f"  {y} = relu({x})"))
     assert re.findall(r"(\w+) %T.*?\[(.*) of 2\]|(relu .*)", str(program)) == [
@@ -254,7 +254,7 @@ def test_slices_that_cannot_be_cut_are_refused(printed: str, message: str) -> No
     assert message in refused(container(x, y, f"{y} = ALLOCATE()", "FOR i7 from 0 to 3:", f"  {y} = relu({x})"))
 
 
-def test_what_a_dump_does_not_deallocate_is_freed_where_its_block_ends() -> None:
+def test_a_tensor_without_deallocate_is_freed_at_the_end_of_its_block() -> None:
     x, y, z, w, v = (f"T{n}_g_float[iS{n}{{n}}]" for n in range(5))
     text = container(x, w, f"{y} = relu({x})", f"{z} = relu({y})", f"{w} = view({z})", "FOR i7 from 0 to 2:")
     program = read(text.replace("\n}", f"\n    {v} = relu({x})\n}}"))
@@ -271,14 +271,14 @@ def test_what_a_dump_does_not_deallocate_is_freed_where_its_block_ends() -> None
         ("Stream 0x1f", "4", 5),
     ],
 )
-def test_a_stream_is_a_member_of_the_pool(stream: str, expected: str, pool: int) -> None:
+def test_a_stream_index_is_taken_modulo_the_pool(stream: str, expected: str, pool: int) -> None:
     x = "T0_g_float[iS0{n}]"
     program = read(container(x, x, "FOR i0 from 0 to n:", f"  SetCurrentStream({stream})"))
     assert f"set_stream {expected} }}" in str(program)
     assert program.streams == pool
 
 
-def test_streams_are_named_in_the_order_in_which_they_are_got() -> None:
+def test_current_streams_are_numbered_in_order() -> None:
     x = "T0_g_float[iS0{n}]"
     text = container(x, x, "GetCurrentStream into Stream 7", "Stream 0x3 = GetCurrentStream()", "Synchronize Stream 7")
     assert re.findall(r"%\w+ = current_stream|synchronize.*", str(read(text))) == [
@@ -288,7 +288,7 @@ def test_streams_are_named_in_the_order_in_which_they_are_got() -> None:
     ]
 
 
-def test_a_select_that_differs_binds_the_name_anew() -> None:
+def test_a_different_select_of_the_same_name_defines_a_new_value() -> None:
     x, y = "T0_g_float[iS0{3}, iS1{4}]", "T1_l_float[iS2{4}]"
     select = "{} = select( {}, axis = iS0{{3}}, index = {} )"
     program = read(container(x, y, select.format(y, x, 0), select.format(y, x, 0), select.format(y, x, 1)))
@@ -296,7 +296,7 @@ def test_a_select_that_differs_binds_the_name_anew() -> None:
     assert [v.name for v in program.outputs] == ["T1_1"]
 
 
-def test_a_view_of_a_tensor_that_has_memory_is_copied_into_it() -> None:
+def test_a_view_that_is_stored_in_an_allocated_tensor_is_copied() -> None:
     x, y = "T0_g_float[iS0{3}, iS1{4}]", "T1_g_float[iS3{4}, iS2{3}]"
     program = read(container(x, y, f"{y} = ALLOCATE(mem_type=global)", f"{y} = Set.Permute( {x} )"))
     assert [s.keyword() for s in program.body] == ["allocate", "permute", "copy"]
@@ -315,7 +315,7 @@ def test_a_program_is_named_after_its_file() -> None:
     assert names == {"a/b-c.txt": "b_c", "3606.txt": "dump_3606", "<text>": "text", "é.txt": "dump"}
 
 
-# What has no meaning ----------------------------------------------------------------------------------------------
+# Statements without a meaning here --------------------------------------------------------------------------------
 X = "T0_g_float[iS0{4}, iS1{n}] (DeviceMesh{0 1})"
 Y = "T1_g_float[iS2{4}, iS3{n}] (DeviceMesh{0 1})"
 D = "T2_g_float[ideviceIdx.x4{2}, iS5{n}] (DeviceMesh{0 1})"
@@ -383,7 +383,7 @@ NO_MEANING = [
 
 
 @pytest.mark.parametrize(("line", "message"), NO_MEANING, ids=[message for _, message in NO_MEANING])
-def test_what_has_no_meaning_is_one_diagnostic_at_its_place(line: str, message: str) -> None:
+def test_a_statement_without_a_meaning_is_refused_at_its_position(line: str, message: str) -> None:
     text = refused(container(f"{X}, {D}", X, line))
     assert message in text
     assert text.startswith("dump.txt:2:")
@@ -410,7 +410,7 @@ def test_an_empty_file_is_refused() -> None:
         read_nvfuser("", "dump.txt")
 
 
-def test_loops_inside_one_another_without_end_are_refused() -> None:
+def test_too_many_nested_loops_are_refused() -> None:
     loops = [f"{' ' * k}FOR i{k} from 0 to 2:" for k in range(2000)]
     assert "levels of nesting" in refused(container(X, X, *loops))
 

@@ -1,4 +1,4 @@
-"""Dumps of nvFuser on simulated ranks, against what the fusions that they come from compute, unsharded."""
+"""Dumps of nvFuser run on simulated ranks and compared with the unsharded fusions that they come from."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_dump_checks_and_runs_equal_to_the_unsharded_result(name: str) -> None
     assert [tuple(x.shape) for x in inputs] == list(case.shapes)
     exact, plain = case.meaning(*(x.double() for x in inputs)), case.meaning(*inputs)
     outputs = run_whole(program, inputs, case.sizes)
-    assert [found.good for found in compare(program, list(outputs), [plain], [exact])] == [True]
+    assert [comparison.good for comparison in compare(program, list(outputs), [plain], [exact])] == [True]
 
 
 def test_a_dump_without_deallocate_frees_what_it_allocates() -> None:
@@ -77,7 +77,7 @@ def test_a_dump_without_deallocate_frees_what_it_allocates() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_random_dump_is_read_as_it_was_meant(seed: int) -> None:
+def test_a_random_dump_computes_its_product(seed: int) -> None:
     dump = random_dump(seed)
     program, warnings = read_nvfuser(dump.text, "dump.txt")
     assert warnings == []

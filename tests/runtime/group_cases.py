@@ -86,7 +86,7 @@ def contains(text: str, *pieces: str) -> None:
     assert not [piece for piece in pieces if piece not in text], text
 
 
-# Ranks that do different things ---------------------------------------------------------------------------------------
+# Ranks that do different things -----------------------------------------------------------------------------------
 @case
 def replicas_have_other_token_counts() -> None:
     tp, dp = grid()
@@ -197,7 +197,7 @@ def calls_of_ready_groups_in_a_circle_end_with_an_error() -> None:
         contains(refused(lambda: layers[RANK].check(4, 2)), f"rank {RANK} makes no more calls")  # noqa: B023
 
 
-# What a group is ------------------------------------------------------------------------------------------------------
+# What a group is --------------------------------------------------------------------------------------------------
 @case
 def a_group_is_given_as_torch_knows_it() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -325,7 +325,7 @@ def the_first_rank_of_each_group_warns() -> None:
     assert len(said) == (RANK % 2 == 0), said
 
 
-# Ranks that are lost --------------------------------------------------------------------------------------------------
+# Ranks that are lost ----------------------------------------------------------------------------------------------
 def lost(strategy: str) -> None:
     """Rank 3 dies before its third call: the others get an error, live on, and call on in a group without it."""
     everyone, three = dist.new_group(range(4)), dist.new_group([0, 1, 2])

@@ -112,7 +112,7 @@ program @grid(%x: bf16[6@tp, 4@dp, K], %w: bf16[K, 9@tp], %s: bf16[K]) -> (%y, %
 """
 
 
-# Blocks of rows, with a flag behind each ------------------------------------------------------------------------------
+# Blocks of rows, with a flag behind each --------------------------------------------------------------------------
 def scattered(mesh: str = "0 1 2 3", dtype: str = "f32", pieces: int = 2, m: int | str = "M") -> str:
     """A product whose blocks go to their ranks as they are done, each in pieces; every rank sums what it gets."""
     n = len(mesh.split())

@@ -1,4 +1,4 @@
-"""What the ranks of tests/torch/test_overlap.py run: `cached_run.py 0|1`, a compilation without or with the pass.
+"""Compile a function without or with the overlap pass (`cached_run.py 0|1`), on the ranks of test_overlap.py.
 
 Each rank prints a line of JSON: the operators that ran in forward and backward, the hits of Inductor's cache, and the
 report of the pass.
@@ -21,11 +21,11 @@ from torch.profiler import profile
 
 import hostir.torch
 
-warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that torch 2.11 has as well
+warnings.simplefilter("ignore", FutureWarning)  # torch warns about names that torch 2.11 needs
 
 
 def layers(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Matmuls alone: for anything else inductor would start a C++ compiler, which takes ten seconds."""
+    """Return a result of matmuls only: for other operations Inductor starts a C++ compiler, which takes ten seconds."""
     full = funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD.group_name)
     return funcol.reduce_scatter_tensor_autograd(full @ up @ down, "sum", 0, dist.group.WORLD.group_name)
 
@@ -35,21 +35,21 @@ def main() -> None:
     torch.manual_seed(0)
     up, down = torch.randn(8, 16), torch.randn(16, 8)
     x = torch.randn(4, 8, requires_grad=True)
-    true: Any = torch.autograd.grad(layers(x, up, down).sum(), x)
+    expected: Any = torch.autograd.grad(layers(x, up, down).sum(), x)
     if sys.argv[1] == "1":
         inductor.post_grad_custom_post_pass = hostir.torch.overlap_pass
     compiled = torch.compile(layers, fullgraph=True)
     for _ in range(2):  # the first call compiles
         with profile() as events:
-            found = torch.autograd.grad(compiled(x, up, down).sum(), x)
-        torch.testing.assert_close(found, true)
+            gradient = torch.autograd.grad(compiled(x, up, down).sum(), x)
+        torch.testing.assert_close(gradient, expected)
     names = {event.name for event in events.events()}
-    said = {
+    observed = {
         "ran": sorted(name for name in names if name.startswith(("hostir::", "_c10d_functional::"))),
         "hits": counters["inductor"]["fxgraph_cache_hit"],
         "report": str(hostir.torch.overlap_pass.report),
     }
-    print(json.dumps(said) + "\n", end="", flush=True)
+    print(json.dumps(observed) + "\n", end="", flush=True)
     dist.destroy_process_group()
 
 

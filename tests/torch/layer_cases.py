@@ -1,7 +1,6 @@
-"""What the ranks of tests/torch/test_operators.py run of layers: `layer_cases.py NAME ...`, as operator_cases.py.
+"""Cases of parallel linear layers and collectives with gradients; test_operators.py starts the ranks.
 
-Inputs are the same on all ranks, each of which takes its parts; results and gradients are compared with those of the
-same layers on whole tensors in float64.
+All ranks hold the same inputs and take their parts. Results and gradients are compared with unsharded float64 layers.
 """
 
 from __future__ import annotations
@@ -42,111 +41,91 @@ from hostir.torch.library import KERNELS, _all_gather_matmul_backward
 from hostir.torch.operators import Operator
 from hostir.torch.programs import group_named
 from tests.counting import calls_of
-from tests.torch.operator_cases import DEVICE, OPS, RANKS, everywhere, group, main, part
+from tests.torch.on_ranks import (
+    DEVICE,
+    OPS,
+    RANKS,
+    assert_near,
+    case,
+    group,
+    leaf,
+    main,
+    part,
+    parts_of_all,
+    replicated,
+)
 
-CASES: dict[str, Callable[[], None]] = {}
 STRATEGIES = ("auto", "ring", "fused", "push")
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1}  # of the largest value
 
 
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def whole(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return everywhere(torch.randn(shape).to(dtype))
-
-
-def leaf(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_()
-
-
-def near(found: Tensor | None, true: Tensor | None) -> None:
-    assert found is not None
-    assert true is not None
-    assert found.shape == true.shape
-    bound = BOUNDS[found.dtype] * max(true.abs().max().item(), 1e-3) if true.numel() else 0.0
-    torch.testing.assert_close(found.double(), true.double(), rtol=0, atol=bound)
-
-
-def gathered(x: Tensor) -> list[Tensor]:
-    """The tensors of all ranks."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
-    dist.all_gather(parts, x.contiguous())
-    return parts
-
-
-# Gradients ------------------------------------------------------------------------------------------------------------
+# Gradients --------------------------------------------------------------------------------------------------------
 
 
 @case
-def gradients_of_a_gather() -> None:
-    for taken, axis, return_a in itertools.product((True, False), (0, 1, 2), (True, False)):
-        x, bs = whole(8, 12, 8), [whole(8, 4), whole(8, 6)]
+def gradients_of_gathers_match_float64() -> None:
+    for of_torch, axis, return_a in itertools.product((True, False), (0, 1, 2), (True, False)):
+        x, bs = replicated(8, 12, 8), [replicated(8, 4), replicated(8, 6)]
         a, mine = leaf(part(x, axis)), [leaf(b) for b in bs]
         with hi.torch.install(strict=True):
-            if taken:
+            if of_torch:
                 full, products = OPS.fused_all_gather_matmul(a, mine, axis, group(), return_A=return_a)
             else:
                 full, products = torch.ops.hostir.all_gather_matmul(a, mine, axis, group(), return_a)
-            weights, all_of = [whole(*c.shape) for c in products], whole(*x.shape)
+            weights, all_of = [replicated(*c.shape) for c in products], replicated(*x.shape)
             loss = sum((c * w).sum() for c, w in zip(products, weights, strict=True))
             (loss + (full * all_of).sum() if return_a else loss).backward()
-        true, trues = leaf(x.double()), [leaf(b.double()) for b in bs]
-        exact = sum(((true @ b) * w).sum() for b, w in zip(trues, weights, strict=True))
+        true, exact_bs = leaf(x.double()), [leaf(b.double()) for b in bs]
+        exact = sum(((true @ b) * w).sum() for b, w in zip(exact_bs, weights, strict=True))
         (exact + (true * all_of).sum() if return_a else exact).backward()
-        near(a.grad, RANKS * part(true.grad, axis))  # the losses of all ranks count, and are equal
-        for b, exactly in zip(mine, trues, strict=True):
-            near(b.grad, exactly.grad)
+        assert_near(a.grad, RANKS * part(true.grad, axis))  # the equal losses of all ranks count
+        for b, exact_b in zip(mine, exact_bs, strict=True):
+            assert_near(b.grad, exact_b.grad)
     for axis in (0, 1, 2):
-        x, gate, up, dy = whole(8, 12, 8), whole(4, 8), whole(4, 8), whole(8, 12, 4)
+        x, gate, up, dy = replicated(8, 12, 8), replicated(4, 8), replicated(4, 8), replicated(8, 12, 4)
         a, mine = leaf(part(x, axis)), [leaf(gate), leaf(up)]
         (gated_linear(a, *mine, group(), gather_dim=axis) * dy).sum().backward()
-        true, *trues = (leaf(t.double()) for t in (x, gate, up))
-        (F.silu(true @ trues[0].t()) * (true @ trues[1].t()) * dy).sum().backward()
-        near(a.grad, RANKS * part(true.grad, axis))
-        for b, exactly in zip(mine, trues, strict=True):
-            near(b.grad, exactly.grad)
+        true, *exact_bs = (leaf(t.double()) for t in (x, gate, up))
+        (F.silu(true @ exact_bs[0].t()) * (true @ exact_bs[1].t()) * dy).sum().backward()
+        assert_near(a.grad, RANKS * part(true.grad, axis))
+        for b, exact_b in zip(mine, exact_bs, strict=True):
+            assert_near(b.grad, exact_b.grad)
 
 
 @case
-def gradients_of_a_scatter() -> None:
-    for taken, axis, reduce_op in itertools.product((True, False), (0, 1, 2), ("sum", "avg")):
-        x, w = whole(8, 4, 8 * RANKS), whole(8 * RANKS, 8)
+def gradients_of_scatters_match_float64() -> None:
+    for of_torch, axis, reduce_op in itertools.product((True, False), (0, 1, 2), ("sum", "avg")):
+        x, w = replicated(8, 4, 8 * RANKS), replicated(8 * RANKS, 8)
         a, b = leaf(part(x, 2)), leaf(part(w, 0))
-        op = OPS.fused_matmul_reduce_scatter if taken else torch.ops.hostir.matmul_reduce_scatter
+        op = OPS.fused_matmul_reduce_scatter if of_torch else torch.ops.hostir.matmul_reduce_scatter
         with hi.torch.install(strict=True):
             y = op(a, b, reduce_op, axis, group())
-            weights = whole(8, 4, 8)
+            weights = replicated(8, 4, 8)
             (y * part(weights, axis)).sum().backward()
         true, exact = leaf(x.double()), leaf(w.double())
         ((true @ exact) * weights / (RANKS if reduce_op == "avg" else 1)).sum().backward()
-        near(a.grad, part(true.grad, 2))
-        near(b.grad, part(exact.grad, 0))
+        assert_near(a.grad, part(true.grad, 2))
+        assert_near(b.grad, part(exact.grad, 0))
 
 
 @case
-def gradients_of_collectives() -> None:
-    for ops, gather, scatter in ((OPS, "_low_contention_all_gather", "_low_contention_reduce_scatter"),):
-        with hi.torch.install(strict=True):
-            x = leaf(part(whole(8, 3), 0))
-            w = whole(8, 3)
-            (getattr(ops, gather)(x, group()) * w).sum().backward()
-            near(x.grad, RANKS * part(w, 0))
-            for reduce_op in ("sum", "avg"):
-                x = leaf(whole(8, 3))
-                (getattr(ops, scatter)(x, reduce_op, group()) * part(w, 0)).sum().backward()
-                near(x.grad, w / (RANKS if reduce_op == "avg" else 1))
+def gradients_of_collectives_match_float64() -> None:
+    with hi.torch.install(strict=True):
+        x, w = leaf(part(replicated(8, 3), 0)), replicated(8, 3)
+        (OPS._low_contention_all_gather(x, group()) * w).sum().backward()
+        assert_near(x.grad, RANKS * part(w, 0))
+        for reduce_op in ("sum", "avg"):
+            x = leaf(replicated(8, 3))
+            (OPS._low_contention_reduce_scatter(x, reduce_op, group()) * part(w, 0)).sum().backward()
+            assert_near(x.grad, w / (RANKS if reduce_op == "avg" else 1))
 
 
 @case
-def weights_say_in_which_dtype_their_gradients_are() -> None:
+def gradients_have_the_grad_dtype_of_their_weights() -> None:
     for axis, rounded in itertools.product((0, 1), (False, True)):
-        x, h = whole(4 * RANKS, 2, 8, dtype=torch.bfloat16), whole(4 * RANKS, 2, 6, dtype=torch.bfloat16)
+        x, h = replicated(4 * RANKS, 2, 8, dtype=torch.bfloat16), replicated(4 * RANKS, 2, 6, dtype=torch.bfloat16)
         x, h = (t if axis == 0 else t.transpose(0, 1).contiguous() for t in (x, h))
-        ws = [leaf(whole(*s, dtype=torch.bfloat16)) for s in ((6, 8), (5, 8), (8, 6), (8, 6), (8, 5))]
-        dys = [whole(*x.shape[:2], n, dtype=torch.bfloat16) for n in (6, 5, 8, 6, 5)]
+        ws = [leaf(replicated(*s, dtype=torch.bfloat16)) for s in ((6, 8), (5, 8), (8, 6), (8, 6), (8, 5))]
+        dys = [replicated(*x.shape[:2], n, dtype=torch.bfloat16) for n in (6, 5, 8, 6, 5)]
         for w in ws:
             w.grad_dtype = torch.bfloat16 if rounded else torch.float32
         mine, first, second, row, left, right = leaf(part(x, axis)), *ws
@@ -155,19 +134,19 @@ def weights_say_in_which_dtype_their_gradients_are() -> None:
         products += all_gather_matmul(mine, [left, right], group(), gather_dim=axis)
         dys[2] = part(dys[2], axis)
         total = sum((y * dy).sum() for y, dy in zip(products, dys, strict=True))
-        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=axis == 1):  # it narrows no gradient
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=axis == 1):  # autocast does not narrow gradients
             total.backward()
-        dys[2] = torch.cat(gathered(dys[2]), axis)
+        dys[2] = torch.cat(parts_of_all(dys[2]), axis)
         x, h, *dys = (t.double().flatten(0, 1) for t in (x, h, *dys))
-        trues = [dys[0].t() @ x, dys[1].t() @ x, dys[2].t() @ h, x.t() @ dys[3], x.t() @ dys[4]]
-        for w, true in zip(ws, trues, strict=True):
+        exact_grads = [dys[0].t() @ x, dys[1].t() @ x, dys[2].t() @ h, x.t() @ dys[3], x.t() @ dys[4]]
+        for w, true in zip(ws, exact_grads, strict=True):
             assert w.grad.dtype == w.grad_dtype
             bound = {"rtol": 2**-8, "atol": 0} if rounded else {"rtol": 0, "atol": 1e-6 * true.abs().max().item()}
             torch.testing.assert_close(w.grad.double(), true, **bound)
 
 
 @case
-def gathers_and_scatters_of_a_backward_run_beside_its_matmuls() -> None:
+def collectives_of_a_backward_overlap_its_matmuls() -> None:
     events: list[str] = []
 
     class Matmuls(TorchDispatchMode):
@@ -180,17 +159,17 @@ def gathers_and_scatters_of_a_backward_run_beside_its_matmuls() -> None:
         outputs = op.execute(*program)
         return SimpleNamespace(wait=lambda: (events.append(f"wait for {op.name.partition('::')[2]}"), outputs)[1])
 
-    x, w, dy = whole(4 * RANKS, 8), whole(8, 6), whole(4 * RANKS, 6)
+    x, w, dy = replicated(4 * RANKS, 8), replicated(8, 6), replicated(4 * RANKS, 6)
     with mock.patch.object(Operator, "start", start), Matmuls():
         d_x, (d_w,) = _all_gather_matmul_backward(part(x, 0), [dy], [w], 0, group(), False, ["float32"])
     order = ["start all_gather", "matmul", "wait for all_gather"]
     assert events == [*order, "start reduce_scatter", "matmul", "wait for reduce_scatter"], events
-    near(d_x, RANKS * part(dy @ w.t(), 0).double())
-    near(d_w, x.double().t() @ dy.double())
+    assert_near(d_x, RANKS * part(dy @ w.t(), 0).double())
+    assert_near(d_w, x.double().t() @ dy.double())
 
 
-class Part(torch.autograd.Function):
-    """This rank's part of a tensor that all ranks hold; so many of them compute the same from it."""
+class TakePart(torch.autograd.Function):
+    """Takes this rank's part of a replicated tensor; `shared` ranks compute the same from it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, shared: int) -> Tensor:
@@ -199,16 +178,16 @@ class Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return Whole.forward(ctx, dy, ctx.axis) / ctx.shared, None, None
+        return GatherParts.forward(ctx, dy, ctx.axis) / ctx.shared, None, None
 
 
-class Whole(torch.autograd.Function):
-    """The parts of all ranks, from which all compute the same."""
+class GatherParts(torch.autograd.Function):
+    """Gathers the parts of all ranks; all ranks compute the same from them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
         ctx.axis = axis
-        return torch.cat(gathered(x), axis)
+        return torch.cat(parts_of_all(x), axis)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -216,26 +195,27 @@ class Whole(torch.autograd.Function):
 
 
 @case
-def gradcheck() -> None:
-    x, w, v = (leaf(whole(*s, dtype=torch.float64)) for s in ((4, 3), (3, 2), (3, 2)))
+def gradcheck_accepts_the_layers() -> None:
+    x, w, v = (leaf(replicated(*s, dtype=torch.float64)) for s in ((4, 3), (3, 2), (3, 2)))
     for strategy in ("sequential", "ring"):
         with hi.torch.install(strict=True, strategy=strategy):
             for layer in (
-                lambda x, w, v: torch.cat(all_gather_matmul(Part.apply(x, 0, RANKS), [w, v], group()), dim=1),
-                lambda x, w, v: gated_linear(Part.apply(x, 0, RANKS), w.t(), v.t(), group()),
+                lambda x, w, v: torch.cat(all_gather_matmul(TakePart.apply(x, 0, RANKS), [w, v], group()), dim=1),
+                lambda x, w, v: gated_linear(TakePart.apply(x, 0, RANKS), w.t(), v.t(), group()),
             ):
                 assert torch.autograd.gradcheck(layer, (x, w, v))
-            a, b = leaf(whole(4, RANKS, dtype=torch.float64)), leaf(whole(RANKS, 3, dtype=torch.float64))
+            a, b = leaf(replicated(4, RANKS, dtype=torch.float64)), leaf(replicated(RANKS, 3, dtype=torch.float64))
 
             def scattered(a: Tensor, b: Tensor) -> Tensor:
-                return Whole.apply(matmul_reduce_scatter(Part.apply(a, 1, 1), Part.apply(b, 0, 1), group()), 0)
+                y = matmul_reduce_scatter(TakePart.apply(a, 1, 1), TakePart.apply(b, 0, 1), group())
+                return GatherParts.apply(y, 0)
 
             assert torch.autograd.gradcheck(scattered, (a, b))
 
 
 @case
 def second_derivatives_are_refused() -> None:
-    x, w = leaf(whole(4, 8)), leaf(whole(6, 8))
+    x, w = leaf(replicated(4, 8)), leaf(replicated(6, 8))
     for y in (
         column_parallel_linear(x, w, group()),
         row_parallel_linear(x, w, group()),
@@ -246,15 +226,15 @@ def second_derivatives_are_refused() -> None:
 
 
 @case
-def operators_are_what_tracers_take_them_for() -> None:
+def operators_pass_torchs_opcheck() -> None:
     ops, name = torch.ops.hostir, group()
-    x, w, v = leaf(part(whole(8, 4, 6), 1)), leaf(whole(6, 8)), leaf(whole(6, 8))
-    y, out = whole(8, 4, 6), torch.empty(8, 4 // RANKS, 8)
+    x, w, v = leaf(part(replicated(8, 4, 6), 1)), leaf(replicated(6, 8)), leaf(replicated(6, 8))
+    y, out = replicated(8, 4, 6), torch.empty(8, 4 // RANKS, 8)
     with hi.torch.install(strict=True, strategy="ring"):
-        for axis, kept in ((0, True), (1, False)):
-            dys, bs = [whole(8, 4, 8).movedim(1, axis)] * 2, [w.detach(), v.detach()]
-            mine = part(whole(8, 4, 6), 1).movedim(1, axis).contiguous()
-            dtypes = ["float64", ""] if kept else ["", "float32"]
+        for axis, widened in ((0, True), (1, False)):
+            dys, bs = [replicated(8, 4, 8).movedim(1, axis)] * 2, [w.detach(), v.detach()]
+            mine = part(replicated(8, 4, 6), 1).movedim(1, axis).contiguous()
+            dtypes = ["float64", ""] if widened else ["", "float32"]
             torch.library.opcheck(ops.all_gather_matmul_backward, (mine, dys, bs, axis, name, False, dtypes))
         torch.library.opcheck(ops.all_gather_matmul, (x, [w, v], 0, name, True))
         torch.library.opcheck(ops.all_gather_matmul, (x, [leaf(w.t())], 1, name, False, True))
@@ -265,28 +245,26 @@ def operators_are_what_tracers_take_them_for() -> None:
         torch.library.opcheck(ops.reduce_scatter, (leaf(y), "sum", 0, name))
         bare = w.detach()
         torch.library.opcheck(ops.matmul_reduce_scatter_out, (y, bare, "sum", 1, name), {"out": out})
-        given = {"out": [torch.empty(8 * RANKS, 4 // RANKS, 8)], "gathered": None}
-        torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), given)
+        outputs = {"out": [torch.empty(8 * RANKS, 4 // RANKS, 8)], "gathered": None}
+        torch.library.opcheck(ops.all_gather_matmul_out, (x.detach(), [bare], 0, name), outputs)
 
 
-# Memory ---------------------------------------------------------------------------------------------------------------
-# On GPUs as on CPU processes: `DEVICE=cuda torchrun --nproc-per-node 2 tests/torch/layer_cases.py CASE`.
-
+# Memory -----------------------------------------------------------------------------------------------------------
 LAYERS = 80
 
 
 def alive() -> int:
-    """The bytes of all tensors, those included that another thread has just now."""
+    """Return the bytes of all tensors, including those that other threads hold at the moment."""
     storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def held() -> dict[str, int]:
-    """The bytes that this process has allocated on the device, and those of symmetric memory."""
+def memory_in_use() -> dict[str, int]:
+    """Return the bytes that this process has allocated on the device, and the bytes of symmetric memory."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    executors = [e for made in group_named(group()).compiled.values() if not isinstance(made, str) for e in each(made)]
+    executors = [e for c in group_named(group()).compiled.values() if not isinstance(c, str) for e in executors_of(c)]
     assert all(len(e.plans) <= MAX_PLANS and len(e.bound) <= MAX_BOUND for e in executors)
     return {
         "allocated": torch.cuda.memory_allocated() if DEVICE == "cuda" else min(alive() for _ in range(3)),
@@ -294,61 +272,61 @@ def held() -> dict[str, int]:
     }
 
 
-def each(executor: Any) -> list[Any]:
+def executors_of(executor: Any) -> list[Any]:
     return list(getattr(executor, "executors", {0: executor}).values())
 
 
 @case
-def new_numbers_of_tokens_take_no_more_memory() -> None:
-    """80 layers in 200 steps, each of its own number of tokens; all layers in each step where GPUs choose, else one."""
-    seed, width = int(whole(1)[0] * 1e6), 16 if DEVICE == "cpu" else 1024
-    draw, alike = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)  # the same on every rank
+def new_numbers_of_tokens_need_no_more_memory() -> None:
+    """Run 200 steps with new numbers of tokens through 80 layers: one layer a step, or all by `auto` on GPUs."""
+    seed, width = int(replicated(1)[0] * 1e6), 16 if DEVICE == "cpu" else 1024
+    draw, generator = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)  # the same on every rank
     shapes = (LAYERS, 2 * width, width), (LAYERS, width, 2 * width)
-    up, down = (torch.randn(shape, generator=alike) / width**0.5 for shape in shapes)
+    up, down = (torch.randn(shape, generator=generator) / width**0.5 for shape in shapes)
     for strategy in STRATEGIES if DEVICE == "cuda" else ("auto", "push"):
         every = DEVICE == "cuda" and strategy == "auto"
         with hi.torch.install(strict=True, strategy=strategy), torch.no_grad():
             for step in range(1, 201):
-                tokens = {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank is a kind of its own
-                x = torch.randn(tokens * RANKS, width, generator=alike)
+                tokens = {1: 256, 2: 1}.get(step, draw.randrange(1, 256))  # one row a rank needs another program
+                x = torch.randn(tokens * RANKS, width, generator=generator)
                 for layer in range(LAYERS) if every else [step % LAYERS]:
                     h = column_parallel_linear(part(x, 0), part(up[layer], 0), group())
                     y = row_parallel_linear(h, part(down[layer], 1), group())
                 if step % 20 == 0:
-                    near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 0))
+                    assert_near(y, part(x.double() @ up[layer].double().t() @ down[layer].double().t(), 0))
                 del x, h, y
                 if step == 20:
-                    before = held()
-            assert held() == before, (strategy, before, held())
+                    before = memory_in_use()
+            assert memory_in_use() == before, (strategy, before, memory_in_use())
             assert before["symmetric"] or strategy == "auto", "one-sided strategies hold symmetric memory"
 
 
-# All-reduces ----------------------------------------------------------------------------------------------------------
+# All-reduces ------------------------------------------------------------------------------------------------------
 
 
 @case
-def sums_on_all_ranks() -> None:
+def all_reduces_give_equal_bits_on_all_ranks() -> None:
     for strategy in STRATEGIES:
-        any_number = strategy in ("auto", "push")  # the others divide the rows
+        any_number = strategy in ("auto", "push")  # the others need rows that the ranks divide
         for rows in ([8 * RANKS], [2, 4 * RANKS], *(([1], [3, 5]) if any_number else ())):
-            x, w, v = whole(*rows, 2 * RANKS), whole(2 * RANKS, 6), whole(4, 6 * RANKS)
-            a, b, bias, residual = part(x, len(rows)), part(w, 0), whole(4), whole(*rows, 6)
+            x, w, v = replicated(*rows, 2 * RANKS), replicated(2 * RANKS, 6), replicated(4, 6 * RANKS)
+            a, b, bias, residual = part(x, len(rows)), part(w, 0), replicated(4), replicated(*rows, 6)
             with hi.torch.install(strict=True, strategy=strategy):
                 first = matmul_all_reduce(a, b, group(), addend=residual)
                 y = row_parallel_linear(first, part(v, 1), group(), bias, reduce="all")
                 total = all_reduce(a, group())
             exact = x.double() @ w.double() + residual
-            near(first, exact)
-            near(y, exact @ sum(each.double() for each in v.chunk(RANKS, 1)).t() + bias)
-            near(total, sum(each.double() for each in gathered(a)))
+            assert_near(first, exact)
+            assert_near(y, exact @ sum(columns.double() for columns in v.chunk(RANKS, 1)).t() + bias)
+            assert_near(total, sum(summand.double() for summand in parts_of_all(a)))
             for mine in (first, y, total):
-                assert all(torch.equal(mine, other) for other in gathered(mine))
+                assert all(torch.equal(mine, other) for other in parts_of_all(mine))
 
 
 @case
-def gradients_of_sums_on_all_ranks_need_no_communication() -> None:
-    x, w, dy = whole(5, 3, 4 * RANKS), whole(4 * RANKS, 6), whole(5, 3, 6)
-    exact, true_w, true_bias, true_rest = (leaf(t.double()) for t in (x, w, whole(6), whole(5, 3, 6)))
+def gradients_of_all_reduces_need_no_communication() -> None:
+    x, w, dy = replicated(5, 3, 4 * RANKS), replicated(4 * RANKS, 6), replicated(5, 3, 6)
+    exact, true_w, true_bias, true_rest = (leaf(t.double()) for t in (x, w, replicated(6), replicated(5, 3, 6)))
     (((exact @ true_w) + true_rest + true_bias) * dy).sum().backward()
     hi.torch.report(clear=True)
     for addend in (None, true_bias, true_rest):
@@ -360,28 +338,27 @@ def gradients_of_sums_on_all_ranks_need_no_communication() -> None:
                 else:
                     y = matmul_all_reduce(a, b, group(), addend=z)
             (y * dy).sum().backward()
-            near(a.grad, part(exact.grad, 2))
-            near(b.grad, part(true_w.grad, 0))
+            assert_near(a.grad, part(exact.grad, 2))
+            assert_near(b.grad, part(true_w.grad, 0))
             if addend is not None:
-                near(z.grad, addend.grad)
+                assert_near(z.grad, addend.grad)
     x = leaf(part(x, 2))
     (all_reduce(x, group()) * 3).sum().backward()
-    near(x.grad, torch.full_like(x, 3.0))
+    assert_near(x.grad, torch.full_like(x, 3.0))
     assert {row.operator for row in hi.torch.report()} == {"hostir::matmul_all_reduce", "hostir::all_reduce"}
 
 
 @case
-def sums_on_all_ranks_go_where_the_caller_says_and_are_what_tracers_take_them_for() -> None:
-    x, w, z = whole(4, 3, 4 * RANKS), whole(4 * RANKS, 6), whole(6)
+def all_reduces_write_to_out_and_pass_torchs_opcheck() -> None:
+    x, w, z = replicated(4, 3, 4 * RANKS), replicated(4 * RANKS, 6), replicated(6)
     a, b = part(x, 2), part(w, 0)
     for out in (torch.empty(4, 3, 6), torch.empty(6, 4, 3).permute(1, 2, 0)):
-        found = matmul_all_reduce(a, b, group(), addend=z, out=out)
-        assert found is out
-        near(out, x.double() @ w.double() + z)
+        assert matmul_all_reduce(a, b, group(), addend=z, out=out) is out
+        assert_near(out, x.double() @ w.double() + z)
     total = torch.empty(7)
     all_reduce(torch.ones(7), group(), out=total)
     assert torch.equal(total, torch.full((7,), float(RANKS)))
-    near(all_reduce(torch.tensor(2.0), group()), torch.tensor(2.0 * RANKS))
+    assert_near(all_reduce(torch.tensor(2.0), group()), torch.tensor(2.0 * RANKS))
     ops, name = torch.ops.hostir, group()
     for addend in (None, leaf(z)):
         torch.library.opcheck(ops.matmul_all_reduce, (leaf(a), leaf(b), name, False, addend))
@@ -390,26 +367,26 @@ def sums_on_all_ranks_go_where_the_caller_says_and_are_what_tracers_take_them_fo
     torch.library.opcheck(ops.matmul_all_reduce_out, (a, b, name), {"out": torch.empty(4, 3, 6)})
     torch.library.opcheck(ops.all_reduce_out, (a, name), {"out": torch.empty_like(a)})
     with pytest.raises(hi.HostIRError, match="the addend has shape"):
-        matmul_all_reduce(a, b, group(), addend=whole(5))
+        matmul_all_reduce(a, b, group(), addend=replicated(5))
     with pytest.raises(hi.HostIRError, match="unknown reduction 'none'"):
         row_parallel_linear(a, b.t(), group(), reduce="none")
 
 
-# Groups ---------------------------------------------------------------------------------------------------------------
+# Groups -----------------------------------------------------------------------------------------------------------
 
 
 @case
-def a_gathered_tensor_that_nobody_uses_is_not_scattered() -> None:
-    x, w = part(whole(4 * RANKS, 8), 0), leaf(whole(6, 8))
+def an_unused_gathered_tensor_has_no_gradient_to_scatter() -> None:
+    x, w = part(replicated(4 * RANKS, 8), 0), leaf(replicated(6, 8))
     hi.torch.report(clear=True)
     (column_parallel_linear(leaf(x), w, group()) + gated_linear(leaf(x), w, w, group())).sum().backward()
     rows = {row.operator: row.calls for row in hi.torch.report()}
     forward = {"hostir::all_gather_matmul": 1, "hostir::all_gather_gated": 1}
-    assert rows == forward | {"hostir::matmul_reduce_scatter": 2}, "what was gathered is not gathered again, either"
+    assert rows == forward | {"hostir::matmul_reduce_scatter": 2}, "and no tensor is gathered again"
 
 
 @case
-def groups_side_by_side() -> None:
+def groups_with_different_calls_run_side_by_side() -> None:
     if RANKS != 4:
         return
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -418,47 +395,47 @@ def groups_side_by_side() -> None:
     for step in range(3):
         fresh = torch.Generator(DEVICE).manual_seed(step)
         w1, w2 = torch.randn(16, 8, generator=fresh), torch.randn(8, 16, generator=fresh)
-        x = torch.randn(2 + 6 * replica + 4 * step, 8, generator=fresh)  # of other lengths on other replicas
+        x = torch.randn(2 + 6 * replica + 4 * step, 8, generator=fresh)  # replicas have different lengths
         mine, first, second = leaf(x.chunk(2)[rank]), leaf(w1.chunk(2)[rank]), leaf(w2.chunk(2, 1)[rank])
-        for _ in range(1 + replica):  # nor as many calls
+        for _ in range(1 + replica):  # and different numbers of calls
             y = row_parallel_linear(column_parallel_linear(mine, first, tp).relu(), second, tp)
         y.sum().backward()
-        true, ones, twos = leaf(x.double()), leaf(w1.double()), leaf(w2.double())
-        exact = (true @ ones.t()).relu() @ twos.t()
+        true, exact_w1, exact_w2 = leaf(x.double()), leaf(w1.double()), leaf(w2.double())
+        exact = (true @ exact_w1.t()).relu() @ exact_w2.t()
         exact.sum().backward()
-        near(y, exact.chunk(2)[rank])
-        near(mine.grad, true.grad.chunk(2)[rank])
-        near(first.grad, ones.grad.chunk(2)[rank])
-        near(second.grad, twos.grad.chunk(2, 1)[rank])
+        assert_near(y, exact.chunk(2)[rank])
+        assert_near(mine.grad, true.grad.chunk(2)[rank])
+        assert_near(first.grad, exact_w1.grad.chunk(2)[rank])
+        assert_near(second.grad, exact_w2.grad.chunk(2, 1)[rank])
     with pytest.raises(hi.HostIRError, match="2 dimensions"):
         column_parallel_linear(mine, first, mesh)
 
 
-# Forms ----------------------------------------------------------------------------------------------------------------
+# Calls ------------------------------------------------------------------------------------------------------------
 
 
 @case
-def results_go_where_the_caller_says() -> None:
+def results_are_written_to_out() -> None:
     for strategy in STRATEGIES:
         with hi.torch.install(strict=True, strategy=strategy):
-            x, bs = whole(4 * RANKS, 8), [whole(8, 6), whole(8, 4)]
+            x, bs = replicated(4 * RANKS, 8), [replicated(8, 6), replicated(8, 4)]
             outs = [torch.full((4 * RANKS, n), torch.nan) for n in (6, 4)]
-            full, found = all_gather_matmul(part(x, 0), bs, group(), return_a=True, out=outs)
+            full, products = all_gather_matmul(part(x, 0), bs, group(), return_a=True, out=outs)
             assert torch.equal(full, x)
-            for out, y, b in zip(outs, found, bs, strict=True):
+            for out, y, b in zip(outs, products, bs, strict=True):
                 assert out is y
-                near(out, x @ b)
+                assert_near(out, x @ b)
             for axis, shape in ((0, (3 * RANKS, 8)), (1, (5, 2 * RANKS, 8))):
-                a, b = whole(*shape), whole(8, 4)
+                a, b = replicated(*shape), replicated(8, 4)
                 result = part(a.double() @ b.double() * RANKS, axis)
                 for out in (torch.full(result.shape, torch.nan), torch.full(result.shape[::-1], torch.nan)):
-                    given = out if out.shape == result.shape else out.permute(*range(out.ndim)[::-1])
-                    assert matmul_reduce_scatter(a, b, group(), scatter_dim=axis, out=given) is given
-                    near(given, result)
-                near(matmul_reduce_scatter(a, b, group(), scatter_dim=axis, reduce_op="avg"), result / RANKS)
+                    out = out if out.shape == result.shape else out.permute(*range(out.ndim)[::-1])
+                    assert matmul_reduce_scatter(a, b, group(), scatter_dim=axis, out=out) is out
+                    assert_near(out, result)
+                assert_near(matmul_reduce_scatter(a, b, group(), scatter_dim=axis, reduce_op="avg"), result / RANKS)
             for axis in (0, 1) if strategy != "push" else (0,):
                 y = gated_linear(part(x, axis), bs[0].t(), 2 * bs[0].t(), group(), gather_dim=axis)
-                near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
+                assert_near(y, F.silu(x @ bs[0]) * (2 * x @ bs[0]))
     for call in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce):
         with pytest.raises(hi.HostIRError, match="out= has shape"):
             call(x, bs[0], group(), out=torch.empty(6, 4 * RANKS * (RANKS if call is all_gather_matmul else 1)))
@@ -470,15 +447,16 @@ def results_go_where_the_caller_says() -> None:
 
 
 def block(x: Tensor, first: Tensor, gate: Tensor, second: Tensor) -> Tensor:
-    """Each of the functions once."""
+    """Return a result of all layers and products, each used once."""
     h = column_parallel_linear(x, first, group()) + gated_linear(x, first, gate, group())
     h = torch.tanh(h + all_gather_matmul(x, gate.t(), group()))
     return row_parallel_linear(h, second, group()) * matmul_reduce_scatter(h, second.t(), group())
 
 
 @case
-def modes_of_torch() -> None:
-    x, *ws = part(whole(16 * RANKS, 8), 0), whole(6, 8) / 4, whole(6, 8) / 4, whole(8, 6)  # tanh is not at its ends
+def modes_of_torch_do_not_change_results() -> None:
+    x = part(replicated(16 * RANKS, 8), 0)
+    ws = replicated(6, 8) / 4, replicated(6, 8) / 4, replicated(8, 6)  # small: tanh is not saturated
     plain, leaves = block(x, *ws), [leaf(t) for t in (x, *ws)]
     with torch.inference_mode():
         y = block(x, *ws)
@@ -499,7 +477,7 @@ def modes_of_torch() -> None:
         y = block(*leaves)
         z = column_parallel_linear(x, ws[0], group(), ws[1][:, 0])
     assert y.dtype == z.dtype == torch.bfloat16
-    near(z, torch.cat(gathered(x)).double() @ ws[0].double().t() + ws[1][:, 0].double())
+    assert_near(z, torch.cat(parts_of_all(x)).double() @ ws[0].double().t() + ws[1][:, 0].double())
     y.sum().backward()
     for t, g in zip(leaves, true, strict=True):
         assert t.grad.dtype == torch.float32
@@ -510,28 +488,28 @@ def modes_of_torch() -> None:
 
 
 @case
-def what_is_no_call_is_refused() -> None:
-    x, w = part(whole(4 * RANKS, 8), 0), whole(6, 8)
+def transforms_and_invalid_arguments_are_refused() -> None:
+    x, w = part(replicated(4 * RANKS, 8), 0), replicated(6, 8)
     layers: tuple[tuple[Callable[[Tensor], Tensor], Tensor], ...] = (
         (lambda x: column_parallel_linear(x, w, group()), x),
         (lambda x: gated_linear(x, w, w, group()), x),
-        (lambda h: row_parallel_linear(h, w.t(), group()), whole(4 * RANKS, 6)),
+        (lambda h: row_parallel_linear(h, w.t(), group()), replicated(4 * RANKS, 6)),
     )
-    for function, given in layers:
+    for function, argument in layers:
         for transform in (
             lambda f, x: torch.vmap(f)(x[None]),
             lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
             lambda f, x: torch.func.jvp(f, (x,), (x,)),
         ):
             with pytest.raises(hi.HostIRError, match=r"torch\.func"):
-                transform(function, given)
+                transform(function, argument)
         with forward_ad.dual_level(), pytest.raises(hi.HostIRError, match="forward-mode"):
-            function(forward_ad.make_dual(given, given))
-    for layer, each in layers:
+            function(forward_ad.make_dual(argument, argument))
+    for layer, argument in layers:
         with pytest.raises(
             hi.HostIRError, match=r"layer_cases\.py:\d+.*a tensor is on meta[^$]*of: cpu, cuda"
         ) as refused:
-            layer(each.to("meta"))
+            layer(argument.to("meta"))
         assert "FakeTensorMode" in str(refused.value)
     with pytest.raises(hi.HostIRError, match="a tensor is on meta"):
         all_reduce(x.to("meta"), group())
@@ -541,11 +519,12 @@ def what_is_no_call_is_refused() -> None:
         column_parallel_linear(x, w, "nobody")
 
 
-def cuda_graphs_of_the_callers() -> None:
-    """Forward and backward in one, for each strategy; replayed on other data."""
+def cuda_graphs_hold_forward_and_backward() -> None:
+    """Capture both in one graph, by each strategy, and replay it on other data."""
     for strategy in STRATEGIES:
         with hi.torch.install(strict=True, strategy=strategy):
-            leaves = [leaf(t) for t in (part(whole(64 * RANKS, 64), 0), whole(32, 64), whole(32, 64), whole(64, 32))]
+            weights = [replicated(*shape) for shape in ((32, 64), (32, 64), (64, 32))]
+            leaves = [leaf(t) for t in (part(replicated(64 * RANKS, 64), 0), *weights)]
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -570,20 +549,20 @@ def cuda_graphs_of_the_callers() -> None:
                 torch.cuda.synchronize()
                 exact = block(*leaves)
                 torch.testing.assert_close(y, exact)
-                for found, true in zip(grads, torch.autograd.grad(exact.sum(), leaves), strict=True):
-                    torch.testing.assert_close(found, true)
+                for grad, true in zip(grads, torch.autograd.grad(exact.sum(), leaves), strict=True):
+                    torch.testing.assert_close(grad, true)
             del graph
             torch.cuda.synchronize()
             dist.barrier()
 
 
 if DEVICE == "cuda":
-    case(cuda_graphs_of_the_callers)
+    case(cuda_graphs_hold_forward_and_backward)
 
 
 @case
-def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
-    x, w = part(whole(4 * RANKS, 8), 0), whole(6, 8)
+def calls_bypass_the_dispatcher_if_no_mode_needs_it() -> None:
+    x, w = part(replicated(4 * RANKS, 8), 0), replicated(6, 8)
     calls: list[str] = []
 
     class Seen(TorchDispatchMode):
@@ -611,22 +590,23 @@ def calls_pass_by_the_dispatcher_where_it_has_nothing_to_add() -> None:
         with Seen():
             column_parallel_linear(x, w, group())
     assert calls[4:] == ["hostir.all_gather_matmul.default"]
-    w, taken = leaf(w), OPS.fused_all_gather_matmul
+    w, of_torch = leaf(w), OPS.fused_all_gather_matmul
     with hi.torch.install(strict=True):
-        for layer in (lambda: column_parallel_linear(x, w, group()), lambda: taken(x, [w.t()], 0, group())[1]):
+        for layer in (lambda: column_parallel_linear(x, w, group()), lambda: of_torch(x, [w.t()], 0, group())[1]):
             layer()
             recorded = calls_of(layer)
             with torch.no_grad():
                 layer()
-                assert recorded <= calls_of(layer) + 110, "what autograd adds, by torch.library 300"
+                assert recorded <= calls_of(layer) + 110, "autograd adds at most 110; torch.library would add 300"
 
 
 AG, RS, AR = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
 @case
-def comm_debug_mode_counts_an_operator_as_the_collective_that_it_stands_for() -> None:
-    x, rows, a, b = part(whole(4 * RANKS, 16), 0), whole(16, 16), whole(4 * RANKS, 16), whole(16, 16)
+def comm_debug_mode_counts_the_collective_of_each_operator() -> None:
+    x, rows, b = part(replicated(4 * RANKS, 16), 0), replicated(16, 16), replicated(16, 16)
+    a = replicated(4 * RANKS, 16)
     mine, every, summed = torch.empty(4, 16), torch.empty(4 * RANKS, 16), torch.empty(4 * RANKS, 16)
     calls: list[tuple[Callable[..., Any], tuple[Tensor, ...], list[str], list[str]]] = [
         (lambda x, b: all_gather_matmul(x, b, group()), (x, b), [AG], [AG, RS]),  # backward gathers x again
@@ -657,20 +637,20 @@ def comm_debug_mode_counts_an_operator_as_the_collective_that_it_stands_for() ->
                 if not y.requires_grad:
                     continue
                 with CommDebugMode() as mode:
-                    found = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+                    grads = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
                 assert sorted(counted(mode)) == backward, (index, strategy)
-                assert all(map(torch.equal, found, torch.autograd.grad(y.sum(), leaves))), (index, strategy)
+                assert all(map(torch.equal, grads, torch.autograd.grad(y.sum(), leaves))), (index, strategy)
 
 
 def counted(mode: CommDebugMode) -> list[str]:
-    """The collectives that a mode has counted, by name, each as often as it was counted."""
+    """Return the names of the collectives that a mode has counted, with repetitions."""
     assert all(op in vars(torch.ops.c10d_functional).values() for op in mode.get_comm_counts())
     return [str(op).rpartition(".")[2] for op, n in mode.get_comm_counts().items() for _ in range(n)]
 
 
 @case
-def every_operator_that_communicates_stands_for_a_collective() -> None:
-    alone = {"replicated_linear", "all_gather_matmul_backward"}  # its backward communicates; a rule counts two
+def comm_debug_mode_knows_every_operator_that_communicates() -> None:
+    alone = {"replicated_linear", "all_gather_matmul_backward"}  # the backward communicates; it counts as two
     for name in KERNELS:
         packet = getattr(torch.ops.hostir, name)
         communicates = "str group_name" in str(packet.default._schema) and name not in alone
@@ -678,11 +658,11 @@ def every_operator_that_communicates_stands_for_a_collective() -> None:
 
 
 @case
-def torch_compile_breaks_no_graph() -> None:
+def torch_compile_has_no_graph_breaks() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     mesh = DeviceMesh(DEVICE, list(range(RANKS)))
-    w1, w2, gate, b = (whole(*shape) for shape in ((6, 8), (8, 6), (6, 8), (8, 6)))
+    w1, w2, gate, b = (replicated(*shape) for shape in ((6, 8), (8, 6), (6, 8), (8, 6)))
 
     def layers(x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor, b: Tensor) -> Tensor:
         h = column_parallel_linear(x, w1, mesh).relu() + gated_linear(x, gate, w1, group())
@@ -695,17 +675,17 @@ def torch_compile_breaks_no_graph() -> None:
     compiled = torch.compile(layers, fullgraph=True, backend=counter, dynamic=True)
     with hi.torch.install(strict=True):
         for rows in (4, 6, 10, 2):
-            x = part(whole(rows * RANKS, 8), 0)
-            found, eager = ([leaf(x), leaf(w1), leaf(w2), leaf(gate), leaf(b)] for _ in range(2))
-            y, true = compiled(*found), layers(*eager)
+            x = part(replicated(rows * RANKS, 8), 0)
+            compiled_leaves, eager_leaves = ([leaf(x), leaf(w1), leaf(w2), leaf(gate), leaf(b)] for _ in range(2))
+            y, true = compiled(*compiled_leaves), layers(*eager_leaves)
             torch.testing.assert_close(y, true)
             y.sum().backward()
             true.sum().backward()
-            for mine, theirs in zip(found, eager, strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad)
+            for ours, eager in zip(compiled_leaves, eager_leaves, strict=True):
+                torch.testing.assert_close(ours.grad, eager.grad)
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
 
 if __name__ == "__main__":
-    main(CASES)
+    main()

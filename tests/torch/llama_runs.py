@@ -1,4 +1,4 @@
-"""What the ranks of tests/torch/test_llama.py run: `llama_runs.py ARGUMENTS...`, each one run of the example."""
+"""Run examples/llama.py once for each argument, on the ranks of test_llama.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the ranks of tests/torch/test_operators.py run of modules and styles: `module_cases.py NAME ...`.
+"""Cases of parallel modules and styles; test_operators.py starts the ranks.
 
-Whole modules of torch, with the same parameters on all ranks, are compared with sharded ones, in float64 and bits.
+Sharded modules are compared with unsharded modules in float64, and with torch's styles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,47 +34,39 @@ from hostir.torch import (
     RowParallelLinear,
     RowwiseParallel,
 )
-from tests.torch.layer_cases import leaf, near, whole
-from tests.torch.operator_cases import DEVICE, RANK, RANKS, everywhere, main, part
-
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def ranks() -> DeviceMesh:
-    return init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
-
-
-def same(module: nn.Module) -> nn.Module:
-    """With the parameters of rank 0 on every rank."""
-    for parameter in module.parameters():
-        everywhere(parameter.data)
-    return module
-
-
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def like(found: nn.Module, true: nn.Module) -> None:
-    """The gradients of a sharded module are those of the whole one, in float64."""
-    mine, theirs = dict(found.named_parameters()), dict(true.named_parameters())
-    assert mine.keys() == theirs.keys()
-    for name, parameter in mine.items():
-        assert parameter.grad is not None, name
-        near(full(parameter.grad), theirs[name].grad)
+from tests.torch.on_ranks import (
+    DEVICE,
+    RANK,
+    RANKS,
+    assert_gradients_near,
+    assert_like_unsharded,
+    assert_near,
+    case,
+    full,
+    leaf,
+    main,
+    part,
+    replicated,
+    tp_mesh,
+    with_parameters_of_rank_0,
+)
 
 
 def calls(operator: str) -> int:
     return sum(row.calls for row in hi.torch.report() if row.operator == operator)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 16), nn.Linear(8, 16, bias=False), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.a(x)) * self.b(x))
+
+
 class Block(nn.Module):
-    """Three layers of one input, and one of what they make together."""
+    """Three layers that read one input, and a layer that reads a combination of their outputs."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -93,34 +84,28 @@ def plan(axis: int) -> dict[str, style.ParallelStyle]:
     }
 
 
-# Styles ---------------------------------------------------------------------------------------------------------------
+# Styles -----------------------------------------------------------------------------------------------------------
 
 
 @case
-def styles_are_torchs() -> None:
+def styles_match_torchs_styles() -> None:
     for axis, local_in, local_out in itertools.product((0, 1), *[(True, False)] * 2):
-        shard, bias = Shard(axis), local_in == local_out  # next to either of each
-        exact = same(nn.Sequential(nn.Linear(8, 16, bias), nn.GELU(), nn.Linear(16, 8, bias)))
-        x, weights = whole(4, 8, 8), whole(4, 8, 8)
+        shard, bias = Shard(axis), local_in == local_out
+        exact = with_parameters_of_rank_0(nn.Sequential(nn.Linear(8, 16, bias), nn.GELU(), nn.Linear(16, 8, bias)))
+        x, weights = replicated(4, 8, 8), replicated(4, 8, 8)
         results = []
         for styles in ((ColwiseParallel, RowwiseParallel), (style.ColwiseParallel, style.RowwiseParallel)):
             model = copy.deepcopy(exact)
             col = styles[0](input_layouts=shard, use_local_output=local_in)
             row = styles[1](output_layouts=shard, use_local_output=local_out)
-            parallelize_module(model, ranks(), {"0": col, "2": row})
+            parallelize_module(model, tp_mesh(), {"0": col, "2": row})
             mine = leaf(part(x, axis))
-            y = model(mine if local_in else DTensor.from_local(mine, ranks(), [shard]))
+            y = model(mine if local_in else DTensor.from_local(mine, tp_mesh(), [shard]))
             assert isinstance(y, DTensor) != local_out
             (full(y) * weights).sum().backward() if not local_out else (y * part(weights, axis)).sum().backward()
             results.append((model, y, mine))
-        true = copy.deepcopy(exact).double()
-        given = leaf(x.double())
-        true_y = true(given)
-        (true_y * weights).sum().backward()
         for (model, y, mine), (other, theirs, _) in itertools.pairwise([*results, results[0]]):
-            near(full(y) if not local_out else y, true_y if not local_out else part(true_y, axis))
-            near(mine.grad, part(given.grad, axis))
-            like(model, true)
+            assert_like_unsharded(model, exact, x, weights, y if local_out else full(y), mine.grad, axis)
             assert isinstance(y, DTensor) == isinstance(theirs, DTensor)
             ours, of_torch = model.state_dict(), other.state_dict()
             assert ours.keys() == of_torch.keys() == exact.state_dict().keys()
@@ -132,52 +117,52 @@ def styles_are_torchs() -> None:
 @case
 def one_gather_serves_several_layers() -> None:
     for axis in (0, 1):
-        exact = same(Block())
-        model = parallelize_module(copy.deepcopy(exact), ranks(), plan(axis))
-        x, weights = whole(4, 8, 8), whole(4, 8, 8)
+        exact = with_parameters_of_rank_0(Block())
+        model = parallelize_module(copy.deepcopy(exact), tp_mesh(), plan(axis))
+        x, weights = replicated(4, 8, 8), replicated(4, 8, 8)
         for _ in range(2):
             model.zero_grad()
             hi.torch.report(clear=True)
             mine = leaf(part(x, axis))
             with hi.torch.install(strict=True):
-                (model(mine) * part(weights, axis)).sum().backward()
-            assert calls("hostir::all_gather_matmul") == 2, "one before a, b and c; one of the gradient behind out"
+                y = model(mine)
+                (y * part(weights, axis)).sum().backward()
+            assert calls("hostir::all_gather_matmul") == 2, "one before a, b and c; one of the gradient of out"
             assert calls("hostir::matmul_reduce_scatter") == 2
-        true, given = copy.deepcopy(exact).double(), leaf(x.double())
-        (true(given) * weights).sum().backward()
-        near(mine.grad, part(given.grad, axis))
-        like(model, true)
+        assert_like_unsharded(model, exact, x, weights, y, mine.grad, axis)
     sharing = model.a, model.b
     with torch.no_grad():
-        x = part(whole(4, 8, 8), 1).clone()
+        x = part(replicated(4, 8, 8), 1).clone()
         before = model.a(x)
         after = model.b(x.add_(1))
-        near(after, part(F.linear(DTensor.from_local(x, ranks(), [Shard(1)]).full_tensor(), exact.b.weight), 2))
-        assert not torch.equal(before, model.a(x)), "a tensor that was written to is gathered again"
-    assert sharing[1](x).requires_grad, "nor does a result without gradients serve a call with them"
+        assert_near(
+            after, part(F.linear(DTensor.from_local(x, tp_mesh(), [Shard(1)]).full_tensor(), exact.b.weight), 2)
+        )
+        assert not torch.equal(before, model.a(x)), "a modified tensor is gathered again"
+    assert sharing[1](x).requires_grad, "a cached result without gradients is not reused with gradients"
 
 
 @case
-def what_styles_cannot_do_is_torchs_and_said() -> None:
-    tp = ranks()
-    for made, kwargs, why in (
+def unsupported_styles_fall_back_to_torch_with_a_reason() -> None:
+    tp = tp_mesh()
+    for style_class, kwargs, reason in (
         (ColwiseParallel, {"fp8": True}, "fp8 is for tokens that are gathered"),
         (ColwiseParallel, {"input_layouts": Shard(-1)}, "the axis that the product sums over"),
         (ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}, "not sharded on the last axis"),
         (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on that of the tokens"),
         (RowwiseParallel, {"output_layouts": Shard(0), "input_layouts": Replicate()}, "not sharded on the last axis"),
     ):
-        exact = same(nn.Linear(8, 16))
-        with pytest.raises(hi.HostIRError, match=why), hi.torch.install(strict=True):
-            parallelize_module(copy.deepcopy(exact), tp, made(**kwargs))
+        exact = with_parameters_of_rank_0(nn.Linear(8, 16))
+        with pytest.raises(hi.HostIRError, match=reason), hi.torch.install(strict=True):
+            parallelize_module(copy.deepcopy(exact), tp, style_class(**kwargs))
         hi.torch.report(clear=True)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            model = parallelize_module(copy.deepcopy(exact), tp, made(**kwargs, use_local_output=False))
-        assert [w.category for w in seen if why in str(w.message)] == [hi.FallbackWarning] * (RANK == 0)
+            model = parallelize_module(copy.deepcopy(exact), tp, style_class(**kwargs, use_local_output=False))
+        assert [w.category for w in seen if reason in str(w.message)] == [hi.FallbackWarning] * (RANK == 0)
         assert [row.strategy for row in hi.torch.report()] == ["torch"]
-        x = whole(4, 8)
-        near(full(model(distribute_tensor(x, tp, [Shard(0)]))), exact.double()(x.double()))
+        x = replicated(4, 8)
+        assert_near(full(model(distribute_tensor(x, tp, [Shard(0)]))), exact.double()(x.double()))
     with pytest.raises(hi.HostIRError, match="do not divide"), hi.torch.install(strict=True):
         parallelize_module(nn.Linear(8, 15), tp, ColwiseParallel(input_layouts=Shard(0)))
     with pytest.raises(hi.HostIRError, match="no linear layer 'wq'"):
@@ -190,48 +175,51 @@ def what_styles_cannot_do_is_torchs_and_said() -> None:
 
 
 @case
-def calls_that_do_not_fit_are_torchs_and_said() -> None:
-    tp = ranks()
-    exact = same(nn.Linear(8, 16))
+def unsupported_calls_fall_back_to_torch_with_a_reason() -> None:
+    tp = tp_mesh()
+    exact = with_parameters_of_rank_0(nn.Linear(8, 16))
     layers = [
-        parallelize_module(copy.deepcopy(exact), tp, each)
-        for each in (
+        parallelize_module(copy.deepcopy(exact), tp, parallel_style)
+        for parallel_style in (
             ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
             RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
         )
     ]
-    inputs = [(whole(4 * RANKS + 1, 8), Shard(0)), (whole(4 * RANKS, 8), Replicate()), (whole(8), Shard(0))]
+    inputs = [
+        (replicated(4 * RANKS + 1, 8), Shard(0)),
+        (replicated(4 * RANKS, 8), Replicate()),
+        (replicated(8), Shard(0)),
+    ]
     for layer, (x, placement) in itertools.product(layers, inputs):
         if x.ndim == 1 and layer is layers[1]:
-            continue  # torch has nothing to scatter, either
+            continue  # nothing to scatter
         if placement == Replicate() and layer is layers[0]:
-            continue  # a whole input is not gathered
-        given = distribute_tensor(x, tp, [placement])
+            continue  # a replicated input is not gathered
+        distributed = distribute_tensor(x, tp, [placement])
         with hi.torch.install(strict=True), pytest.raises(hi.HostIRError, match="cannot run"):
-            layer(given)
+            layer(distributed)
         with warnings.catch_warnings(record=True):
-            near(full(layer(given)), exact.double()(x.double()))
+            assert_near(full(layer(distributed)), exact.double()(x.double()))
         exact.float()
 
 
-# Modules --------------------------------------------------------------------------------------------------------------
+# Modules ----------------------------------------------------------------------------------------------------------
 
 
 @case
-def modules_compute_what_whole_layers_do() -> None:
-    tp = ranks()
+def modules_match_unsharded_layers() -> None:
+    tp = tp_mesh()
     for axis, local in itertools.product((0, 1), (True, False)):
-        exact = same(nn.ModuleDict({n: nn.Linear(*s) for n, s in {"up": (8, 16), "down": (16, 8)}.items()}))
-        up = ColumnParallelLinear.from_linear(exact["up"], tp, gather_dim=axis, local_output=local)
-        down = RowParallelLinear.from_linear(exact["down"], tp, scatter_dim=axis, local_output=local)
-        x, weights = whole(4, 8, 8), whole(4, 8, 8)
-        true, given, mine = copy.deepcopy(exact).double(), leaf(x.double()), leaf(part(x, axis))
+        exact = with_parameters_of_rank_0(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+        up = ColumnParallelLinear.from_linear(exact[0], tp, gather_dim=axis, local_output=local)
+        down = RowParallelLinear.from_linear(exact[1], tp, scatter_dim=axis, local_output=local)
+        model, x, weights = nn.Sequential(up, down), replicated(4, 8, 8), replicated(4, 8, 8)
+        mine = leaf(part(x, axis))
         with hi.torch.install(strict=True):
-            y = down(up(mine if local else DTensor.from_local(mine, tp, [Shard(axis)])))
-            ((y if local else y.to_local()) * part(weights, axis)).sum().backward()
-        (true["down"](true["up"](given)) * weights).sum().backward()
-        near(mine.grad, part(given.grad, axis))
-        like(nn.ModuleDict({"up": up, "down": down}), true)
+            y = model(mine if local else DTensor.from_local(mine, tp, [Shard(axis)]))
+            y = y if local else y.to_local()
+            (y * part(weights, axis)).sum().backward()
+        assert_like_unsharded(model, exact, x, weights, y, mine.grad, axis)
     drawn = ColumnParallelLinear(8, 16, tp, dtype=torch.bfloat16, device=DEVICE)
     assert drawn.weight.full_tensor().shape == (16, 8)
     assert drawn.weight.dtype == torch.bfloat16
@@ -241,54 +229,57 @@ def modules_compute_what_whole_layers_do() -> None:
 
 
 @case
-def replicated_ends_are_all_reduces() -> None:
-    tp = ranks()
+def replicated_inputs_and_outputs_need_all_reduces() -> None:
+    tp = tp_mesh()
     for local in (True, False):
-        exact = same(nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(8, 16, bias=False), "out": nn.Linear(16, 8)}))
+        exact = with_parameters_of_rank_0(Gated())
         plan = {"": ColwiseParallel("a", "b"), "out": RowwiseParallel(use_local_output=local)}
         model = parallelize_module(copy.deepcopy(exact), tp, plan)
-        x, weights = whole(5, 8), whole(5, 8)  # no number of ranks divides the rows
+        x, weights = replicated(5, 8), replicated(5, 8)  # rows that the ranks do not divide
         mine = leaf(x)
         hi.torch.report(clear=True)
         with hi.torch.install(strict=True):
-            given = mine if local else DTensor.from_local(mine, tp, [Replicate()])
-            y = model["out"](F.silu(model["a"](given)) * model["b"](given))
+            y = model(mine if local else DTensor.from_local(mine, tp, [Replicate()]))
             assert isinstance(y, DTensor) != local
             (y * weights if local else y * distribute_tensor(weights, tp, [Replicate()])).sum().backward()
-        assert calls("hostir::matmul_all_reduce") == 1, "of out"
-        assert calls("hostir::all_reduce") == 1, "of the gradient of the input, of both layers"
-        true, given = copy.deepcopy(exact).double(), leaf(x.double())
-        true_y = true["out"](F.silu(true["a"](given)) * true["b"](given))
-        (true_y * weights).sum().backward()
-        near(full(y), true_y)
-        near(mine.grad, given.grad)
-        like(model, true)
+        assert calls("hostir::matmul_all_reduce") == 1, "one in out"
+        assert calls("hostir::all_reduce") == 1, "one for the gradient of the input, for both layers"
+        assert_like_unsharded(model, exact, x, weights, full(y), mine.grad, 0)
     with torch.no_grad():
-        assert RowParallelLinear.from_linear(exact["out"], tp, scatter_dim=None)(part(whole(4, 16), 1)).shape == (4, 8)
-    for parameter in (model["a"].weight, model["b"].weight):
+        assert RowParallelLinear.from_linear(exact.out, tp, scatter_dim=None)(part(replicated(4, 16), 1)).shape == (
+            4,
+            8,
+        )
+    for parameter in (model.a.weight, model.b.weight):
         parameter.requires_grad_(False)
     frozen = leaf(x)
-    (model["a"](frozen) + model["b"](frozen)).sum().backward()
-    near(frozen.grad, (exact["a"].weight + exact["b"].weight).double().sum(0).expand(5, 8))
-    assert calls("hostir::matmul_all_reduce") == 3, "and of the gradient of the input, where nothing else is to be done"
+    (model.a(frozen) + model.b(frozen)).sum().backward()
+    assert_near(frozen.grad, (exact.a.weight + exact.b.weight).double().sum(0).expand(5, 8))
+    assert calls("hostir::matmul_all_reduce") == 3, (
+        "two more for the gradient of the input, because the weights have none"
+    )
     up, gated = ColumnParallelLinear(8, 16, tp, gather_dim=None), GatedMLP(8, 16, tp, sequence_dim=None)
-    up(x).sum().backward()  # of the weights alone
-    near(full(up.weight.grad), x.double().sum(0).expand(16, 8))
-    near(gated(x), exact_gated(gated, x))
-    row, w, dy = leaf(whole(8)), leaf(part(whole(16, 8), 0)), part(whole(16), 0)  # one token, without an axis for it
+    up(x).sum().backward()  # gradients of the weights only
+    assert_near(full(up.weight.grad), x.double().sum(0).expand(16, 8))
+    assert_near(gated(x), exact_gated(gated, x))
+    row, w, dy = (
+        leaf(replicated(8)),
+        leaf(part(replicated(16, 8), 0)),
+        part(replicated(16), 0),
+    )  # one token without an axis of tokens
     hi.torch.column_parallel_linear(row, w, tp, gather_dim=None).backward(dy)
-    near(w.grad, torch.outer(dy.double(), row.double()))
-    near(row.grad, hi.torch.all_reduce((dy.double() @ w.double()).detach(), tp))
+    assert_near(w.grad, torch.outer(dy.double(), row.double()))
+    assert_near(row.grad, hi.torch.all_reduce((dy.double() @ w.double()).detach(), tp))
     frozen = leaf(row)
     hi.torch.column_parallel_linear(frozen, w.detach(), tp, gather_dim=None).backward(dy)
-    near(frozen.grad, row.grad.double())
-    for given in (leaf(row), row.detach()):
+    assert_near(frozen.grad, row.grad.double())
+    for token in (leaf(row), row.detach()):
         mine = leaf(w)
-        (y,) = torch.ops.hostir.replicated_linear(given, [mine], tp.get_group().group_name)
+        (y,) = torch.ops.hostir.replicated_linear(token, [mine], tp.get_group().group_name)
         y.backward(dy)
-        near(mine.grad, w.grad.double())
-        if given.requires_grad:
-            near(given.grad, row.grad.double())
+        assert_near(mine.grad, w.grad.double())
+        if token.requires_grad:
+            assert_near(token.grad, row.grad.double())
 
 
 def exact_gated(mlp: GatedMLP, x: Tensor) -> Tensor:
@@ -298,15 +289,15 @@ def exact_gated(mlp: GatedMLP, x: Tensor) -> Tensor:
 
 @case
 def attention_and_gated_mlp_gather_once() -> None:
-    tp = ranks()
+    tp = tp_mesh()
     for axis in (0, 1):
-        q, k, v = (same(nn.Linear(8, n, bias=False)) for n in (16, 8, 8))
-        gate, up, down = (same(nn.Linear(*s, bias=False)) for s in ((8, 16), (8, 16), (16, 8)))
+        q, k, v = (with_parameters_of_rank_0(nn.Linear(8, n, bias=False)) for n in (16, 8, 8))
+        gate, up, down = (with_parameters_of_rank_0(nn.Linear(*s, bias=False)) for s in ((8, 16), (8, 16), (16, 8)))
         exact = nn.ModuleDict({"q": q, "k": k, "v": v, "gate": gate, "up": up, "down": down})
         projections = QKVParallelLinear.from_linear(q, k, v, tp, gather_dim=axis)
         mlp = GatedMLP.from_linear(gate, up, down, tp, sequence_dim=axis)
         assert mlp.state_dict().keys() == {f"{n}.weight" for n in ("gate", "up", "down")}
-        x = whole(4, 8, 8)
+        x = replicated(4, 8, 8)
         mine = leaf(part(x, axis))
         hi.torch.report(clear=True)
         with hi.torch.install(strict=True):
@@ -314,34 +305,34 @@ def attention_and_gated_mlp_gather_once() -> None:
             y = mlp(mine)
         assert calls("hostir::all_gather_matmul") == 1
         assert calls("hostir::all_gather_gated") == 1
-        true, given = copy.deepcopy(exact).double(), leaf(x.double())
-        trues = [true[n](given) for n in "qkv"]
-        true_y = true["down"](F.silu(true["gate"](given)) * true["up"](given))
-        for found, each in zip(parts, trues, strict=True):
-            near(found, part(each, 2))
-        near(y, part(true_y, axis))
+        true, exact_x = copy.deepcopy(exact).double(), leaf(x.double())
+        projected = [true[n](exact_x) for n in "qkv"]
+        true_y = true["down"](F.silu(true["gate"](exact_x)) * true["up"](exact_x))
+        for y_part, exact_y in zip(parts, projected, strict=True):
+            assert_near(y_part, part(exact_y, 2))
+        assert_near(y, part(true_y, axis))
         (sum(p.sum() for p in parts) + y.sum()).backward()
-        (sum(t.sum() for t in trues) + true_y.sum()).backward()
-        near(mine.grad, part(given.grad, axis))
-        like(nn.ModuleDict({**projections._modules, **mlp._modules}), true)
+        (sum(t.sum() for t in projected) + true_y.sum()).backward()
+        assert_near(mine.grad, part(exact_x.grad, axis))
+        assert_gradients_near(nn.ModuleDict({**projections._modules, **mlp._modules}), true)
         bf16 = mlp.bfloat16()
         with pytest.raises(RuntimeError, match="dtype"), warnings.catch_warnings(record=True):
-            bf16(mine)  # the words are torch's
+            bf16(mine)  # torch's message
     drawn = GatedMLP(8, 16, tp)
-    near(full(drawn.up.weight), drawn.up.weight.full_tensor().double())
+    assert_near(full(drawn.up.weight), drawn.up.weight.full_tensor().double())
     QKVParallelLinear(8, 16, 8, tp)
 
 
 @case
-def layers_in_fp8_multiply_rounded_numbers() -> None:
-    tp = ranks()
+def layers_in_fp8_multiply_fp8_numbers() -> None:
+    tp = tp_mesh()
     for axis, dtype in ((0, torch.float32), (1, torch.bfloat16)):
-        exact = same(Block(dtype))
+        exact = with_parameters_of_rank_0(Block(dtype))
         model = copy.deepcopy(exact)
         columns = ColwiseParallel("a", "b", "c", input_layouts=Shard(axis), fp8=True)
         parallelize_module(model, tp, {"": columns, "out": RowwiseParallel(output_layouts=Shard(axis), fp8=True)})
-        x, weights = whole(4, 32, 8, dtype=dtype), whole(4, 32, 8, dtype=dtype)
-        x[..., 0] *= torch.logspace(-1, 1, 32, 2.0)  # rows of other sizes have other scales; none outweighs all others
+        x, weights = replicated(4, 32, 8, dtype=dtype), replicated(4, 32, 8, dtype=dtype)
+        x[..., 0] *= torch.logspace(-1, 1, 32, 2.0)  # rows of different magnitudes have different scales
         mine = leaf(part(x, axis))
         hi.torch.report(clear=True)
         with hi.torch.install(strict=True):
@@ -350,20 +341,20 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
         names = "hostir::all_gather_scaled_matmul", "hostir::scaled_matmul_reduce_scatter"
         assert [calls(name) for name in names] == [2, 2]
         assert "fp8" in repr(model.a)
-        rounded_alone, given = copy.deepcopy(exact).double(), leaf(x.double())
-        for name, layer in rounded_alone.named_children():
+        rounded, exact_x = copy.deepcopy(exact).double(), leaf(x.double())
+        for name, layer in rounded.named_children():
             layer.__class__ = Float8Linear
             layer.gathers_dy = name == "out"
-        true_y = rounded_alone(given)
+        true_y = rounded(exact_x)
         (true_y * weights).sum().backward()
-        # A number on the border goes to its other neighbour, 1/12 away, if it was computed otherwise: of bf16, rounded
-        # several times, one in ten (3 %); on tensor cores, which add up fp8 in some 14 bits, one in 500 (0.4 %).
+        # A number between two fp8 numbers may round to the other one, 1/12 away. In bf16, which rounds several times,
+        # one number in ten does (3 % error). On tensor cores, which sum in about 14 bits, one in 500 does (0.4 %).
         bound = 4e-2 if dtype == torch.bfloat16 else 1e-2 if DEVICE == "cuda" else 1e-3
-        gradients = {n: (full(model.get_parameter(n).grad), p.grad) for n, p in rounded_alone.named_parameters()}
-        pairs = {"y": (y, part(true_y, axis)), "dx": (mine.grad, part(given.grad, axis)), **gradients}
-        off = {name: ((found.double() - true).norm() / true.norm()).item() for name, (found, true) in pairs.items()}
-        assert max(off.values()) <= bound, (dtype, bound, off)
-    x, w = whole(32, 64), whole(16, 64)
+        gradients = {n: (full(model.get_parameter(n).grad), p.grad) for n, p in rounded.named_parameters()}
+        pairs = {"y": (y, part(true_y, axis)), "dx": (mine.grad, part(exact_x.grad, axis)), **gradients}
+        errors = {name: ((y.double() - true).norm() / true.norm()).item() for name, (y, true) in pairs.items()}
+        assert max(errors.values()) <= bound, (dtype, bound, errors)
+    x, w = replicated(32, 64), replicated(16, 64)
     y = hi.torch.column_parallel_linear(part(x, 0), w, tp, fp8=True)
     assert ((y - x @ w.t()).abs() <= ((1 + 2**-4) ** 2 - 0.999) * (x.abs() @ w.t().abs())).all()
     hostile = x.clone()
@@ -378,46 +369,47 @@ def layers_in_fp8_multiply_rounded_numbers() -> None:
     for layer in (hi.torch.column_parallel_linear, hi.torch.row_parallel_linear):
         with pytest.raises(hi.HostIRError, match=r"input of torch\.float32 and weights of torch\.bfloat16"):
             layer(part(x, 0), w.bfloat16(), tp, fp8=True)
-    for made in (QKVParallelLinear(16, 16, 8, tp, fp8=True), GatedMLP(16, 32, tp, fp8=True)):
-        ys = made(part(x[:, :16], 0))
-        for found in (ys,) if isinstance(ys, Tensor) else ys:
-            assert found.isfinite().all()
+    for module in (QKVParallelLinear(16, 16, 8, tp, fp8=True), GatedMLP(16, 32, tp, fp8=True)):
+        ys = module(part(x[:, :16], 0))
+        assert all(y.isfinite().all() for y in ([ys] if isinstance(ys, Tensor) else ys))
     assert calls("hostir::all_gather_gated") == 0
 
 
-# With the rest of torch -----------------------------------------------------------------------------------------------
+# With the rest of torch -------------------------------------------------------------------------------------------
 
 
 @case
-def weights_of_modules_say_in_which_dtype_their_gradients_are() -> None:
-    tp, x, h = ranks(), whole(16 * RANKS, 8), whole(16 * RANKS, 8 * RANKS)
+def gradients_of_modules_have_the_grad_dtype_of_their_weights() -> None:
+    tp, x, h = tp_mesh(), replicated(16 * RANKS, 8), replicated(16 * RANKS, 8 * RANKS)
     x, h = x.bfloat16(), h.bfloat16()
-    for cls, given, true in ((ColumnParallelLinear, part(x, 0), x), (RowParallelLinear, part(h, 1), h)):
-        layer = cls.from_linear(same(nn.Linear(true.shape[1], 8 * RANKS, bias=False).bfloat16()), tp)
+    for cls, x_part, unsharded in ((ColumnParallelLinear, part(x, 0), x), (RowParallelLinear, part(h, 1), h)):
+        layer = cls.from_linear(
+            with_parameters_of_rank_0(nn.Linear(unsharded.shape[1], 8 * RANKS, bias=False).bfloat16()), tp
+        )
         layer.weight.grad_dtype = torch.float32
-        dy = whole(16 * RANKS, 8 * RANKS).bfloat16()
+        dy = replicated(16 * RANKS, 8 * RANKS).bfloat16()
         column = cls is ColumnParallelLinear
-        for _ in range(2):  # added up in f32, too
-            (layer(leaf(given)) * part(dy, 1 if column else 0)).sum().backward()
+        for _ in range(2):  # the sum over calls is in f32 too
+            (layer(leaf(x_part)) * part(dy, 1 if column else 0)).sum().backward()
         assert layer.weight.grad.dtype == torch.float32
         assert layer.weight.grad.placements == layer.weight.placements
-        exact = 2 * dy.double().t() @ true.double()
+        exact = 2 * dy.double().t() @ unsharded.double()
         torch.testing.assert_close(full(layer.weight.grad).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @case
-def modules_compile_copy_and_recompute() -> None:
+def modules_can_be_compiled_copied_and_recomputed() -> None:
     if RANKS != 2:
         return
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    exact = same(Block())
-    model = parallelize_module(copy.deepcopy(exact), ranks(), plan(0))
+    exact = with_parameters_of_rank_0(Block())
+    model = parallelize_module(copy.deepcopy(exact), tp_mesh(), plan(0))
     again = copy.deepcopy(model)
     assert again.a.shared is again.b.shared is not model.a.shared
-    x = whole(8, 8)
+    x = replicated(8, 8)
     mine = part(x, 0)
-    model.b(mine).sum().backward()  # frees a graph that the result of a, which is kept, is part of
+    model.b(mine).sum().backward()  # frees the graph of the cached result of a
     with torch.no_grad():
         for module in (model, exact, again):
             module.a.bias.add_(1.0)
@@ -429,19 +421,17 @@ def modules_compile_copy_and_recompute() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(again, fullgraph=True, backend=counter, dynamic=True)
     for rows in (4, 6, 10):
-        x = part(whole(rows * RANKS, 8), 0)
-        ways = [leaf(x) for _ in range(3)]
-        y = model(ways[0])
+        x = part(replicated(rows * RANKS, 8), 0)
+        leaves = [leaf(x) for _ in range(3)]
+        y = model(leaves[0])
         y.sum().backward()
-        for found, mine in (
-            (compiled(ways[1]), ways[1]),
-            (checkpoint(model, ways[2], use_reentrant=False), ways[2]),
-        ):
-            torch.testing.assert_close(found, y)
-            found.sum().backward()
-            torch.testing.assert_close(mine.grad, ways[0].grad)
+        other_ys = compiled(leaves[1]), checkpoint(model, leaves[2], use_reentrant=False)
+        for other_y, mine in zip(other_ys, leaves[1:], strict=True):
+            torch.testing.assert_close(other_y, y)
+            other_y.sum().backward()
+            torch.testing.assert_close(mine.grad, leaves[0].grad)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), 2 * full(q.grad))  # twice: checkpointed, too
+        torch.testing.assert_close(full(p.grad), 2 * full(q.grad))  # the checkpoint added the same gradients
     assert counter.frame_count == 1
     torch._dynamo.reset()
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -449,12 +439,12 @@ def modules_compile_copy_and_recompute() -> None:
 
 
 @case
-def fully_shard_and_checkpoints() -> None:
+def modules_can_be_combined_with_fully_shard() -> None:
     if RANKS != 4:
         return
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
-    exact = same(nn.Sequential(Block(), Block()))
+    exact = with_parameters_of_rank_0(nn.Sequential(Block(), Block()))
     model = copy.deepcopy(exact)
     parallelize_module(model, mesh["tp"], {f"{i}{'.' * bool(n)}{n}": s for i in range(2) for n, s in plan(0).items()})
     for block in model:
@@ -463,54 +453,54 @@ def fully_shard_and_checkpoints() -> None:
     true = copy.deepcopy(exact).double()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, true)]
     for _ in range(3):
-        x = whole(2, 8, 8)  # a batch of each replica
+        x = replicated(2, 8, 8)  # one batch for each replica
         with hi.torch.install(strict=True):
             model(x[dp].chunk(2)[tp]).square().sum().backward()
         (sum(true(x.double()[i]).square().sum() for i in range(2)) / 2).backward()
-        like(model, true)
+        assert_gradients_near(model, true)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, value in model.state_dict().items():
-        near(value.full_tensor(), true.state_dict()[name])
-    layer = ColumnParallelLinear.from_linear(same(nn.Linear(8, 8, bias=False)), mesh["tp"])
+        assert_near(value.full_tensor(), true.state_dict()[name])
+    layer = ColumnParallelLinear.from_linear(with_parameters_of_rank_0(nn.Linear(8, 8, bias=False)), mesh["tp"])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-    x, dy = whole(2, 16, 8).bfloat16(), whole(2, 16, 8).bfloat16()
-    for _ in range(2):  # added up in f32, as docs/models.md says
+    x, dy = replicated(2, 16, 8).bfloat16(), replicated(2, 16, 8).bfloat16()
+    for _ in range(2):  # summed in f32, as docs/models.md says
         (layer(leaf(x[dp].chunk(2)[tp])) * dy[dp].chunk(2, 1)[tp]).sum().backward()
     exact = sum((dy[i].double().t() @ x[i].double()).bfloat16().double() for i in range(2))
     assert layer.weight.grad.dtype == torch.float32
     error = (layer.weight.grad.full_tensor().double() - exact).abs() / exact.abs().max()
-    assert error.max() <= 2**-8  # where a sum rounds to the neighbour
+    assert error.max() <= 2**-8  # a sum may round to the neighbour
     assert error.median() <= 1e-6
 
 
 @case
-def a_checkpoint_of_some_ranks_is_loaded_by_others() -> None:
+def a_checkpoint_can_be_loaded_by_another_number_of_ranks() -> None:
     if RANKS != 4:
         return
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    exact = same(Block())
+    exact = with_parameters_of_rank_0(Block())
     half = DeviceMesh(DEVICE, [0, 1])
     if RANK < 2:
         saved = parallelize_module(copy.deepcopy(exact), half, plan(0))
         dcp.save(saved.state_dict(), checkpoint_id=folder[0], process_group=half.get_group())
     dist.barrier()
-    fresh = parallelize_module(Block(), ranks(), plan(0))
+    fresh = parallelize_module(Block(), tp_mesh(), plan(0))
     state = fresh.state_dict()
     dcp.load(state, checkpoint_id=folder[0])
     fresh.load_state_dict(state)
-    alone = Block().state_dict()
-    dcp.load(alone, checkpoint_id=folder[0], no_dist=True)
+    unsharded = Block().state_dict()
+    dcp.load(unsharded, checkpoint_id=folder[0], no_dist=True)
     for name, value in exact.state_dict().items():
         assert torch.equal(fresh.state_dict()[name].full_tensor(), value)
-        assert torch.equal(alone[name], value)
+        assert torch.equal(unsharded[name], value)
     dist.barrier()
     if RANK == 0:
         shutil.rmtree(folder[0])
 
 
 if __name__ == "__main__":
-    main(CASES)
+    main()

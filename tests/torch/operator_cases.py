@@ -1,16 +1,11 @@
-"""What the ranks of tests/torch/test_operators.py run: `operator_cases.py NAME ...`; each prints `PASS name rank`.
+"""Cases of torch's symmetric-memory operators run by hostir; test_operators.py starts the ranks.
 
-    DEVICE=cuda torchrun --standalone --nproc-per-node 2 tests/torch/operator_cases.py     all cases, on GPUs
-    DEVICE=cuda torchrun --standalone --nproc-per-node 2 tests/torch/layer_cases.py
-
-The cases of torch's own tests (AsyncTPTest, SymmetricMemoryTest, MicroPipelineTPTest) have their shapes and dtypes.
+The cases under AsyncTPTest, SymmetricMemoryTest and MicroPipelineTPTest have the shapes and dtypes of torch's tests.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,36 +20,14 @@ import torch.distributed._symmetric_memory as symm_mem
 import hostir as hi
 import hostir.torch
 from hostir.torch.programs import group_named
+from tests.torch.on_ranks import OPS, RANK, RANKS, broadcast, case, group, main, part, parts_of_all
 
-DEVICE = os.environ.get("DEVICE", "cpu")
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")
-OPS = torch.ops.symm_mem
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def group() -> str:
-    return dist.group.WORLD.group_name
-
-
-def everywhere(x: torch.Tensor) -> torch.Tensor:
-    """The tensor of rank 0, on every rank."""
-    dist.broadcast(x, 0)
-    return x
-
-
-def part(x: torch.Tensor, axis: int) -> torch.Tensor:
-    return x.chunk(RANKS, axis)[RANK]
 
 
 @contextmanager
-def hostirs(strategy: str, operator: str, calls: int = 1) -> Iterator[None]:
-    """Installed strictly; in the end the report must show that hostir ran it so often, by the strategy asked for."""
+def run_by_hostir(strategy: str, operator: str, calls: int = 1) -> Iterator[None]:
+    """Install hostir; assert at the end that the report has so many calls of the operator by this strategy."""
     hi.torch.report(clear=True)
     with hi.torch.install(strict=True, strategy=strategy):
         yield
@@ -68,55 +41,51 @@ def hostirs(strategy: str, operator: str, calls: int = 1) -> Iterator[None]:
         assert ran == strategy or all("'pipeline' lowers to the sequential program" in row.why[-1] for row in rows)
 
 
-def close(found: torch.Tensor, true: torch.Tensor) -> None:
-    torch.testing.assert_close(found, true)
-    assert found.stride() == true.stride(), (found.stride(), true.stride())
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride(), (result.stride(), expected.stride())
 
 
-def refused(strategy: str, call: Callable[[], object], why: str) -> None:
-    with hi.torch.install(strict=True, strategy=strategy), pytest.raises(hi.HostIRError, match=why):
+def assert_refused(strategy: str, call: Callable[[], object], reason: str) -> None:
+    with hi.torch.install(strict=True, strategy=strategy), pytest.raises(hi.HostIRError, match=reason):
         call()
 
 
-# AsyncTPTest ----------------------------------------------------------------------------------------------------------
+# AsyncTPTest ------------------------------------------------------------------------------------------------------
 
 
 @case
 def fused_all_gather_matmul() -> None:
     for axis in (0, 1, 2):
-        whole, bs = everywhere(torch.rand(8, 64, 32)), [torch.rand(32, 16) for _ in range(3)]
-        a = part(whole, axis)
-        full, products = symm_mem._fused_all_gather_matmul_fallback(a, bs, axis, group())
+        unsharded, bs = broadcast(torch.rand(8, 64, 32)), [torch.rand(32, 16) for _ in range(3)]
+        a = part(unsharded, axis)
+        expected, products = symm_mem._fused_all_gather_matmul_fallback(a, bs, axis, group())
         for strategy in STRATEGIES if axis != 2 else STRATEGIES[:-1]:
-            with hostirs(strategy, "fused_all_gather_matmul"):
-                found, cs = OPS.fused_all_gather_matmul(a, bs, axis, group())
-            close(found, full)
-            assert torch.equal(found, whole)
+            with run_by_hostir(strategy, "fused_all_gather_matmul"):
+                full, cs = OPS.fused_all_gather_matmul(a, bs, axis, group())
+            assert_close(full, expected)
+            assert torch.equal(full, unsharded)
             for c, b, product in zip(cs, bs, products, strict=True):
-                close(c, product)
-                torch.testing.assert_close(c, whole @ b)
+                assert_close(c, product)
+                torch.testing.assert_close(c, unsharded @ b)
         if axis == 2:
-            refused("push", lambda a=a, bs=bs: OPS.fused_all_gather_matmul(a, bs, 2, group()), "sums over")
-            odd = a[0, :7], bs
-            refused("ring", lambda odd=odd: OPS.fused_all_gather_matmul(*odd, 1, group()), "not known to be even")
+            assert_refused("push", lambda a=a, bs=bs: OPS.fused_all_gather_matmul(a, bs, 2, group()), "sums over")
+            odd = lambda a=a, bs=bs: OPS.fused_all_gather_matmul(a[0, :7], bs, 1, group())  # noqa: E731
+            assert_refused("ring", odd, "not known to be even")
 
 
 @case
 def fused_matmul_reduce_scatter() -> None:
     for axis, reduce_op in itertools.product((0, 1, 2), ("avg", "sum")):
         a, b = torch.rand(8, 64, 1024), torch.rand(1024, 16)
-        everyones = [torch.empty_like(a) for _ in range(RANKS)]
-        dist.all_gather(everyones, a)
-        bs = [torch.empty_like(b) for _ in range(RANKS)]
-        dist.all_gather(bs, b)
-        exact = sum(x.double() @ y.double() for x, y in zip(everyones, bs, strict=True))
+        exact = sum(x.double() @ y.double() for x, y in zip(parts_of_all(a), parts_of_all(b), strict=True))
         exact = exact / RANKS if reduce_op == "avg" else exact
-        true = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, reduce_op, axis, group())
+        expected = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, reduce_op, axis, group())
         for strategy in STRATEGIES:
-            with hostirs(strategy, "fused_matmul_reduce_scatter"):
-                found = OPS.fused_matmul_reduce_scatter(a, b, reduce_op, axis, group())
-            close(found, true)
-            torch.testing.assert_close(found, part(exact, axis).float())
+            with run_by_hostir(strategy, "fused_matmul_reduce_scatter"):
+                result = OPS.fused_matmul_reduce_scatter(a, b, reduce_op, axis, group())
+            assert_close(result, expected)
+            torch.testing.assert_close(result, part(exact, axis).float())
 
 
 @case
@@ -125,70 +94,68 @@ def fused_matmul_reduce_scatter_bfloat16_custom_reduce() -> None:
     exact = (a.double() @ b.double()) / RANKS
     dist.all_reduce(exact)
     exact = part(exact, 0)
-    true = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "avg", 0, group())
+    expected = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "avg", 0, group())
     for strategy in STRATEGIES:
-        with hostirs(strategy, "fused_matmul_reduce_scatter"):
-            found = OPS.fused_matmul_reduce_scatter(a, b, "avg", 0, group())
-        torch.testing.assert_close(found, true, rtol=1e-2, atol=1e-2)
-        assert found.stride() == true.stride()
-        assert (found.double() - exact).abs().mean() <= 1.1 * (true.double() - exact).abs().mean()
+        with run_by_hostir(strategy, "fused_matmul_reduce_scatter"):
+            result = OPS.fused_matmul_reduce_scatter(a, b, "avg", 0, group())
+        torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+        assert result.stride() == expected.stride()
+        assert (result.double() - exact).abs().mean() <= 1.1 * (expected.double() - exact).abs().mean()
 
 
 @case
-def a_mean_of_float16_is_rounded_once_and_does_not_overflow() -> None:
+def means_of_float16_round_once_and_do_not_overflow() -> None:
     a, b = torch.rand(4, 4 * RANKS, 64).half() * 900, (1 + torch.rand(64, 4 * RANKS)).half()
-    parts = [torch.empty(4, 4 * RANKS, 4 * RANKS).half() for _ in range(RANKS)]
-    dist.all_gather(parts, a @ b)
+    parts = parts_of_all(a @ b)
     assert sum(parts).isinf().any()
-    true = torch.stack(parts).float().mean(0).half()
+    expected = torch.stack(parts).float().mean(0).half()
     for strategy, axis in itertools.product(STRATEGIES, (1, 2)):
-        with hostirs(strategy, "fused_matmul_reduce_scatter"):
-            found = OPS.fused_matmul_reduce_scatter(a, b, "avg", axis, group())
+        with run_by_hostir(strategy, "fused_matmul_reduce_scatter"):
+            result = OPS.fused_matmul_reduce_scatter(a, b, "avg", axis, group())
             mine = torch.ops.hostir.reduce_scatter(parts[RANK], "avg", axis, group())
-        torch.testing.assert_close(found, part(true, axis), rtol=1e-3, atol=0)  # a unit of float16, or the product's
-        torch.testing.assert_close(mine, part(true, axis), rtol=1e-7, atol=0)
-    out = torch.full_like(part(true, 1), torch.nan)
+        torch.testing.assert_close(result, part(expected, axis), rtol=1e-3, atol=0)  # one more rounding
+        torch.testing.assert_close(mine, part(expected, axis), rtol=1e-7, atol=0)
+    out = torch.full_like(part(expected, 1), torch.nan)
     hi.torch.matmul_reduce_scatter(a, b, group(), scatter_dim=1, reduce_op="avg", out=out)
-    torch.testing.assert_close(out, part(true, 1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(out, part(expected, 1), rtol=1e-3, atol=0)
 
 
-# Layouts --------------------------------------------------------------------------------------------------------------
+# Layouts ----------------------------------------------------------------------------------------------------------
 
 
 def layouts(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """Tensors of a shape: dense, with the axes in memory in the opposite order, and a piece of a larger one."""
+    """Yield contiguous, transposed and sliced tensors of a shape."""
     yield torch.randn(shape)
     yield torch.randn(shape[::-1]).permute([*range(len(shape))][::-1])
     yield torch.randn([n + 1 for n in shape])[tuple(slice(n) for n in shape)]
 
 
 @case
-def operands_of_any_layout() -> None:
+def operands_have_any_layout() -> None:
     turn = itertools.cycle(STRATEGIES[1:])
-    for shape, axis in (((1, 8, 6), 1), ((2, 8, 3, 6), 1)):
-        for a in layouts(shape):
+    for shape, axis in (((8, 6), 0), ((8, 3, 6), 0), ((1, 8, 6), 1), ((2, 8, 3, 6), 1)):
+        for a, return_a in itertools.product(layouts(shape), (True, False)):
             strategy = next(turn)
-            parts = [torch.empty(shape) for _ in range(RANKS)]
-            dist.all_gather(parts, a.contiguous())
-            b = everywhere(torch.randn(6, 4)) if axis % 2 else everywhere(torch.randn(4, 6)).t()
-            with hostirs(strategy, "fused_all_gather_matmul"):
-                full, (c,) = OPS.fused_all_gather_matmul(a, [b], axis, group())
-            assert torch.equal(full, torch.cat(parts, axis))
+            parts = parts_of_all(a)
+            b = broadcast(torch.randn(6, 4)) if axis else broadcast(torch.randn(4, 6)).t()
+            with run_by_hostir(strategy, "fused_all_gather_matmul"):
+                full, (c,) = OPS.fused_all_gather_matmul(a, [b], axis, group(), return_A=return_a)
+            assert torch.equal(full, torch.cat(parts, axis)) if return_a else full is None
             torch.testing.assert_close(c, torch.cat(parts, axis) @ b)
-            true = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "sum", axis, group())
-            with hostirs(strategy, "fused_matmul_reduce_scatter"):
-                close(OPS.fused_matmul_reduce_scatter(a, b, "sum", axis, group()), true)
-            out = torch.full_like(true, torch.nan)
+            expected = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "sum", axis, group())
+            with run_by_hostir(strategy, "fused_matmul_reduce_scatter"):
+                assert_close(OPS.fused_matmul_reduce_scatter(a, b, "sum", axis, group()), expected)
+            out = torch.full_like(expected, torch.nan)
             hi.torch.matmul_reduce_scatter(a, b, group(), scatter_dim=axis, out=out)
-            torch.testing.assert_close(out, true)
-            whole = torch.ops.hostir.all_gather(a, axis, group())
-            assert torch.equal(whole, torch.cat(parts, axis))
+            torch.testing.assert_close(out, expected)
+            unsharded = torch.ops.hostir.all_gather(a, axis, group())
+            assert torch.equal(unsharded, torch.cat(parts, axis))
             mine = torch.ops.hostir.reduce_scatter(a, "sum", axis, group())
             torch.testing.assert_close(mine, part(sum(parts), axis))
 
 
 @case
-def a_sequence_is_copied_at_most_once_and_the_text_says_where() -> None:
+def a_sequence_is_copied_at_most_once() -> None:
     a, b = torch.randn(2, 8, 6), torch.randn(6, 4)
     for strategy in ("ring", "fused", "push", "sequential"):
         group_named(group()).compiled.clear()
@@ -202,21 +169,20 @@ def a_sequence_is_copied_at_most_once_and_the_text_says_where() -> None:
         assert copies[1] == (["copy"] if strategy == "sequential" else []), scatter
 
 
-# SymmetricMemoryTest: collectives that leave SMs to others ------------------------------------------------------------
+# SymmetricMemoryTest ----------------------------------------------------------------------------------------------
 
 
 @case
 def low_contention_all_gather() -> None:
     for shape, dtype in itertools.product(((64, 64), (4, 3, 5), (6,), (0, 4)), (torch.float32, torch.bfloat16)):
         x = torch.randn(shape).to(dtype)
-        every = [torch.empty_like(x) for _ in range(RANKS)]
-        dist.all_gather(every, x)
+        every = parts_of_all(x)
         for strategy in STRATEGIES:
-            with hostirs(strategy, "_low_contention_all_gather"):
-                found = OPS._low_contention_all_gather(x, group())
-            found = torch.ops._c10d_functional.wait_tensor(found)
-            assert torch.equal(found, torch.cat(every))
-            assert found.is_contiguous()
+            with run_by_hostir(strategy, "_low_contention_all_gather"):
+                result = OPS._low_contention_all_gather(x, group())
+            result = torch.ops._c10d_functional.wait_tensor(result)
+            assert torch.equal(result, torch.cat(every))
+            assert result.is_contiguous()
 
 
 @case
@@ -227,45 +193,16 @@ def low_contention_reduce_scatter() -> None:
         dist.all_reduce(exact)
         exact = part(exact, 0) / (RANKS if reduce_op == "avg" else 1)
         for strategy in STRATEGIES:
-            with hostirs(strategy, "_low_contention_reduce_scatter"):
-                found = OPS._low_contention_reduce_scatter(x, reduce_op, group())
-            close(torch.ops._c10d_functional.wait_tensor(found), exact.float())
+            with run_by_hostir(strategy, "_low_contention_reduce_scatter"):
+                result = OPS._low_contention_reduce_scatter(x, reduce_op, group())
+            assert_close(torch.ops._c10d_functional.wait_tensor(result), exact.float())
 
 
-# MicroPipelineTPTest: what the pass makes of its patterns -------------------------------------------------------------
-
-
-@case
-def micro_pipeline_all_gather_matmul() -> None:
-    shapes = ((64, 32), (2, 64, 32))
-    for shape, axis, return_a, rows in itertools.product(shapes, (0, 1), (True, False), (True, False)):
-        if axis == len(shape) - 1:
-            continue
-        a, b = torch.randn(shape), torch.randn(32, 16) if rows else torch.randn(16, 32).t()
-        full, (product,) = symm_mem._fused_all_gather_matmul_fallback(a, [b], axis, group(), return_A=return_a)
-        for strategy in STRATEGIES:
-            with hostirs(strategy, "fused_all_gather_matmul"):
-                found, (c,) = OPS.fused_all_gather_matmul(a, [b], axis, group(), return_A=return_a)
-            close(c, product)
-            assert found is None if full is None else torch.equal(found, full)
+# MicroPipelineTPTest ----------------------------------------------------------------------------------------------
 
 
 @case
-def micro_pipeline_matmul_reduce_scatter() -> None:
-    for shape, axis in itertools.product(((64, 32), (2, 64, 32), (4, 2, 8, 32)), (0, 1, 2)):
-        if axis >= len(shape) - 1 or shape[axis] % RANKS:
-            continue
-        for a in (torch.randn(shape), torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)):
-            b = torch.randn(32, 16)
-            true = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "sum", axis, group())
-            for strategy in STRATEGIES:
-                with hostirs(strategy, "fused_matmul_reduce_scatter"):
-                    found = OPS.fused_matmul_reduce_scatter(a, b, "sum", axis, group())
-                close(found, true)
-
-
-@case
-def graphs_of_the_micro_pipeline_pass() -> None:
+def graphs_of_torchs_micro_pipeline_pass_run_by_every_strategy() -> None:
     from torch._inductor.decomposition import decompositions
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
@@ -288,23 +225,23 @@ def graphs_of_the_micro_pipeline_pass() -> None:
         traced = make_fx(partial(function, axis=axis), decompositions, tracing_mode="fake")(a, b)
         remove_noop_ops(traced.graph)
         view_to_reshape(traced)
-        with mock.patch.object(dist, "is_nccl_available", return_value=True):  # or it leaves the graph as it is
+        with mock.patch.object(dist, "is_nccl_available", return_value=True):  # otherwise the pass changes nothing
             micro_pipeline_tp_pass(traced.graph)
         traced.recompile()
         for strategy in STRATEGIES:
-            with hostirs(strategy, name):
-                found = traced(a, b)
-            torch.testing.assert_close(found, function(a, b, axis))
+            with run_by_hostir(strategy, name):
+                result = traced(a, b)
+            torch.testing.assert_close(result, function(a, b, axis))
 
 
-# The take-over --------------------------------------------------------------------------------------------------------
+# Installation -----------------------------------------------------------------------------------------------------
 
 
 @case
-def other_numbers_of_rows_make_no_other_program() -> None:
+def another_number_of_rows_needs_no_other_program() -> None:
     b = torch.randn(16, 8)
     for strategy in ("auto", "ring"):
-        made = set()
+        compiled = set()
         with hi.torch.install(strict=True, strategy=strategy):
             for rows, beside in ((4, 1), (8, 3), (2, 5), (0, 2), (64, 1)):
                 a = torch.randn(beside, rows, 16)
@@ -312,35 +249,36 @@ def other_numbers_of_rows_make_no_other_program() -> None:
                 assert c.shape == (beside, rows * RANKS, 8)
                 y = OPS.fused_matmul_reduce_scatter(torch.randn(beside, rows * RANKS, 16), b, "sum", 1, group())
                 assert y.shape == (beside, rows, 8)
-                made.add(frozenset(group_named(group()).compiled))
-        assert len(max(made, key=len)) - len(min(made, key=len)) <= 2, "one axis of rows or two, and nothing else"
+                compiled.add(frozenset(group_named(group()).compiled))
+        assert len(max(compiled, key=len)) - len(min(compiled, key=len)) <= 2, "rows have one axis or two"
 
 
 @case
-def what_hostir_lacks_goes_to_torch_and_says_so_once() -> None:
-    whole = everywhere(torch.randint(9, (4 * RANKS, 8), dtype=torch.int32))
+def unsupported_calls_run_in_torch_and_warn_once() -> None:
+    unsharded = broadcast(torch.randint(9, (4 * RANKS, 8), dtype=torch.int32))
     b = torch.randint(9, (8, 4), dtype=torch.int32)
     hi.torch.report(clear=True)
     with hi.torch.install(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            full, (c,) = OPS.fused_all_gather_matmul(part(whole, 0), [b], 0, group())
-            assert torch.equal(c, whole @ b)
-            assert torch.equal(full, whole)
-            y = torch.ops._c10d_functional.wait_tensor(OPS._low_contention_all_gather(part(whole, 0), group()))
-            assert torch.equal(y, whole)
-    said = [str(w.message) for w in caught if isinstance(w.message, hi.FallbackWarning)]
-    assert len(said) == (2 if RANK == 0 else 0), said
-    assert all("its dtype is torch.int32" in text for text in said)
+            full, (c,) = OPS.fused_all_gather_matmul(part(unsharded, 0), [b], 0, group())
+            assert torch.equal(c, unsharded @ b)
+            assert torch.equal(full, unsharded)
+            y = torch.ops._c10d_functional.wait_tensor(OPS._low_contention_all_gather(part(unsharded, 0), group()))
+            assert torch.equal(y, unsharded)
+    messages = [str(w.message) for w in caught if isinstance(w.message, hi.FallbackWarning)]
+    assert len(messages) == (2 if RANK == 0 else 0), messages
+    assert all("its dtype is torch.int32" in text for text in messages)
     rows = {row.operator: row for row in hi.torch.report()}
     assert rows["symm_mem::fused_all_gather_matmul"].strategy == "torch"
     assert rows["symm_mem::fused_all_gather_matmul"].calls == 3
     assert "torch.int32" in str(hi.torch.report())
-    refused("auto", lambda: OPS.fused_all_gather_matmul(part(whole, 0), [b], 0, group()), "dtype is torch.int32")
+    call = lambda: OPS.fused_all_gather_matmul(part(unsharded, 0), [b], 0, group())  # noqa: E731
+    assert_refused("auto", call, "dtype is torch.int32")
 
 
 @case
-def wrong_arguments_are_refused_in_torchs_words() -> None:
+def wrong_arguments_are_refused_with_torchs_messages() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 4)
     for strict in (True, False):
         with hi.torch.install(strict=strict):
@@ -362,7 +300,7 @@ def wrong_arguments_are_refused_in_torchs_words() -> None:
 
 
 @case
-def it_comes_off_again() -> None:
+def uninstalling_restores_torchs_operators() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 4)
     for _ in range(2):
         with hi.torch.install() as installed:
@@ -378,24 +316,6 @@ def it_comes_off_again() -> None:
         OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, group())
 
 
-# On CPU torch has no operators of its own, and sums of integers.
-CPU_ONLY = {"it_comes_off_again", "what_hostir_lacks_goes_to_torch_and_says_so_once"}
-
-
-def main(cases: dict[str, Callable[[], None]]) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that torch 2.11 has as well
-    torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")  # which also fills new memory with NaN
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.set_default_device("cuda")
-    torch.manual_seed(int.from_bytes(os.environ.get("SEED", "").encode()) + RANK)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    for name in sys.argv[1:] or [name for name in cases if DEVICE == "cpu" or name not in CPU_ONLY]:
-        cases[name]()
-        print(f"PASS {name} {RANK}\n", end="", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(CASES)
+    # On CPUs torch has no operators of this name, and it sums integers.
+    main("uninstalling_restores_torchs_operators", "unsupported_calls_run_in_torch_and_warn_once")

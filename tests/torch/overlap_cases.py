@@ -1,6 +1,6 @@
-"""What the ranks of tests/torch/test_operators.py run of the pass over graphs: `overlap_cases.py NAME ...`.
+"""Cases of the pass over graphs that fuses matmuls and collectives; test_operators.py starts the ranks.
 
-Graphs are those that AOTAutograd traces of torch's own DTensors and collectives; no code is generated for them.
+AOTAutograd traces the graphs from torch's DTensors and collectives. No code is generated for them.
 """
 
 from __future__ import annotations
@@ -32,22 +32,28 @@ import hostir as hi
 import hostir.torch
 from examples.llama import Block
 from hostir.torch import OverlapPass
-from tests.torch.layer_cases import leaf, near, whole
-from tests.torch.module_cases import full, like, ranks, same
-from tests.torch.operator_cases import DEVICE, RANKS, group, main, part
+from tests.torch.on_ranks import (
+    DEVICE,
+    RANKS,
+    assert_like_unsharded,
+    assert_near,
+    case,
+    full,
+    group,
+    leaf,
+    main,
+    part,
+    replicated,
+    tp_mesh,
+    with_parameters_of_rank_0,
+)
 
-CASES: dict[str, Callable[[], None]] = {}
-if torch.__version__ < "2.13":  # of gathers along other axes than the first; its dynamo does not look into it
+if torch.__version__ < "2.13":  # for gathers along other axes than the first: dynamo cannot trace this function
     torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
 
 
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def passed(overlap: OverlapPass) -> Any:
-    """A backend of torch.compile that runs the graphs as they are behind the pass."""
+def backend_with(overlap: OverlapPass) -> Any:
+    """Return a backend of torch.compile that runs each graph after the pass, without generating code."""
 
     def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
         overlap(module.graph)
@@ -58,7 +64,7 @@ def passed(overlap: OverlapPass) -> Any:
 
 
 class Watched(OverlapPass):
-    """The pass, which also tells the collectives that its graphs still have."""
+    """The pass, which also records the collectives that remain in its graphs."""
 
     left: tuple[str, ...] = ()
     graph: torch.fx.Graph  # the latest
@@ -72,11 +78,11 @@ class Watched(OverlapPass):
 def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> tuple[Any, Watched]:
     torch._dynamo.reset()
     overlap = Watched()
-    return torch.compile(function, fullgraph=True, backend=passed(overlap), dynamic=dynamic)(*inputs), overlap
+    return torch.compile(function, fullgraph=True, backend=backend_with(overlap), dynamic=dynamic)(*inputs), overlap
 
 
 def fused(overlap: OverlapPass) -> list[str]:
-    return [each.fused.removeprefix("hostir::") for each in overlap.report]
+    return [entry.fused.removeprefix("hostir::") for entry in overlap.report]
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -84,21 +90,16 @@ SCALED_AG, SCALED_RS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter
 
 
 @case
-def mlps_of_dtensors() -> None:
+def mlps_of_dtensors_are_fused() -> None:
     shape = (2, 4 * RANKS, 8)
-    exact = same(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8, False)))
+    exact = with_parameters_of_rank_0(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8, False)))
     styles = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
-    model = parallelize_module(copy.deepcopy(exact), ranks(), {"0": styles[0], "2": styles[1]})
-    x, weights = whole(*shape), whole(*shape)
+    model = parallelize_module(copy.deepcopy(exact), tp_mesh(), {"0": styles[0], "2": styles[1]})
+    x, weights = replicated(*shape), replicated(*shape)
     mine = leaf(part(x, 1))
-    y, overlap = traced(model, DTensor.from_local(mine, ranks(), [Shard(1)]), dynamic=True)
+    y, overlap = traced(model, DTensor.from_local(mine, tp_mesh(), [Shard(1)]), dynamic=True)
     (y * part(weights, 1)).sum().backward()
-    true, given = copy.deepcopy(exact).double(), leaf(x.double())
-    true_y = true(given)
-    (true_y * weights).sum().backward()
-    near(y, part(true_y, 1))
-    near(mine.grad, part(given.grad, 1))
-    like(model, true)
+    assert_like_unsharded(model, exact, x, weights, y, mine.grad, 1)
     assert fused(overlap) == [AG, RS, AG, RS]
 
 
@@ -115,19 +116,14 @@ PLAN = {
 
 
 @case
-def blocks_of_llama() -> None:
-    exact = same(Block(64, 8, 4, 96))
-    model = parallelize_module(copy.deepcopy(exact), ranks(), PLAN)
-    x, weights = whole(2, 8 * RANKS, 64), whole(2, 8 * RANKS, 64)
+def blocks_of_llama_are_fused() -> None:
+    exact = with_parameters_of_rank_0(Block(64, 8, 4, 96))
+    model = parallelize_module(copy.deepcopy(exact), tp_mesh(), PLAN)
+    x, weights = replicated(2, 8 * RANKS, 64), replicated(2, 8 * RANKS, 64)
     mine = leaf(part(x, 1))
-    y, overlap = traced(model, DTensor.from_local(mine, ranks(), [Shard(1)]))
+    y, overlap = traced(model, DTensor.from_local(mine, tp_mesh(), [Shard(1)]))
     (y.to_local() * part(weights, 1)).sum().backward()
-    true, given = copy.deepcopy(exact).double(), leaf(x.double())
-    true_y = true(given)
-    (true_y * weights).sum().backward()
-    near(full(y), true_y)
-    near(mine.grad, part(given.grad, 1))
-    like(model, true)
+    assert_like_unsharded(model, exact, x, weights, full(y), mine.grad, 1)
     assert fused(overlap)[:4] == [AG, RS, AG, RS], overlap.report
     assert "3 products and the gathered tensor" in str(overlap.report[0])
     assert "2 products and the gathered tensor" in str(overlap.report[2])
@@ -139,41 +135,36 @@ def blocks_of_llama() -> None:
 
 
 @case
-def all_reduces_of_dtensors() -> None:
-    exact = same(Block(8, 4, 4, 16).feed_forward)
+def all_reduces_of_dtensors_are_fused() -> None:
+    exact = with_parameters_of_rank_0(Block(8, 4, 4, 16).feed_forward)
     styles = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
     prepared = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-    model = parallelize_module(copy.deepcopy(exact), ranks(), {"": prepared, **styles})
-    x, weights = whole(2, 5, 8), whole(2, 5, 8)  # rows that no number of ranks divides
+    model = parallelize_module(copy.deepcopy(exact), tp_mesh(), {"": prepared, **styles})
+    x, weights = replicated(2, 5, 8), replicated(2, 5, 8)  # rows that the ranks do not divide
     mine = leaf(x)
     y, overlap = traced(lambda x: model(x), mine)
     (y * weights).sum().backward()
-    true, given = copy.deepcopy(exact).double(), leaf(x.double())
-    true_y = true(given)
-    (true_y * weights).sum().backward()
-    near(y, true_y)
-    near(mine.grad, given.grad)
-    like(model, true)
+    assert_like_unsharded(model, exact, x, weights, y, mine.grad, 0)
     assert fused(overlap) == [AR, AR], overlap.report
     assert "a sum of 2 products" in str(overlap.report)
-    a, b = whole(3, 5, 8), whole(8, 4)
-    found, overlap = traced(lambda a, b: funcol.all_reduce(a @ b, "sum", group()).relu(), a, b, dynamic=True)
-    near(found, (a.double() @ b.double()).relu() * RANKS)
+    a, b = replicated(3, 5, 8), replicated(8, 4)
+    result, overlap = traced(lambda a, b: funcol.all_reduce(a @ b, "sum", group()).relu(), a, b, dynamic=True)
+    assert_near(result, (a.double() @ b.double()).relu() * RANKS)
     assert fused(overlap) == [AR]
 
 
 @case
-def products_of_fp8() -> None:
+def products_of_fp8_are_fused() -> None:
     f8, bf16 = torch.float8_e4m3fn, torch.bfloat16
 
     def gathered(x: Tensor, axis: int, dtype: torch.dtype | None = None) -> Tensor:
-        y = funcol.all_gather_tensor(x if dtype is None else x.view(torch.uint8), axis, group())  # gloo knows no fp8
+        y = funcol.all_gather_tensor(x if dtype is None else x.view(torch.uint8), axis, group())  # gloo has no fp8
         return y if dtype is None else y.view(dtype)
 
     for axes, axis, mode in ((2, 0, "one"), (3, 0, "replicated"), (3, 1, "sharded"), (2, 1, "one")):
-        whole_a, b = whole(*(16, 32) if axes == 2 else (4, 16, 32)).to(f8), whole(16, 32).to(f8).t()
-        rows = whole(*whole_a.shape[:-1], 1).exp() if mode != "one" else torch.tensor(0.25)
-        columns = whole(1, 16).exp() if mode != "one" else torch.tensor(0.5)
+        full_a, b = replicated(*(16, 32) if axes == 2 else (4, 16, 32)).to(f8), replicated(16, 32).to(f8).t()
+        rows = replicated(*full_a.shape[:-1], 1).exp() if mode != "one" else torch.tensor(0.25)
+        columns = replicated(1, 16).exp() if mode != "one" else torch.tensor(0.5)
 
         def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, axis: int = axis, mode: str = mode) -> Any:
             full = gathered(a, axis, f8)
@@ -187,18 +178,18 @@ def products_of_fp8() -> None:
             y = torch._scaled_mm(a.flatten(0, -2), b, flat, of_b, out_dtype=bf16).view(*a.shape[:-1], -1)
             return funcol.reduce_scatter_tensor(y, "sum", axis, group())
 
-        exact = (whole_a.double() * rows) @ (b.double() * columns)
-        a = part(whole_a.view(torch.uint8), axis).contiguous().view(f8)
+        exact = (full_a.double() * rows) @ (b.double() * columns)
+        a = part(full_a.view(torch.uint8), axis).contiguous().view(f8)
         of_a = part(rows, axis).contiguous() if mode == "sharded" else rows
         (total, y), overlap = traced(gather, a, b, of_a, columns)
-        near(y, exact)
-        torch.testing.assert_close(total, whole_a.to(bf16).sum())
+        assert_near(y, exact)
+        torch.testing.assert_close(total, full_a.to(bf16).sum())
         fits = axis < axes - 1
         assert fused(overlap) == [SCALED_AG * fits] * (1 + (mode == "sharded")), overlap.report
         assert ("1 product and the gathered tensor" if fits else "the products sum over") in str(overlap.report)
         assert ("the scales of all_gather" in str(overlap.report)) == (mode == "sharded")
-        y, overlap = traced(scatter, whole_a, b, rows, columns)
-        near(y, part(exact, axis) * RANKS)
+        y, overlap = traced(scatter, full_a, b, rows, columns)
+        assert_near(y, part(exact, axis) * RANKS)
         assert fused(overlap) == [SCALED_RS * fits], overlap.report
         assert ("it scatters columns of a scaled product" in str(overlap.report)) != fits
 
@@ -207,25 +198,25 @@ F8 = torch.float8_e4m3fn
 
 
 def calls(name: str) -> int:
-    """How often an operator of hostir has run since the last question; nothing ran by torch."""
+    """Return the number of calls of an operator since the last report; no other operator may have run."""
     rows = hi.torch.report(clear=True)
     assert all(row.operator == f"hostir::{name}" and row.strategy != "torch" for row in rows), rows
     return sum(row.calls for row in rows)
 
 
 def joined(x: Tensor, axis: int, by: str) -> Tensor:
-    """Gather fp8 along another axis than the first, whose parts are put together as bytes: `cat` has no fp8."""
-    if by == "fp8":  # as DTensors of fp8 are gathered; gloo itself has no fp8
+    """Gather fp8 along another axis than the first, by concatenating bytes: `cat` has no fp8."""
+    if by == "fp8":  # as DTensors of fp8 are gathered
         parts = funcol.all_gather_tensor(x, 0, group()).chunk(RANKS)
-        return torch.cat([each.view(torch.uint8) for each in parts], axis).view(F8)
+        return torch.cat([rows.view(torch.uint8) for rows in parts], axis).view(F8)
     full = funcol.all_gather_tensor(x.view(torch.uint8), 0, group())
     if by == "fp8 of bytes":
         full = full.view(F8)
     dtype = torch.int16 if by == "pairs of bytes" else torch.int8
     parts = full.chunk(RANKS)[:: -1 if by == "reversed bytes" else 1]
     if by == "numbers":
-        return torch.cat([each.view((torch.uint8, torch.int8)[k % 2]) for k, each in enumerate(parts)], axis).to(F8)
-    return torch.cat([each.view(dtype) for each in parts], axis).view(F8)
+        return torch.cat([rows.view((torch.uint8, torch.int8)[k % 2]) for k, rows in enumerate(parts)], axis).to(F8)
+    return torch.cat([rows.view(dtype) for rows in parts], axis).view(F8)
 
 
 def rows_of_fp8(a: Tensor, b: Tensor, axis: int, by: str, more: bool = False) -> Any:
@@ -236,55 +227,55 @@ def rows_of_fp8(a: Tensor, b: Tensor, axis: int, by: str, more: bool = False) ->
 
 
 @case
-def fp8_gathered_along_other_axes_as_bytes() -> None:
-    whole_a, b = whole(4, 8 * RANKS, 32).to(F8), whole(16, 32).to(F8).t()
-    a = part(whole_a.view(torch.uint8), 1).contiguous().view(F8)
+def gathers_of_fp8_along_other_axes_are_fused() -> None:
+    full_a, b = replicated(4, 8 * RANKS, 32).to(F8), replicated(16, 32).to(F8).t()
+    a = part(full_a.view(torch.uint8), 1).contiguous().view(F8)
     expected = rows_of_fp8(a, b, 1, "bytes")
-    near(expected, (whole_a.double() * 0.25) @ (b.double() * 0.5))
+    assert_near(expected, (full_a.double() * 0.25) @ (b.double() * 0.5))
     hi.torch.report(clear=True)
     for by, dynamic in itertools.product(("fp8", "bytes", "fp8 of bytes"), (False, True)):
         y, overlap = traced(rows_of_fp8, a, b, 1, by, dynamic=dynamic)
-        near(y, expected)
+        assert_near(y, expected)
         assert fused(overlap) == [SCALED_AG], overlap.report
         assert overlap.left == ()
         assert calls(SCALED_AG) == 1
     (y, full), overlap = traced(rows_of_fp8, a, b, 1, "fp8", True)
-    near(y, expected)
-    assert torch.equal(full, whole_a.float())
+    assert_near(y, expected)
+    assert torch.equal(full, full_a.float())
     assert "1 product and the gathered tensor" in str(overlap.report)
     assert overlap.left == ()
 
 
 @case
-def parts_put_together_otherwise_are_left_alone() -> None:
-    a, b = whole(4, 8, 32).to(F8), whole(16, 32).to(F8).t()
+def parts_concatenated_in_another_way_are_not_fused() -> None:
+    a, b = replicated(4, 8, 32).to(F8), replicated(16, 32).to(F8).t()
     reasons = {
         (1, "pairs of bytes"): "as torch.int16, of another size",
         (1, "reversed bytes"): "puts its parts together otherwise than rank by rank",
         (1, "numbers"): "puts its parts together otherwise than rank by rank",
         (2, "bytes"): "the axis that the products sum over",
     }
-    for (axis, by), why in reasons.items():
+    for (axis, by), reason in reasons.items():
         right = b if axis == 1 else b.t().contiguous().view(torch.uint8).repeat(1, RANKS).view(F8).t()
         y, overlap = traced(rows_of_fp8, a, right, axis, by)
         torch.testing.assert_close(y, rows_of_fp8(a, right, axis, by))
         assert fused(overlap) == [""], overlap.report
-        assert why in str(overlap.report), overlap.report
+        assert reason in str(overlap.report), overlap.report
 
 
 @case
-def bytes_of_several_dtypes_are_several_products() -> None:
-    whole_a, b = whole(8 * RANKS, 32).to(F8), whole(16, 32).to(F8).t()
+def gathered_bytes_viewed_as_two_dtypes_are_fused_once() -> None:
+    full_a, b = replicated(8 * RANKS, 32).to(F8), replicated(16, 32).to(F8).t()
 
     def function(a: Tensor, b: Tensor, one: Tensor) -> Any:
         full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group())
         dtypes = F8, torch.float8_e5m2
         return [torch._scaled_mm(full.view(d), b, one, one, out_dtype=torch.bfloat16) for d in dtypes]
 
-    given = part(whole_a.view(torch.uint8), 0).contiguous().view(F8), b, torch.tensor(1.0)
-    found, overlap = traced(function, *given)
-    for y, true in zip(found, function(*given), strict=True):
-        near(y, true)
+    inputs = part(full_a.view(torch.uint8), 0).contiguous().view(F8), b, torch.tensor(1.0)
+    ys, overlap = traced(function, *inputs)
+    for y, true in zip(ys, function(*inputs), strict=True):
+        assert_near(y, true)
     assert "1 product and the gathered tensor" in str(overlap.report)
 
 
@@ -306,18 +297,22 @@ def flat_sums(a: Tensor, b: Tensor, axis: int) -> Tensor:
 
 
 @case
-def results_are_not_needed_for_their_sizes() -> None:
-    whole_a, b = whole(2 * RANKS, 4 * RANKS, 32), whole(32, 16)
-    of_rows, of_b, right = whole(*whole_a.shape[:-1], 1).exp(), whole(1, 16).exp(), whole(16, 32).to(F8).t()
+def sizes_of_fused_results_do_not_keep_the_unfused_results() -> None:
+    full_a, b = replicated(2 * RANKS, 4 * RANKS, 32), replicated(32, 16)
+    of_rows, of_b, right = (
+        replicated(*full_a.shape[:-1], 1).exp(),
+        replicated(1, 16).exp(),
+        replicated(16, 32).to(F8).t(),
+    )
     for axis, free in itertools.product((0, 1), (False, True)):
-        a, of_a = part(whole_a, axis).contiguous(), part(of_rows, axis).contiguous()
-        for function, name, given in (
+        a, of_a = part(full_a, axis).contiguous(), part(of_rows, axis).contiguous()
+        for function, name, inputs in (
             (flat_rows, AG, (a, b)),
-            (flat_sums, RS, (whole_a, b)),
+            (flat_sums, RS, (full_a, b)),
             (flat_products, SCALED_AG, (a.to(F8), right, of_a, of_b)),
         ):
-            y, overlap = traced(function, *given, axis, dynamic=free)
-            near(y, function(*given, axis))
+            y, overlap = traced(function, *inputs, axis, dynamic=free)
+            assert_near(y, function(*inputs, axis))
             assert {*fused(overlap)} == {name}, overlap.report
             assert overlap.left == ()
             if free:
@@ -326,12 +321,12 @@ def results_are_not_needed_for_their_sizes() -> None:
 
 
 def blocks(x: Tensor, scale: Tensor) -> Tensor:
-    """What numbers with scales of blocks stand for."""
+    """Return the numbers that quantized rows stand for, with one scale for each 128 elements of a row."""
     return x.double() * scale.repeat_interleave(128, -1).double()
 
 
 def by_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, recipes: bool) -> Tensor:
-    """The product as cuBLAS takes it, of scales of 1x128 and 128x128 that are dense along rows, and along K."""
+    """Return the product with scales of 1x128 and 128x128 blocks in the layouts that cuBLAS needs."""
     of_a = of_a.t().contiguous().t()
     if not recipes:
         return torch._scaled_mm(a, b, of_a, of_b, out_dtype=torch.bfloat16)
@@ -340,8 +335,8 @@ def by_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, recipes: bool) -
 
 
 @case
-def products_of_fp8_with_scales_of_blocks() -> None:
-    K, N = 256, 256  # torch itself multiplies these on GPUs only
+def products_of_fp8_with_scales_of_blocks_are_fused() -> None:
+    K, N = 256, 256  # torch multiplies these on GPUs only
 
     def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, axis: int, sharded: bool, recipes: bool) -> Tensor:
         full = funcol.all_gather_tensor(a.view(torch.uint8), axis, group()).view(F8)
@@ -356,48 +351,48 @@ def products_of_fp8_with_scales_of_blocks() -> None:
     hi.torch.report(clear=True)
     for axes, axis, recipes in ((2, 0, False), (2, 0, True), (3, 0, True), (3, 1, False), (3, 1, True)):
         rows = (8 * RANKS,) if axes == 2 else (2 * RANKS, 4 * RANKS)
-        whole_a, b = whole(*rows, K).to(F8), whole(N, K).to(F8).t()
-        of_rows, of_b = whole(*rows, K // 128).exp(), whole(N // 128, K // 128).exp().t()
-        exact = blocks(whole_a, of_rows) @ blocks(b.t(), of_b.t().repeat_interleave(128, 0)).t()
-        if recipes:  # cuBLAS has scales of 4 blocks along K at least
+        full_a, b = replicated(*rows, K).to(F8), replicated(N, K).to(F8).t()
+        of_rows, of_b = replicated(*rows, K // 128).exp(), replicated(N // 128, K // 128).exp().t()
+        exact = blocks(full_a, of_rows) @ blocks(b.t(), of_b.t().repeat_interleave(128, 0)).t()
+        if recipes:  # cuBLAS needs scales of at least 4 blocks along K
             of_b = torch.nn.functional.pad(of_b.t(), (0, 2), value=float("nan")).t()
-        a = part(whole_a.view(torch.uint8), axis).contiguous().view(F8)
+        a = part(full_a.view(torch.uint8), axis).contiguous().view(F8)
         for sharded in (False, True):
             of_a = part(of_rows, axis).contiguous() if sharded else of_rows
             y, overlap = traced(gather, a, b, of_a, of_b, axis, sharded, recipes)
-            near(y, exact)
+            assert_near(y, exact)
             assert fused(overlap) == [SCALED_AG] * (1 + sharded), overlap.report
             assert overlap.left == ()
             assert calls(SCALED_AG) == 1
-        y, overlap = traced(scatter, whole_a, b, of_rows, of_b, axis, recipes)
-        near(y, part(exact, axis) * RANKS)
+        y, overlap = traced(scatter, full_a, b, of_rows, of_b, axis, recipes)
+        assert_near(y, part(exact, axis) * RANKS)
         assert fused(overlap) == [SCALED_RS], overlap.report
         assert overlap.left == ()
         assert calls(SCALED_RS) == 1
 
 
 @case
-def recipes_of_scales() -> None:
-    def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, kind: Recipe) -> Tensor:
+def scaled_mm_with_recipes_is_fused() -> None:
+    def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, recipe: Recipe) -> Tensor:
         full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group()).view(F8)
-        return torch.nn.functional.scaled_mm(full, b, of_a, kind, of_b, kind, output_dtype=torch.bfloat16)
+        return torch.nn.functional.scaled_mm(full, b, of_a, recipe, of_b, recipe, output_dtype=torch.bfloat16)
 
-    whole_a, b = whole(8 * RANKS, 32).to(F8), whole(16, 32).to(F8).t()
-    a = part(whole_a.view(torch.uint8), 0).contiguous().view(F8)
+    full_a, b = replicated(8 * RANKS, 32).to(F8), replicated(16, 32).to(F8).t()
+    a = part(full_a.view(torch.uint8), 0).contiguous().view(F8)
     scales = {
         Recipe.TensorWise: (torch.tensor([0.25]), torch.tensor([0.5])),
-        Recipe.RowWise: (whole(8 * RANKS, 1).exp(), whole(1, 16).exp()),
+        Recipe.RowWise: (replicated(8 * RANKS, 1).exp(), replicated(1, 16).exp()),
     }
-    for kind, of in scales.items():
-        y, overlap = traced(lambda *x, kind=kind: gather(*x, kind), a, b, *of)
-        near(y, gather(a, b, *of, kind))
-        near(y, (whole_a.double() * of[0]) @ (b.double() * of[1]))
+    for recipe, of in scales.items():
+        y, overlap = traced(lambda *x, recipe=recipe: gather(*x, recipe), a, b, *of)
+        assert_near(y, gather(a, b, *of, recipe))
+        assert_near(y, (full_a.double() * of[0]) @ (b.double() * of[1]))
         assert fused(overlap) == [SCALED_AG], overlap.report
         assert overlap.left == ()
 
 
 def seen_by_the_pass(function: Callable[..., Any], *inputs: Tensor) -> OverlapPass:
-    """The pass behind a graph that is traced of tensors without data: of what torch multiplies on some GPUs only."""
+    """Return the pass after a graph that is traced with fake tensors, because few GPUs can run it."""
     overlap = OverlapPass()
     with FakeTensorMode() as mode:
         overlap(make_fx(lambda a, b, c, d: function(a, b, c, d))(*(mode.from_tensor(x) for x in inputs)).graph)
@@ -405,74 +400,69 @@ def seen_by_the_pass(function: Callable[..., Any], *inputs: Tensor) -> OverlapPa
 
 
 @case
-def scales_that_are_left_alone_say_why() -> None:
-    a, scale = whole(128, 256).to(F8), whole(2, 128 * RANKS).t()
+def unfused_scales_are_reported_with_a_reason() -> None:
+    a, scale = replicated(128, 256).to(F8), replicated(2, 128 * RANKS).t()
 
     def by_recipes(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
         full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group()).view(F8)
-        kind = Recipe.BlockWise1x128
-        return torch.nn.functional.scaled_mm(full, b, of_a, kind, of_b, kind, output_dtype=torch.bfloat16)
+        recipe = Recipe.BlockWise1x128
+        return torch.nn.functional.scaled_mm(full, b, of_a, recipe, of_b, recipe, output_dtype=torch.bfloat16)
 
     def gather(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
         full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group()).view(F8)
         return torch._scaled_mm(full, b, of_a, of_b, out_dtype=torch.bfloat16)
 
-    b, narrow = whole(256, 256).to(F8).t(), whole(192, 256).to(F8).t()
+    b, narrow = replicated(256, 256).to(F8).t(), replicated(192, 256).to(F8).t()
     reasons: dict[str, tuple[Callable[..., Any], Tensor, Tensor]] = {
-        "are BlockWise1x128 and BlockWise1x128: hostir has no such product": (by_recipes, b, whole(2, 256).t()),
-        "nor of 1x128 and 128x128 blocks": (gather, b, whole(2, 256)),
-        "blocks of 128 x 128 are not known to divide the right side": (gather, narrow, whole(2, 2)),
+        "are BlockWise1x128 and BlockWise1x128: hostir has no such product": (by_recipes, b, replicated(2, 256).t()),
+        "nor of 1x128 and 128x128 blocks": (gather, b, replicated(2, 256)),
+        "blocks of 128 x 128 are not known to divide the right side": (gather, narrow, replicated(2, 2)),
     }
-    for why, (function, right, of_b) in reasons.items():
+    for reason, (function, right, of_b) in reasons.items():
         overlap = seen_by_the_pass(function, a, right, scale, of_b)
-        assert why in str(overlap.report), overlap.report
+        assert reason in str(overlap.report), overlap.report
         assert not any(fused(overlap)), overlap.report
 
 
 @case
-def inductor_runs_what_the_pass_makes() -> None:
-    """Matmuls alone: for anything else inductor would start a C++ compiler, which takes ten seconds."""
-    exact = same(nn.Sequential(nn.Linear(8, 16, False), nn.Linear(16, 8, False)))
-    x, weights = whole(1, 4 * RANKS, 8), whole(1, 4 * RANKS, 8)
-    true, given = copy.deepcopy(exact).double(), leaf(x.double())
-    true_y = true(given)
-    (true_y * weights).sum().backward()
+def inductor_runs_fused_graphs() -> None:
+    """Compile matmuls only: for other operations Inductor starts a C++ compiler, which takes ten seconds."""
+    exact = with_parameters_of_rank_0(nn.Sequential(nn.Linear(8, 16, False), nn.Linear(16, 8, False)))
+    x, weights = replicated(1, 4 * RANKS, 8), replicated(1, 4 * RANKS, 8)
     for styles in ((ColwiseParallel, RowwiseParallel), (hi.torch.ColwiseParallel, hi.torch.RowwiseParallel)):
         plan = {"0": styles[0](input_layouts=Shard(1)), "1": styles[1](output_layouts=Shard(1))}
-        model, mine = parallelize_module(copy.deepcopy(exact), ranks(), plan), leaf(part(x, 1))
+        model, mine = parallelize_module(copy.deepcopy(exact), tp_mesh(), plan), leaf(part(x, 1))
         torch._dynamo.reset()
         overlap = OverlapPass()
         with inductor.patch(post_grad_custom_post_pass=overlap, force_disable_caches=True):
-            y = torch.compile(model, fullgraph=True)(DTensor.from_local(mine, ranks(), [Shard(1)]))
+            y = torch.compile(model, fullgraph=True)(DTensor.from_local(mine, tp_mesh(), [Shard(1)]))
             (y * part(weights, 1)).sum().backward()
-        near(y, part(true_y, 1))
-        near(mine.grad, part(given.grad, 1))
-        like(model, true)
+        assert_like_unsharded(model, exact, x, weights, y, mine.grad, 1)
         assert fused(overlap) == [AG, RS, AG, RS] * (styles[0] is ColwiseParallel), overlap.report
     torch._dynamo.reset()
 
 
-# MicroPipelineTPTest --------------------------------------------------------------------------------------------------
+# MicroPipelineTPTest ----------------------------------------------------------------------------------------------
 
 
 @case
-def all_gathers_of_torchs_tests() -> None:
+def all_gathers_of_torchs_tests_are_fused() -> None:
     for axes, axis, return_a in itertools.product((2, 3), (0, 1, 2), (True, False)):
         if axis >= axes:
             continue
-        whole_a, b = whole(*(64, 32) if axes == 2 else (2, 64, 32)), whole(32, 16)
+        full_a, b = replicated(*(64, 32) if axes == 2 else (2, 64, 32)), replicated(32, 16)
 
         def function(a: Tensor, b: Tensor, axis: int = axis, return_a: bool = return_a) -> Any:
             full = funcol.all_gather_tensor(a, gather_dim=axis, group=group())
             return (full, full @ b) if return_a else full @ b
 
         b = b.repeat(RANKS, 1) if axis == axes - 1 else b
-        a = torch.cat([whole_a] * RANKS, 0) if axes == 3 and axis == 0 else whole_a
-        a = torch.cat([whole_a] * RANKS, axis) if axis == axes - 1 else a
-        found, overlap = traced(function, part(a, axis).contiguous(), b)
-        full, c = found if return_a else (a, found)
+        a = torch.cat([full_a] * RANKS, 0) if axes == 3 and axis == 0 else full_a
+        a = torch.cat([full_a] * RANKS, axis) if axis == axes - 1 else a
+        result, overlap = traced(function, part(a, axis).contiguous(), b)
+        full, c = result if return_a else (a, result)
         assert torch.equal(full, a)
-        near(c, a.double() @ b.double())
+        assert_near(c, a.double() @ b.double())
         fits = axis < axes - 1
         assert fused(overlap) == [AG * fits]
         assert ("the axis that the products sum over" in str(overlap.report)) != fits
@@ -480,23 +470,23 @@ def all_gathers_of_torchs_tests() -> None:
 
 
 @case
-def reduce_scatters_of_torchs_tests() -> None:
+def reduce_scatters_of_torchs_tests_are_fused() -> None:
     for axes, axis, op in itertools.product((2, 3), (0, 1, 2), ("sum", "avg")):
         if axis >= axes or (op == "avg" and torch.distributed.get_backend() == "gloo"):
             continue
-        a, b = whole(*(64, 32) if axes == 2 else (4, 64, 32)), whole(32, 16)
+        a, b = replicated(*(64, 32) if axes == 2 else (4, 64, 32)), replicated(32, 16)
 
         def function(a: Tensor, b: Tensor, axis: int = axis, op: str = op) -> Tensor:
             return funcol.reduce_scatter_tensor(a @ b, op, scatter_dim=axis, group=group())
 
-        found, overlap = traced(function, a, b)
-        near(found, part(a.double() @ b.double(), axis) * (RANKS if op == "sum" else 1))
+        result, overlap = traced(function, a, b)
+        assert_near(result, part(a.double() @ b.double(), axis) * (RANKS if op == "sum" else 1))
         assert fused(overlap) == [RS]
 
 
 @case
-def collectives_that_are_left_alone_say_why() -> None:
-    a, b = whole(8, 8), whole(8, 8)
+def unfused_collectives_are_reported_with_a_reason() -> None:
+    a, b = replicated(8, 8), replicated(8, 8)
     gather = lambda x, axis=0: funcol.all_gather_tensor(x, axis, group())  # noqa: E731
     scatter = lambda x, axis=0, op="sum": funcol.reduce_scatter_tensor(x, op, axis, group())  # noqa: E731
 
@@ -504,7 +494,7 @@ def collectives_that_are_left_alone_say_why() -> None:
         c = a @ b
         return scatter(c), c.relu()
 
-    def of_its_own(a: Tensor, b: Tensor) -> Tensor:
+    def two_readers(a: Tensor, b: Tensor) -> Tensor:
         full = gather(a)
         return full.relu() @ full[:8]
 
@@ -512,41 +502,40 @@ def collectives_that_are_left_alone_say_why() -> None:
         "used by relu": lambda a, b: gather(a).relu(),
         "right side of mm: a gathered weight": lambda a, b: b.repeat(1, RANKS) @ gather(a),
         "before it is relu": lambda a, b: scatter((a @ b).relu()),
-        "before it is cat": lambda a, b: scatter(torch.cat((a @ b).chunk(2 * RANKS, 1))),  # of more parts than ranks
+        "before it is cat": lambda a, b: scatter(torch.cat((a @ b).chunk(2 * RANKS, 1))),  # more parts than ranks
         "has 2 users": twice,
         "its sum is 'max'": lambda a, b: scatter(a @ b, op="max"),
         "its sum is 'min'": lambda a, b: funcol.all_reduce(a @ b, "min", group()),
         "only all-gathers, reduce-scatters and all-reduces": lambda a, b: funcol.broadcast(a @ b, 0, group()),
         "it gathers a tensor of 1 axes": lambda a, b: gather(a[0]) * 2,
-        "relu": of_its_own,
+        "relu": two_readers,
     }
     if DEVICE == "cpu":  # GPUs multiply no integers
         functions["its dtypes are torch.int64"] = lambda a, b: gather(a.long()) @ b.long()
-    for why, function in functions.items():
-        found, overlap = traced(function, a, b)
-        assert why in str(overlap.report), overlap.report
+    for reason, function in functions.items():
+        result, overlap = traced(function, a, b)
+        assert reason in str(overlap.report), overlap.report
         assert not any(fused(overlap)), overlap.report
-        for mine, true in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, function(a, b))), strict=True):
-            torch.testing.assert_close(mine, true)
+        torch.testing.assert_close(result, function(a, b))
     assert "Inductor took it from its cache" in str(OverlapPass().report)
 
 
 @case
-def several_gathers_of_one_graph() -> None:
-    a, b, c = whole(8, 16), whole(16, 16), whole(16, 16)
+def several_gathers_of_one_graph_are_fused() -> None:
+    a, b, c = replicated(8, 16), replicated(16, 16), replicated(16, 16)
 
     def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         full = funcol.all_gather_tensor(a, 0, group())
         x = full @ b
-        late = x.sum() * c  # a right side that comes after another product of the same rows
+        late = x.sum() * c  # this right side depends on another product of the same rows
         y = full @ late + full @ (c * 2)
         return funcol.reduce_scatter_tensor(torch.addmm(x[0], y, c), "sum", 0, group())
 
-    found, overlap = traced(function, part(a, 0), b, c)
+    result, overlap = traced(function, part(a, 0), b, c)
     full = a.double()
     x = full @ b.double()
     y = full @ (x.sum() * c.double()) + full @ (c.double() * 2)
-    near(found, part(y @ c.double() + x[0], 0) * RANKS)
+    assert_near(result, part(y @ c.double() + x[0], 0) * RANKS)
     assert fused(overlap)[0] == AG
     assert "2 products and the gathered tensor" in str(overlap.report)
 
@@ -554,10 +543,10 @@ def several_gathers_of_one_graph() -> None:
         full = funcol.all_gather_tensor(a, 1, group())
         return torch.addmm(z, full.reshape(-1, 16), b)
 
-    a, z = whole(3, 2 * RANKS, 16), whole(6 * RANKS, 16)
+    a, z = replicated(3, 2 * RANKS, 16), replicated(6 * RANKS, 16)
     for residual in (z, z[:, :1].contiguous(), z[:1], z[0]):
-        found, overlap = traced(added, part(a, 1).contiguous(), b, residual)
-        near(found, a.flatten(0, 1).double() @ b.double() + residual)
+        result, overlap = traced(added, part(a, 1).contiguous(), b, residual)
+        assert_near(result, a.flatten(0, 1).double() @ b.double() + residual)
         assert fused(overlap) == [AG]
 
     def between(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -566,12 +555,12 @@ def several_gathers_of_one_graph() -> None:
         rows = funcol.reduce_scatter_tensor(full, "sum", 0, group())
         return funcol.reduce_scatter_tensor(rows @ c, "sum", 0, group())
 
-    a = whole(8, 16)
-    found, overlap = traced(between, part(a, 0), b, c)
+    a = replicated(8, 16)
+    result, overlap = traced(between, part(a, 0), b, c)
     product = a.double() @ b.double()
-    near(found, part(product / product.norm() * RANKS**0.5 @ c.double(), 0) * RANKS)
+    assert_near(result, part(product / product.norm() * RANKS**0.5 @ c.double(), 0) * RANKS)
     assert fused(overlap) == [AG, "", "", RS]
 
 
 if __name__ == "__main__":
-    main(CASES)
+    main()

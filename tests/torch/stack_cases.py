@@ -1,10 +1,10 @@
-"""Random stacks of layers against DTensor, which the ranks of tests/torch/test_operators.py run: as operator_cases.py.
+"""Random stacks of layers compared with DTensor; test_operators.py starts the ranks.
 
     STACKS=200 SEED=1 torchrun --standalone --nproc-per-node 4 tests/torch/stack_cases.py
 
-Result and gradients of each stack are held against float64 on whole tensors. Their error, and the memory that is saved
-for the backward call, are held against those of the same stack by DTensor: parallelize_module with ColwiseParallel,
-RowwiseParallel and SequenceParallel, eager.
+Result and gradients of each stack are compared with float64 on unsharded tensors. Their error and the memory saved for
+backward must not exceed those of the same stack by DTensor: parallelize_module with ColwiseParallel, RowwiseParallel
+and SequenceParallel, eager.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -35,79 +35,78 @@ from torch.distributed.tensor.parallel import (
 import hostir as hi
 import hostir.torch
 from hostir.torch import column_parallel_linear, gated_linear, row_parallel_linear
-from tests.torch.layer_cases import STRATEGIES, leaf, whole
-from tests.torch.operator_cases import DEVICE, RANKS, group, main, part
+from tests.torch.layer_cases import STRATEGIES
+from tests.torch.on_ranks import DEVICE, RANKS, case, group, leaf, main, part, replicated
 
-CASES: dict[str, Callable[[], None]] = {}
 COUNT = int(os.environ.get("STACKS", "12"))
 WIDTH, HIDDEN = 32, 64
-SHARDED = {"gate": 0, "up": 0, "bias": 0, "down": 1}  # the axis of a weight; norms and last biases are whole
+SHARDED = {
+    "gate": 0,
+    "up": 0,
+    "bias": 0,
+    "down": 1,
+}  # the sharded axis of a weight; norms and last biases are replicated
 Weights = dict[str, Tensor]
 
 
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
 def draws() -> random.Random:
-    """The same on every rank."""
+    """Return a source of random choices that is the same on every rank."""
     seed = torch.randint(1 << 31, (1,))
     dist.broadcast(seed, 0)
     return random.Random(int(seed))
 
 
-def activated(kind: str, hs: list[Tensor]) -> Tensor:
-    if kind == "gelu":
+def activated(activation: str, hs: list[Tensor]) -> Tensor:
+    if activation == "gelu":
         return F.gelu(hs[0])
-    return F.silu(hs[0]) * hs[1] if kind == "gated" else torch.tanh(hs[0]) + hs[1]
+    return F.silu(hs[0]) * hs[1] if activation == "gated" else torch.tanh(hs[0]) + hs[1]
 
 
 def normed(x: Tensor, w: Weights) -> Tensor:
     return F.rms_norm(x, (WIDTH,), w["norm"], 1e-5) if "norm" in w else x
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Layer:
-    """A pair of linear layers beside a residual: what is between them, and their whole weights."""
+    """A residual block of two linear layers with an activation between them, and its unsharded weights."""
 
-    kind: str
+    activation: str
     weights: Weights
 
     def exact(self, x: Tensor, w: Weights) -> Tensor:
         full = normed(x, w)
         hs = [F.linear(full, w[name]) for name in ("gate", "up") if name in w]
         hs[-1] = hs[-1] + w["bias"] if "bias" in w else hs[-1]
-        y = x + F.linear(activated(self.kind, hs), w["down"])
+        y = x + F.linear(activated(self.activation, hs), w["down"])
         return y + w["last"] if "last" in w else y
 
     def sharded(self, x: Tensor, w: Weights, ranks: Any, axis: int) -> Tensor:
         mine, firsts = normed(x, w), [w[name] for name in ("gate", "up") if name in w]
-        if self.kind == "gated" and "bias" not in w:
+        if self.activation == "gated" and "bias" not in w:
             h = gated_linear(mine, *firsts, ranks, gather_dim=axis)
         else:
             biases = [*[None] * (len(firsts) - 1), w.get("bias")]
-            h = activated(self.kind, column_parallel_linear(mine, firsts, ranks, biases, gather_dim=axis))
+            h = activated(self.activation, column_parallel_linear(mine, firsts, ranks, biases, gather_dim=axis))
         return x + row_parallel_linear(h, w["down"], ranks, w.get("last"), scatter_dim=axis)
 
 
 class Mlp(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.kind, w = layer.kind, layer.weights
+        self.activation, w = layer.activation, layer.weights
         self.firsts = nn.ModuleList([linear(w["gate"])] if "gate" in w else [])
         self.firsts.append(linear(w["up"], w.get("bias")))
         self.down = linear(w["down"], w.get("last"))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(activated(self.kind, [first(x) for first in self.firsts]))
+        return self.down(activated(self.activation, [first(x) for first in self.firsts]))
 
 
 class ByDTensor(nn.Module):
-    """The same layer as a module of torch's, which `parallelize_module` shards."""
+    """The same layer as a torch module, sharded by `parallelize_module`."""
 
     def __init__(self, layer: Layer, mesh: DeviceMesh, axis: int) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class ByDTensor(nn.Module):
         return x + self.mlp(x if self.norm is None else self.norm(x))
 
     def gradients(self) -> Weights:
-        """This rank's, by the names of weights; of whole weights the total."""
+        """Return this rank's gradients by the names of weights; replicated weights have full gradients."""
         named = {"up": self.mlp.firsts[-1].weight, "bias": self.mlp.firsts[-1].bias}
         named |= {"gate": self.mlp.firsts[0].weight} if len(self.mlp.firsts) > 1 else {}
         named |= {"down": self.mlp.down.weight, "last": self.mlp.down.bias}
@@ -139,22 +138,22 @@ class ByDTensor(nn.Module):
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    made = nn.Linear(*reversed(weight.shape), bias=bias is not None, dtype=weight.dtype)
-    made.weight.data.copy_(weight)
+    layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, dtype=weight.dtype)
+    layer.weight.data.copy_(weight)
     if bias is not None:
-        made.bias.data.copy_(bias)
-    return made
+        layer.bias.data.copy_(bias)
+    return layer
 
 
-# Stacks ---------------------------------------------------------------------------------------------------------------
+# Stacks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Gradients:
-    """A result, the gradient of the input, and those of the weights of each layer; this rank's parts.
+    """This rank's parts of a result, of the input gradient, and of the weight gradients of each layer.
 
     Fields:
-        saved: bytes that were saved for the backward call, weights among them.
+        saved: bytes saved for backward, including weights.
     """
 
     y: Tensor
@@ -167,25 +166,27 @@ class Gradients:
 
 
 class Stack:
-    """Random layers on whole tensors."""
+    """Random layers with unsharded inputs and weights."""
 
     def __init__(self, draw: random.Random, dtype: torch.dtype) -> None:
         self.axis = draw.choice((0, 1))
         batch, tokens = draw.choice((1, 2, 3)), 4 * draw.choice((1, 2, 5, 9))
-        self.x = whole(*((batch, tokens) if self.axis else (tokens, batch)), WIDTH, dtype=dtype)
-        self.target = whole(*self.x.shape)
+        self.x = replicated(*((batch, tokens) if self.axis else (tokens, batch)), WIDTH, dtype=dtype)
+        self.target = replicated(*self.x.shape)
         self.layers = [self.layer(draw, dtype) for _ in range(draw.choice((1, 2, 3)))]
 
     def layer(self, draw: random.Random, dtype: torch.dtype) -> Layer:
-        kind = draw.choice(("gelu", "gated", "several"))
+        activation = draw.choice(("gelu", "gated", "several"))
         shapes: dict[str, tuple[int, ...]] = {"up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
-        shapes |= {"gate": (HIDDEN, WIDTH)} if kind != "gelu" else {}
+        shapes |= {"gate": (HIDDEN, WIDTH)} if activation != "gelu" else {}
         vectors = {"bias": (HIDDEN,), "last": (WIDTH,), "norm": (WIDTH,)}
         shapes |= {name: shape for name, shape in vectors.items() if draw.random() < 0.5}
-        return Layer(kind, {name: whole(*shape, dtype=dtype) / len(shape) ** 2 for name, shape in shapes.items()})
+        return Layer(
+            activation, {name: replicated(*shape, dtype=dtype) / len(shape) ** 2 for name, shape in shapes.items()}
+        )
 
     def exact(self) -> Gradients:
-        """In float64 on whole tensors, of which this rank's parts are taken."""
+        """Compute in float64 on unsharded tensors and return this rank's parts."""
         x, weights = leaf(self.x.double()), [{n: leaf(w.double()) for n, w in it.weights.items()} for it in self.layers]
         y = x
         for layer, w in zip(self.layers, weights, strict=True):
@@ -198,7 +199,7 @@ class Stack:
         return part(w, SHARDED[name]) if name in SHARDED else w
 
     def sharded(self, ranks: Any) -> Gradients:
-        """By hostir's functions."""
+        """Compute by hostir's functions."""
         x = leaf(part(self.x, self.axis))
         weights = [{n: leaf(self.mine(n, w)) for n, w in it.weights.items()} for it in self.layers]
         y = x
@@ -222,7 +223,7 @@ class Stack:
 
 @contextmanager
 def saving() -> Iterator[dict[int, int]]:
-    """The memory that autograd saves within: the bytes at each address."""
+    """Record the memory that autograd saves in this context: the bytes at each address."""
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -235,22 +236,22 @@ def saving() -> Iterator[dict[int, int]]:
 
 
 def total(name: str, grad: Tensor) -> Tensor:
-    """The gradient of a whole weight is that of this rank's tokens; of all tokens, it is the sum."""
+    """Return the gradient for all tokens: gradients of replicated weights are summed over ranks."""
     if name not in SHARDED:
         dist.all_reduce(grad)
     return grad
 
 
-def error(found: list[Tensor], true: list[Tensor]) -> float:
-    """The root mean square of the relative errors of tensors, over all ranks."""
-    pairs = [((f.double() - t).square().sum(), t.square().sum()) for f, t in zip(found, true, strict=True)]
+def error(results: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the root mean square of the relative errors of tensors, over all ranks."""
+    pairs = [((r.double() - e).square().sum(), e.square().sum()) for r, e in zip(results, exact, strict=True)]
     sums = torch.tensor([[float(n) for n in pair] for pair in pairs], dtype=torch.float64)
     dist.all_reduce(sums)
     return math.sqrt(float((sums[:, 0] / sums[:, 1]).mean()))
 
 
 @case
-def random_stacks_of_layers_are_as_exact_as_those_of_dtensor() -> None:
+def random_stacks_of_layers_are_as_accurate_as_by_dtensor() -> None:
     draw = draws()
     mesh = init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
     ratios, saved = [], []
@@ -264,17 +265,17 @@ def random_stacks_of_layers_are_as_exact_as_those_of_dtensor() -> None:
         assert by_hostir.saved <= by_dtensor.saved, (by_hostir.saved, by_dtensor.saved, stack.layers)
         saved += [by_hostir.saved / by_dtensor.saved]
         ours, again, theirs, exact = (it.all() for it in (by_hostir, once_more, by_dtensor, stack.exact()))
-        mine, its = error(ours, exact), error(theirs, exact)
-        assert mine <= max(2 * its, 1e-12), (dtype, strategy, mine, its, stack.layers)
+        own_error, dtensor_error = error(ours, exact), error(theirs, exact)
+        assert own_error <= max(2 * dtensor_error, 1e-12), (dtype, strategy, own_error, dtensor_error, stack.layers)
         assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "the same bits in every run"
         if dtype == torch.bfloat16:
-            ratios.append(mine / its)
-    mean = geometric_mean(ratios)  # of many: the rounding of one stack is that of all its gradients
+            ratios.append(own_error / dtensor_error)
+    mean = geometric_mean(ratios)  # of many stacks: all gradients of one stack share its rounding
     if dist.get_rank() == 0:
         print(f"{len(ratios)} stacks in bf16: error ratio {mean:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
-        print(f"{COUNT} stacks: bytes saved, of DTensor's, from {min(saved):.3f} to {max(saved):.3f}")
+        print(f"{COUNT} stacks: bytes saved relative to DTensor, from {min(saved):.3f} to {max(saved):.3f}")
     assert mean <= 1.1, ratios
 
 
 if __name__ == "__main__":
-    main(CASES)
+    main()

@@ -1,4 +1,4 @@
-"""The example of a model: losses, gradients and checkpoints of several ranks are those of one."""
+"""The example of a model: losses, gradients and checkpoints of several ranks equal those of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.xdist_group("t
 
 
 def ran(ranks: int, *runs: str) -> list[str]:
-    """What each run prints; a run with --compare ends the job where its bounds do not hold."""
+    """Return the output of each run; a run with --compare fails if an error exceeds its bound."""
     done = launch(ranks, str(RUNS), *runs, env=environment(), timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     printed = re.split(r"^== .*\n", done.stdout, flags=re.MULTILINE)[1:]
@@ -29,13 +29,15 @@ def ran(ranks: int, *runs: str) -> list[str]:
 
 
 def losses(printed: str) -> list[float]:
-    found = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
-    assert found
-    return found
+    values = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert values
+    return values
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load, of one process
-def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load in one process
+def test_several_ranks_train_like_one_and_load_checkpoints_of_another_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, one = tmp_path / "checkpoint", "--layers 1"
     llama.main([*one.split(), "--steps", "2"])
     alone = losses(capsys.readouterr().out)
@@ -48,7 +50,7 @@ def test_ranks_train_as_one_does_and_read_what_others_wrote(tmp_path: Path, caps
     )
     assert bf16.count("step") == 2
     assert compiled.count("step") == 3
-    assert losses(fp8)[-1] < 0.8 * losses(fp8)[0], "it learns"
+    assert losses(fp8)[-1] < 0.8 * losses(fp8)[0], "the loss must fall"
     assert len(set(re.findall(r"(\d+) tokens", fp8))) > 1
     assert len(set(re.findall(r"symmetric memory ([1-9]\d*)", fp8))) == 1
     four, _, loaded = ran(
@@ -70,7 +72,7 @@ def test_memory_that_grows_with_new_numbers_of_tokens_is_an_error(monkeypatch: p
         llama.main(arguments.split())
 
 
-def test_a_gradient_that_is_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().sum()
         loss.backward()
@@ -84,8 +86,8 @@ def test_a_gradient_that_is_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         llama.compare(model, alone, loss, x, model.state_dict())
 
 
-def test_runs_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, why in (("--graph --varying", "another for each"), ("--graph", "for GPUs")):
+def test_contradicting_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, reason in (("--graph --varying", "another for each"), ("--graph", "for GPUs")):
         with pytest.raises(SystemExit):
             llama.main(arguments.split())
-        assert why in capsys.readouterr().err
+        assert reason in capsys.readouterr().err

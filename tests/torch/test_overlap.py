@@ -1,4 +1,4 @@
-"""The overlap pass and Inductor's caches: the pass's key, what runs behind a warm cache, and the report of it."""
+"""The overlap pass and Inductor's caches: the key of the pass, and operators and reports with a warm cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_key_of_the_pass_changes_with_the_version(monkeypatch: pytest.Monkey
 
 
 def compiled(overlapped: bool, cache: Path) -> list[dict[str, Any]]:
-    """What each of two ranks said that has compiled and run in a new process."""
+    """Compile and run in new processes; return what each of the two ranks reports."""
     env = environment(TORCHINDUCTOR_CACHE_DIR=str(cache), TORCHINDUCTOR_FX_GRAPH_CACHE="1")
     script = Path(__file__).parent / "cached_run.py"
     job = launch(2, str(script), str(int(overlapped)), env=env, timeout=120)
@@ -40,7 +40,7 @@ def compiled(overlapped: bool, cache: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.xdist_group("torch operators")
-def test_graphs_of_a_warm_cache_are_those_that_the_pass_would_make_now(tmp_path: Path) -> None:
+def test_a_warm_cache_holds_graphs_with_and_without_the_pass_apart(tmp_path: Path) -> None:
     warm = set()
     for overlapped in (False, True, True, False, True):
         ranks = compiled(overlapped, tmp_path)

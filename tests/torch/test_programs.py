@@ -1,4 +1,4 @@
-"""Operators' programs: two threads that ask for one at once get the same. The counts of their calls."""
+"""Programs of operators that several threads request at once, and the counts of their calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 
 
 def build(ranks: int, key: str) -> Any:
-    raise AssertionError("the tests make no program")
+    raise AssertionError("not called in these tests")
 
 
-def slowly(monkeypatch: pytest.MonkeyPatch, made: list[object]) -> None:
+def compile_slowly(monkeypatch: pytest.MonkeyPatch, executors: list[object]) -> None:
     def make(*_: object) -> object:
         time.sleep(0.05)
-        made.append(object())
-        return made[-1]
+        executors.append(object())
+        return executors[-1]
 
     monkeypatch.setattr(OperatorGroup, "_made", make)
 
@@ -46,18 +46,18 @@ def on_threads(*calls: Any) -> list[Any]:
     return results
 
 
-def test_threads_whose_first_calls_coincide_get_one_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    slowly(monkeypatch, made)
+def test_threads_that_request_the_same_program_at_once_get_one_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    executors: list[object] = []
+    compile_slowly(monkeypatch, executors)
     group = OperatorGroup("0", SimpleNamespace(size=lambda: 2))
     ask = partial(group.program, build, "one", strategy="auto", device=CPU)
     first, *others = on_threads(*[ask] * 8)
-    assert len(made) == 1
+    assert len(executors) == 1
     assert all(other is first for other in others)
 
 
-def test_a_thread_that_makes_one_executor_keeps_nobody_from_making_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2)  # each thread goes on once the other makes its executor, too
+def test_threads_can_make_different_executors_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)  # passes only if both threads are making executors
 
     def make(*_: object) -> object:
         both.wait(10)
@@ -71,7 +71,7 @@ def test_a_thread_that_makes_one_executor_keeps_nobody_from_making_another(monke
     assert one is not other
 
 
-def test_threads_that_meet_a_group_at_once_get_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_use_a_new_group_at_once_get_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(size=lambda: 2)
 
     def resolved(name: str) -> object:
@@ -85,7 +85,7 @@ def test_threads_that_meet_a_group_at_once_get_one_entry(monkeypatch: pytest.Mon
     assert all(other is first for other in others)
 
 
-def test_the_number_of_calls_outlives_a_report_that_is_cleared() -> None:
+def test_the_number_of_calls_survives_clearing_the_report() -> None:
     ledger, one, other = Ledger(), cast(Executor, object()), cast(Executor, object())
     ledger.ran("hostir::all_gather", "0", one)
     ledger.clear()

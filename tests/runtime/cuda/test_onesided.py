@@ -24,8 +24,8 @@ from hostir.runtime.simulated.machine import rehearse
 from hostir.runtime.unroll import ComputeOp, unroll
 from tests import symbolic
 from tests.counting import calls_of
+from tests.judging.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
 from tests.lower.gathered import gathered
-from tests.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
 from tests.runtime.cuda.simulated_gpus import CPU, Gpus, Stream, gpus, layers, plans
 
 __all__ = ["gpus"]  # a fixture

@@ -1,0 +1,274 @@
+"""Correct programs, their mutants, and the verdicts of the checker and of the simulated ranks on each mutant.
+
+A mutant is guilty if the simulated ranks, which share no code with the checker, show it to be wrong: over as many calls
+as the proof analyses, a schedule that the memory model allows hangs, raises or gives NaN, or two schedules give
+different bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+import hostir as hi
+from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
+from hostir import knobs
+from hostir.check import check, check_structure
+from hostir.check.proof import Finding
+from hostir.ir.program import Program, format_program
+from hostir.ir.source import HostIRError
+from hostir.lower import STRATEGIES, passes_of, run_passes
+from hostir.lower.allreduces import AllReduceSteps
+from hostir.lower.fused import Fused, Push
+from hostir.lower.strategies import EXPLICIT, FINISH
+from tests.judging.mutants import Mutant, mutants
+from tests.judging.reduce_scatters import FORMS, reduce_scatter
+from tests.judging.simulated import errors, failure_of, outcome, rehearsal
+from tests.launch import ROOT
+
+ONESIDED = ROOT / "tests" / "cases" / "onesided"
+SENT = (  # patterns that send rows to peers by copies
+    patterns.allgather_matmul,
+    patterns.allgather_matmul_kept,
+    patterns.column_parallel,
+    patterns.gate_up,
+    patterns.mlp,
+    patterns.mlp_replicated,
+    patterns.row_parallel_scattered,
+)
+SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # in one step, with blocks of any size
+TWO = AllReduceSteps(extra_bytes=-1, chunks=2, min_rows=1, min_bytes=1)  # in two steps
+SUMMED = ((Fused(2, steps=SMALL), 2), (Fused(2, steps=TWO), 4), (Fused(1, steps=TWO), 3), (Push(TWO), 3))
+
+
+# Correct programs -------------------------------------------------------------------------------------------------
+@cache
+def originals() -> tuple[Program, ...]:
+    """Return every pattern and example, lowered on tiny tensors, and hand-written one-sided programs."""
+    programs = [*_lowered(), *_examples(), *(hi.parse(p.read_text(), p.name) for p in sorted(ONESIDED.glob("*.hir")))]
+    programs += [hi.parse(reduce_scatter(form, *sizes)) for form in FORMS for sizes in ((2, 2), (3, 1), (4, 1))]
+    return tuple({p.digest: p for p in programs}.values())
+
+
+def _lowered() -> Iterator[Program]:
+    for pattern in patterns.PATTERNS:
+        for ranks, slices in ((2, 2), (2, 3), (4, 2)):
+            fusion = tiny(pattern, ranks, slices)
+            yield hi.lower(fusion, "sequential")
+            yield from (hi.lower(fusion, "pipeline", streams) for streams in range(1, slices + 1))
+    yield from (hi.lower(tiny(patterns.mlp, 2, 4), "pipeline", streams) for streams in (3, 4))
+    for pattern in SENT:
+        for ranks, slices in ((2, 1), (2, 2), (4, 1)):
+            yield from (hi.lower(tiny(pattern, ranks, slices), strategy) for strategy in ("ring", "fused", "push"))
+    for pattern in (patterns.reduce_scatter, patterns.all_gather):
+        yield from (hi.lower(tiny(pattern, ranks, 1), strategy) for ranks, strategy in ((2, "ring"), (3, "push")))
+    yield from scaled()
+    for form, ranks in SUMMED:
+        for pattern in (patterns.row_parallel, patterns.all_reduce):
+            yield run_passes(tiny(pattern, ranks, 1, M=2 * ranks).program(), [*EXPLICIT, form, *FINISH])
+
+
+def scaled() -> Iterator[Program]:
+    """Yield every pattern of fp8 products, with scales of rows and of tensors."""
+    for pattern in patterns.SCALED:
+        for scales, strategies in (("rows", ("ring", "fused", "push")), ("tensor", ("sequential",))):
+            fusion = pattern(ranks=2, M=4, K=4, N=4, scales=scales)
+            yield from (hi.lower(fusion, strategy) for strategy in strategies)
+
+
+def _examples() -> Iterator[Program]:
+    for fusion in (ag_matmul.ag_matmul, mlp_block.mlp_block, row_parallel.row_parallel, edit_a_dump.gathered):
+        yield hi.lower(tiny(fusion, 2, 2), streams=2)
+    ahead = tiny(write_a_pass.ag_matmul, 2, 3)
+    yield run_passes(ahead.program(), [*passes_of("pipeline", streams=2), write_a_pass.GatherAhead()])
+
+
+def on_grid(dp: int, tp: int) -> list[Program]:
+    """Return programs with equal ranks on a mesh of two axes: an MLP by every strategy, and hand-written ones."""
+    numbers = range(dp * tp)
+    rows = " ".join(f"({' '.join(map(str, numbers[n * tp : n * tp + tp]))})" for n in range(dp))
+    sizes = {"DP": dp, "TP": tp, "OTHERS": dp - 1, "ALL": dp * tp, "GRID": rows, "FLAT": " ".join(map(str, numbers))}
+    texts = [re.sub("[A-Z]{2,}", lambda name: str(sizes[name[0]]), text) for text in GRIDS]
+    with knobs.scope(spec=0):
+        lowered = [hi.lower(tiny(patterns.mlp_2d, dp * tp, 2, dp=dp), strategy) for strategy in STRATEGIES]
+    return [*lowered, *(hi.parse(text) for text in texts)]
+
+
+GRIDS = (  # rows go to all ranks along tp, then along dp; a stream or a matmul waits for the flags
+    """hostir 1
+mesh @grid [dp, tp] = GRID
+program @along_both(%x: f32[DP@dp, TP@tp, 2]) -> (%y) {
+  %p = rank of %x over dp
+  %q = rank of %x over tp
+  %all: f32[DP, TP, 2] = allocate_symmetric
+  %there: flag[TP] = allocate_symmetric
+  %rows_there: flag[DP] = allocate_symmetric
+  barrier of %x over tp
+  barrier of %x over dp
+  %mine: f32[DP@dp, TP@tp, 2] = shard %all
+  for %i in 0..TP {
+    put %x -> %mine at (%q + %i) % TP over tp
+    signal %there[%q] = 1 at (%q + %i) % TP over tp
+  }
+  for %i in 0..TP { wait_signal %there[(%q + %i) % TP] >= 1 }
+  %rows: f32[DP@dp, TP, 2] = shard %all
+  for %i in 0..DP {
+    put %rows -> %rows at (%p + %i) % DP over dp
+    signal %rows_there[%p] = 1 at (%p + %i) % DP over dp
+  }
+  for %i in 0..DP { wait_signal %rows_there[(%p + %i) % DP] >= 1 }
+  %y: f32[DP, TP, 2] = allocate
+  relu %all -> %y
+}
+""",
+    """hostir 1
+mesh @grid [dp, tp] = GRID
+program @ready_of_both(%x: f32[DP@dp, TP@tp, 2], %b: f32[2, 3]) -> (%c) {
+  %p = rank of %x over dp
+  %q = rank of %x over tp
+  %all: f32[DP, TP, 2] = allocate_symmetric
+  %there: flag[ALL] = allocate_symmetric
+  barrier of %x over tp
+  barrier of %x over dp
+  %mine: f32[DP@dp, TP@tp, 2] = shard %all
+  for %i in 0..TP {
+    put %x -> %mine at (%q + %i) % TP over tp
+    signal %there[(%p * TP) + %q] = 1 at (%q + %i) % TP over tp
+  }
+  for %i in 0..TP { wait_signal %there[(%p * TP) + ((%q + %i) % TP)] >= 1 }
+  %rows: f32[DP@dp, TP, 2] = shard %all
+  for %i in 0..OTHERS {
+    put %rows -> %rows at (%p + %i + 1) % DP over dp
+    for %j in 0..TP { signal %there[(%p * TP) + ((%q + %j) % TP)] = 1 at (%p + %i + 1) % DP over dp }
+  }
+  %c: f32[DP, TP, 3] = allocate
+  matmul %all, %b -> %c ready %there >= 1 from (%p * TP) + %q
+}
+""",
+    """hostir 1
+mesh @grid [dp, tp] = GRID
+mesh @flat [didx] = FLAT
+program @collectives_of_both(%x: f32[DP@dp, TP@tp, 2], %z: f32[2] partial(didx) on @flat) -> (%y, %sum) streams 2 {
+  %user = current_stream
+  %rows: f32[DP@dp, TP, 2] = allocate
+  %y: f32[DP, TP, 2] = allocate
+  %sum: f32[2] on @flat = allocate
+  set_stream 0
+  synchronize %user
+  %h = allgather %x -> %rows over tp
+  set_stream 1
+  synchronize %user
+  %s = allreduce %z -> %sum over didx
+  set_stream 0
+  wait %h
+  %g = allgather %rows -> %y over dp
+  wait %g
+  set_stream %user
+  synchronize 0
+  wait %s
+  free %rows
+}
+""",
+)
+
+
+def tiny(fusion: Callable[..., hi.Fusion], ranks: int, slices: int, **more: int) -> hi.Fusion:
+    """Return the fusion with one row in each slice of each rank, and one column for each rank."""
+    sizes = {"ranks": ranks, "S": slices, "M": ranks * slices, "K": ranks, "N": ranks * slices, "H": ranks, **more}
+    known = fusion.__code__.co_varnames[: fusion.__code__.co_argcount]
+    return fusion(**{name: value for name, value in sizes.items() if name in known})
+
+
+def every_mutant(programs: Iterable[Program]) -> list[Mutant]:
+    """Return the mutants of these programs, each text once, without the programs themselves."""
+    known = {format_program(p, notes=False) for p in programs}
+    by_text = {m.text: m for p in programs for m in mutants(p) if m.text not in known}
+    return list(by_text.values())
+
+
+def sample(mutants: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
+    """Return at most so many mutants, about equally many of each operator, the same ones every time."""
+    groups: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        groups.setdefault(mutant.operator, []).append(mutant)
+    random = Random(seed)
+    for group in groups.values():
+        random.shuffle(group)
+    turns = [(turn, operator, m) for operator, group in sorted(groups.items()) for turn, m in enumerate(group)]
+    return [m for _, _, m in sorted(turns, key=lambda x: x[:2])[:most]]
+
+
+def edited_twice(once: Sequence[Mutant], most: int, seed: int = 0) -> list[Mutant]:
+    """Return mutants of mutants: one fault may hide another, and the second edit may expose it."""
+    random, pairs = Random(seed), dict[str, Mutant]()
+    for first in random.sample(once, len(once)):
+        program = _sound(first)
+        more = mutants(program) if program else []
+        for then in random.sample(more, min(len(more), 4)):
+            pairs[then.text] = Mutant("two edits", first.name, f"{first.change}; {then.change}", then.text)
+        if len(pairs) >= most:
+            break
+    return list(pairs.values())[:most]
+
+
+def _sound(mutant: Mutant) -> Program | None:
+    try:
+        program = hi.parse(mutant.text, mutant.name)
+    except HostIRError:
+        return None
+    return None if check_structure(program) else program
+
+
+# Guilt and verdict ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Verdict:
+    """Findings of the checker on a mutant, and failures of the simulated ranks.
+
+    Fields:
+        structure: errors in names, types, handles and lifetimes; any of them ends the check.
+        findings: errors of the checker.
+        guilt: the failure and its seed; empty if no seed fails.
+        seen: a race that the simulated ranks see when they watch every access, which need not change a result.
+    """
+
+    mutant: Mutant
+    structure: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    guilt: str = ""
+    seen: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """One of `OUTCOMES`: "benign" is a true race, or a read of undefined data, that changes no result."""
+        if self.structure:
+            return "structure"
+        if self.guilt:
+            return "caught" if self.findings else "missed"
+        if self.findings:
+            return "benign" if self.seen else "unfounded"
+        return "innocent"
+
+
+OUTCOMES = ("structure", "caught", "missed", "benign", "unfounded", "innocent")
+
+
+def judge(mutant: Mutant, seeds: int) -> Verdict | None:
+    """Return the verdict on a mutant, or None if its text does not parse."""
+    try:
+        program = hi.parse(mutant.text, mutant.name)
+    except HostIRError:
+        return None
+    diagnostics = [d for d in check(program) if d.level == "error"]
+    if any(not isinstance(d, Finding) for d in diagnostics):
+        return Verdict(mutant, structure=errors(diagnostics))
+    findings, guilt = errors(diagnostics), failure_of(program, seeds)
+    seen = outcome(rehearsal(program), 0, watch=True) if not guilt else ""
+    return Verdict(mutant, (), findings, guilt, seen if isinstance(seen, str) else "")
+
+
+def subject(message: str) -> str:
+    """Return a finding without the names and numbers of the program."""
+    return re.sub(r"\d+", "N", re.sub(r"%\w+", "%x", re.sub(r"'[^']*'", "'...'", message)))
