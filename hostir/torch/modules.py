@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hostir.ir.source import described, error, user_span, warn_once
 from hostir.torch.functional import column_parallel_linear, gated_linear, name_of, row_parallel_linear
-from hostir.torch.operators import SETTINGS
-from hostir.torch.programs import DTYPES, LEDGER, MACHINES
+from hostir.torch.ops.running import DTYPES, MACHINES, SETTINGS
+from hostir.torch.reporting import LEDGER
 
 LAST = Shard(-1)
 

@@ -31,8 +31,10 @@ from torch.utils._sympy.functions import FloorDiv
 from hostir import __version__
 from hostir.ir.scaled_ops import BLOCK
 from hostir.ir.source import counted
-from hostir.torch.programs import DTYPES, LEDGER
-from hostir.torch.scaled import BLOCKS, FP8, RESULTS
+from hostir.torch.ops.all_gather_scaled_matmul import BLOCKS
+from hostir.torch.ops.running import DTYPES
+from hostir.torch.ops.scaled_operands import FP8, RESULTS
+from hostir.torch.reporting import LEDGER
 
 aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default

@@ -14,7 +14,8 @@ from hostir.ir.comm_ops import Communication
 from hostir.ir.onesided_ops import Put
 from hostir.ir.scaled_ops import ScaledMatmul
 from hostir.lower import STRATEGIES
-from hostir.torch.scaled import ScaledProduct, gathered_program
+from hostir.torch.ops.all_gather_scaled_matmul import gather_fusion
+from hostir.torch.ops.scaled_operands import ScaledProduct
 from tests.lower.held import every_strategy, hold, one_sided, without_each
 from tests.mutation import convicted
 
@@ -104,6 +105,6 @@ def test_a_tensors_scale_is_the_largest_of_its_rows_and_gathers_these_only() -> 
 
 def test_scales_of_all_rows_that_lie_apart_are_copied_before_a_kernel_waits_for_the_rows() -> None:
     product = ScaledProduct("f8e4m3", 16, "bf16", "", False, False)
-    fusion = gathered_program(2, "f8e4m3", 32, (product,), "replicated", free=1, outside=1)
+    fusion = gather_fusion(2, "f8e4m3", 32, (product,), "replicated", extra=1, outside=1)
     assert "%s_dense = dense %s" in str(hi.lower(fusion, "fused"))
     assert "dense" not in str(hi.lower(fusion, "ring"))  # its products are issued when their rows are there

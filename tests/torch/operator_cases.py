@@ -24,7 +24,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
 import hostir.torch
-from hostir.torch.programs import group_named
+from hostir.torch.ops.running import group_named
 
 DEVICE = os.environ.get("DEVICE", "cpu")
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
