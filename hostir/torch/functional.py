@@ -115,13 +115,7 @@ def _times(a: Tensor, axis: int, name: str) -> list[int]:
 
 
 def matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    group: Ranks,
-    *,
-    scatter_dim: int = 0,
-    reduce_op: str = "sum",
-    out: Tensor | None = None,
+    a: Tensor, b: Tensor, group: Ranks, *, scatter_dim: int = 0, reduce_op: str = "sum", out: Tensor | None = None
 ) -> Tensor:
     """Multiply, sum over the ranks, and return this rank's part along an axis: `reduce_scatter(a @ b)`.
 

@@ -34,9 +34,7 @@ Products = tuple[Tensor | None, list[Tensor]]  # the gathered tensor, if asked f
 
 
 @takes_over(
-    "fused_all_gather_matmul",
-    cuda=symm_mem._fused_all_gather_matmul,
-    cpu=symm_mem._fused_all_gather_matmul_fallback,
+    "fused_all_gather_matmul", cuda=symm_mem._fused_all_gather_matmul, cpu=symm_mem._fused_all_gather_matmul_fallback
 )
 def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
@@ -172,13 +170,7 @@ def gather_fusion(
     "str[] dtypes) -> (Tensor, Tensor[])"
 )
 def all_gather_matmul_backward(
-    a: Tensor,
-    dys: list[Tensor],
-    bs: list[Tensor],
-    gather_dim: int,
-    group_name: str,
-    linear: bool,
-    dtypes: list[str],
+    a: Tensor, dys: list[Tensor], bs: list[Tensor], gather_dim: int, group_name: str, linear: bool, dtypes: list[str]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return both gradients of all-gather + matmul, and gather `a` once more for them.
 
