@@ -191,16 +191,16 @@ class ShardedLinear(nn.Linear):
 
     @classmethod
     @abstractmethod
-    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        """Return why hostir cannot run any call of a layer; None if it can."""
+    def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
+        """Return why hostir cannot run a layer with inputs of this placement; None if it can."""
 
     def unfit_call(self, x: Tensor) -> str | None:
         """Return why hostir cannot run this call; None if it can. All ranks return the same."""
-        layouts = self.layouts
-        if why := self.unfit(self, layouts):
-            return why
-        if isinstance(x, DTensor) and x.device_mesh != layouts.mesh:
-            return f"its input is on another mesh, {x.device_mesh}"
+        layouts, placement = self.layouts, self.layouts.input
+        if isinstance(x, DTensor):
+            placement = x.placements[0]
+            if x.device_mesh != layouts.mesh:
+                return f"its input is on another mesh, {x.device_mesh}"
         if x.ndim < 2:
             return f"its input has {x.ndim} axes"
         if x.device.type not in MACHINES:
@@ -209,7 +209,7 @@ class ShardedLinear(nn.Linear):
             return f"its input is {x.dtype}, its weight {self.weight.dtype}"
         if layouts.fp8 and x.dtype == torch.float64:
             return "its input is torch.float64, which is not quantized to fp8"
-        return None
+        return self.unfit(self, layouts, LAST if self.sharded_axis(x) == x.ndim - 1 else placement)
 
     def sharded_axis(self, x: Tensor) -> int | None:
         """Return the sharded axis of an input, counted from the first one; None for an unsharded input."""
@@ -272,13 +272,6 @@ def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:
     return f"its {ranks} ranks do not divide {what}, which are {length}" if length % ranks else None
 
 
-def _uneven(x: Tensor, axis: int, layouts: Layouts) -> str | None:
-    """Return why the parts of an axis are unequal; None if they are equal, as the parts of plain tensors should be."""
-    ranks = layouts.mesh.size()
-    uneven = isinstance(x, DTensor) and x.shape[axis] % ranks
-    return f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}" if uneven else None
-
-
 class ColumnParallelLinear(ShardedLinear):
     """The first linear layer of a pair: gathers the tokens, and computes this rank's columns of the output.
 
@@ -318,13 +311,13 @@ class ColumnParallelLinear(ShardedLinear):
         return cls.converted(linear, cls.layouts_for(mesh, gather_dim, **options))
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        if not isinstance(layouts.input, (Shard, Replicate)):
-            return f"inputs are {layouts.input}, neither sharded on tokens nor whole"
-        if layouts.fp8 and not isinstance(layouts.input, Shard):
-            return "inputs are whole, and fp8 is for tokens that are gathered"
-        if layouts.input == LAST:
-            return "inputs are sharded on the axis that the product sums over"
+    def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
+        if not isinstance(placement, (Shard, Replicate)):
+            return f"its input is {placement}, neither sharded on tokens nor whole"
+        if layouts.fp8 and not isinstance(placement, Shard):
+            return "its input is whole, and fp8 is for tokens that are gathered"
+        if placement == LAST:
+            return "its input is sharded on the axis that the product sums over"
         if layouts.output != LAST:
             return f"outputs are {layouts.output}, not sharded on the last axis"
         return _indivisible("its out_features", linear.out_features, layouts)
@@ -332,14 +325,10 @@ class ColumnParallelLinear(ShardedLinear):
     def unfit_call(self, x: Tensor) -> str | None:
         if why := super().unfit_call(x):
             return why
-        axis = self.sharded_axis(x)
-        if axis is None and isinstance(x, DTensor) and not x.placements[0].is_replicate():
-            return f"its input is {x.placements[0]}, neither sharded on tokens nor whole"
-        if axis is None:
-            return "its input is whole, and fp8 is for tokens that are gathered" if self.layouts.fp8 else None
-        if axis == x.ndim - 1:
-            return "its input is sharded on the axis that the product sums over"
-        return _uneven(x, axis, self.layouts)
+        axis, ranks = self.sharded_axis(x), self.layouts.mesh.size()
+        if axis is not None and isinstance(x, DTensor) and x.shape[axis] % ranks:  # plain tensors are equal parts
+            return f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}"
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         return columns(input, [self])[0]
@@ -396,13 +385,13 @@ class RowParallelLinear(ShardedLinear):
         return cls.converted(linear, cls.layouts_for(mesh, scatter_dim, **options))
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        if layouts.input != LAST:
-            return f"inputs are {layouts.input}, not sharded on the last axis"
+    def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
+        if placement != LAST:
+            return f"its input is {placement}, not sharded on the last axis"
         if not isinstance(layouts.output, (Shard, Replicate)):
             return f"outputs are {layouts.output}, neither sharded on tokens nor whole"
         if layouts.output == LAST:
-            return "outputs are sharded on the last axis, not on that of the tokens"
+            return "outputs are sharded on the last axis, not on the axis of the tokens"
         if layouts.fp8 and not isinstance(layouts.output, Shard):
             return "outputs are whole, and products in fp8 are not summed on all ranks"
         return _indivisible("its in_features", linear.in_features, layouts)
@@ -410,13 +399,11 @@ class RowParallelLinear(ShardedLinear):
     def unfit_call(self, x: Tensor) -> str | None:
         if why := super().unfit_call(x):
             return why
-        if self.sharded_axis(x) != x.ndim - 1:
-            return "its input is not sharded on the last axis"
         if self.output_axis is None:
             return None
         axis = self.output_axis % x.ndim
         if axis == x.ndim - 1:
-            return "its output is sharded on the last axis, not on that of the tokens"
+            return "its output is sharded on the last axis, not on the axis of the tokens"
         return _indivisible(f"axis {axis} of its input", x.shape[axis], self.layouts)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def what_styles_cannot_do_is_torchs_and_said() -> None:
         (ColwiseParallel, {"fp8": True}, "fp8 is for tokens that are gathered"),
         (ColwiseParallel, {"input_layouts": Shard(-1)}, "the axis that the product sums over"),
         (ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}, "not sharded on the last axis"),
-        (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on that of the tokens"),
+        (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on the axis of the tokens"),
         (RowwiseParallel, {"output_layouts": Shard(0), "input_layouts": Replicate()}, "not sharded on the last axis"),
     ):
         exact = same(nn.Linear(8, 16))
