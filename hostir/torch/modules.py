@@ -70,7 +70,7 @@ class Layouts:
 def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
     """Return a mesh of one dimension, and the name of its group. Raises HostIRError for any other mesh.
 
-    `what` cannot be sharded over such a mesh; the message says so.
+    The message says that `what` cannot be sharded over it.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         expected = 'a DeviceMesh of one dimension, such as mesh["tp"]'
