@@ -13,9 +13,10 @@ from hostir.torch.functional import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
-from hostir.torch.installing import install, report, uninstall
+from hostir.torch.installing import install, uninstall
 from hostir.torch.modules import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
 from hostir.torch.overlap import OverlapPass, overlap_pass
+from hostir.torch.reporting import report
 from hostir.torch.styles import ColwiseParallel, RowwiseParallel
 from hostir.torch.traps import ShardingWarning
 

@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hostir.ir.source import check_known, described, error, user_span
 from hostir.runtime.guest import resolved
 from hostir.torch import float8
-from hostir.torch.library import call
-from hostir.torch.programs import MACHINES
+from hostir.torch.ops import all_gather_matmul as gather
+from hostir.torch.ops import collectives, linear
+from hostir.torch.ops import matmul_all_reduce as reduction
+from hostir.torch.ops import matmul_reduce_scatter as scatter
+from hostir.torch.ops.running import MACHINES
 
 _transforms = torch._C._functorch.peek_interpreter_stack
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
@@ -98,10 +101,10 @@ def all_gather_matmul(
     if out is not None:
         given = [out] if isinstance(out, Tensor) else [*out]
         full = a.new_empty(_times(a, axis, name)) if return_a else None
-        call("all_gather_matmul_out", [a, *bs, *given], a, bs, axis, name, out=given, gathered=full)
+        gather.all_gather_matmul_out.call([a, *bs, *given], a, bs, axis, name, out=given, gathered=full)
         products = given
     else:
-        full, products = call("all_gather_matmul", [a, *bs], a, bs, axis, name, return_a)
+        full, products = gather.all_gather_matmul.call([a, *bs], a, bs, axis, name, return_a)
     result = products[0] if isinstance(b, Tensor) else products
     return (full, result) if return_a else result
 
@@ -112,13 +115,7 @@ def _times(a: Tensor, axis: int, name: str) -> list[int]:
 
 
 def matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    group: Ranks,
-    *,
-    scatter_dim: int = 0,
-    reduce_op: str = "sum",
-    out: Tensor | None = None,
+    a: Tensor, b: Tensor, group: Ranks, *, scatter_dim: int = 0, reduce_op: str = "sum", out: Tensor | None = None
 ) -> Tensor:
     """Multiply, sum over the ranks, and return this rank's part along an axis: `reduce_scatter(a @ b)`.
 
@@ -135,8 +132,8 @@ def matmul_reduce_scatter(
     axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
     a, b = ready(a, b)
     if out is None:
-        return call("matmul_reduce_scatter", (a, b), a, b, reduce_op, axis, name)
-    call("matmul_reduce_scatter_out", (a, b, out), a, b, reduce_op, axis, name, out=out)
+        return scatter.matmul_reduce_scatter.call((a, b), a, b, reduce_op, axis, name)
+    scatter.matmul_reduce_scatter_out.call((a, b, out), a, b, reduce_op, axis, name, out=out)
     return out
 
 
@@ -211,12 +208,12 @@ def column_parallel_linear(
     axis = 0 if gather_dim is None else axis_of(x, gather_dim, "gather_dim")
     x, *weights = ready(x, *weights)
     if gather_dim is None:
-        products = call("replicated_linear", [x, *weights], x, weights, name)
+        products = linear.replicated_linear.call([x, *weights], x, weights, name)
     elif fp8:
         products = float8.column_linear(x, weights, axis, name)
     else:
         keeps = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
-        _, products = call("all_gather_matmul", [x, *weights], x, weights, axis, name, keeps, True)
+        _, products = gather.all_gather_matmul.call([x, *weights], x, weights, axis, name, keeps, True)
     if bias is not None:
         products = [y if b is None else y + b.to(y.dtype) for y, b in zip(products, biases, strict=True)]
     return products[0] if one else products
@@ -263,11 +260,11 @@ def row_parallel_linear(
     x, weight = ready(x, weight)
     if reduce == "all":
         addends = [] if bias is None else [bias.to(x.dtype)]
-        return call("matmul_all_reduce", [x, weight, *addends], x, weight, name, True, *addends)
+        return reduction.matmul_all_reduce.call([x, weight, *addends], x, weight, name, True, *addends)
     if fp8:
         y = float8.row_linear(x, weight, axis, name)
     else:
-        y = call("matmul_reduce_scatter", (x, weight), x, weight, "sum", axis, name, True)
+        y = scatter.matmul_reduce_scatter.call((x, weight), x, weight, "sum", axis, name, True)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -285,7 +282,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, gate, up = ready(x, gate, up)
     keeps = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    y, _ = call("all_gather_gated", (x, gate, up), x, gate, up, axis, name, keeps)
+    y, _ = linear.all_gather_gated.call((x, gate, up), x, gate, up, axis, name, keeps)
     return y
 
 
@@ -310,8 +307,8 @@ def matmul_all_reduce(
     name = name_of(group)
     a, b, *rest = ready(a, b, *([] if addend is None else [addend]))
     if out is None:
-        return call("matmul_all_reduce", [a, b, *rest], a, b, name, False, *rest)
-    call("matmul_all_reduce_out", [a, b, out, *rest], a, b, name, out=out, addend=rest[0] if rest else None)
+        return reduction.matmul_all_reduce.call([a, b, *rest], a, b, name, False, *rest)
+    reduction.matmul_all_reduce_out.call([a, b, out, *rest], a, b, name, out=out, addend=rest[0] if rest else None)
     return out
 
 
@@ -329,6 +326,6 @@ def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
     name = name_of(group)
     (x,) = ready(x)
     if out is None:
-        return call("all_reduce", [x], x, name)
-    call("all_reduce_out", [x, out], x, name, out=out)
+        return collectives.all_reduce.call([x], x, name)
+    collectives.all_reduce_out.call([x, out], x, name, out=out)
     return out

@@ -1,8 +1,8 @@
 """Take over two Python functions of `torch.distributed._symmetric_memory` by which torch computes its fused operators.
 
 Libraries call these functions to multiply by a kernel of their own, as vLLM does with FlashInfer's fp8 matmul. Such a
-call passes by the dispatcher, so hostir replaces the functions in their module. It computes a call itself where it
-knows what the caller's kernel computes; any other call goes to torch's function.
+call skips the dispatcher, so hostir replaces the functions in their module. hostir computes a call if it knows the
+caller's kernel; any other call goes to torch's function.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from hostir.ir.source import error, user_span, warn_once
-from hostir.torch import library, operators, scaled
-from hostir.torch.operators import IN_TORCH, Operator, operator
-from hostir.torch.programs import Unfit
-from hostir.torch.recording import wants_gradients
-
-ALL_GATHER, REDUCE_SCATTER = "_fused_all_gather_matmul_impl", "_fused_scaled_matmul_reduce_scatter_impl"
-
-# Calls ----------------------------------------------------------------------------------------------------------------
-# Fields are the parameters of torch's functions, in their order.
+from hostir.torch.ops.all_gather_matmul import gathered_products
+from hostir.torch.ops.all_gather_scaled_matmul import gathered_scaled_products
+from hostir.torch.ops.gradients import wants_gradients
+from hostir.torch.ops.library import check_operands, check_reduce_op
+from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, leave_to_torch
+from hostir.torch.ops.scaled_matmul_reduce_scatter import scattered_scaled_product
+from hostir.torch.ops.scaled_operands import ScaledRight, check_lengths
 
 
 class GatherCall(NamedTuple):
-    """A call of `_fused_all_gather_matmul_impl`."""
+    """A call of `_fused_all_gather_matmul_impl`; fields are its parameters, in their order."""
 
     mm_out_op: Callable[..., Any]
     A_shard: Tensor
@@ -41,9 +39,27 @@ class GatherCall(NamedTuple):
     group_name: str
     return_A: bool  # noqa: N815  # torch's name
 
+    def compute(self, call: OperatorCall) -> tuple[Tensor | None, list[Tensor]]:
+        """Gather `A_shard`, and multiply it with each of `Bs`. Raises Unfit."""
+        check_operands(self.A_shard, self.Bs, self.gather_dim)
+        check_lengths(self.Bs, kwargs_list=self.kwargs_list, out_dtypes=self.out_dtypes)
+        scaled = _has_scales(self.mm_out_op, self.A_scale)
+        for kwargs, dtype in zip(self.kwargs_list, self.out_dtypes, strict=True):
+            _check_arguments(kwargs, SCALED if scaled else (), dtype)
+        _check_gradients(self.A_shard, *self.Bs, self.A_scale, *[x for each in self.kwargs_list for x in each.values()])
+        if self.A_scale is None:
+            if any(dtype not in (None, b.dtype) for b, dtype in zip(self.Bs, self.out_dtypes, strict=True)):
+                raise Unfit("its results have another dtype than its operands")
+            return gathered_products(call, self.A_shard, self.Bs, self.gather_dim, self.return_A)
+        rights = [_right_side(*each) for each in zip(self.Bs, self.kwargs_list, self.out_dtypes, strict=True)]
+        full, _, products = gathered_scaled_products(
+            call, self.A_shard, self.A_scale, rights, self.gather_dim, return_a=self.return_A
+        )
+        return full, products
+
 
 class ScatterCall(NamedTuple):
-    """A call of `_fused_scaled_matmul_reduce_scatter_impl`."""
+    """A call of `_fused_scaled_matmul_reduce_scatter_impl`; fields are its parameters, in their order."""
 
     mm_out_op: Callable[..., Any]
     A: Tensor
@@ -57,69 +73,38 @@ class ScatterCall(NamedTuple):
     group_name: str
     output_shape: list[int]
 
+    def compute(self, call: OperatorCall) -> Tensor:
+        """Multiply `A` with `B`, sum over all ranks, and return this rank's part. Raises Unfit."""
+        check_operands(self.A, [self.B], self.scatter_dim_after_maybe_reshape)
+        check_reduce_op(self.reduce_op)
+        if not _has_scales(self.mm_out_op, self.A_scale) or self.A_scale is None:
+            raise Unfit("its product has no scales")
+        _check_arguments(self.kwargs, SCALED, self.out_dtype)
+        _check_gradients(self.A, self.B, self.A_scale, *self.kwargs.values())
+        right, average = _right_side(self.B, self.kwargs, self.out_dtype), self.reduce_op == "avg"
+        return scattered_scaled_product(
+            call, self.A, self.A_scale, right, average, self.orig_scatter_dim, self.output_shape
+        )
 
-def all_gather(op: Operator, call: GatherCall) -> tuple[Tensor | None, list[Tensor]]:
-    """Gather `A_shard`, and multiply it with each of `Bs`. Raises Unfit."""
-    library.check_gather(call.A_shard, call.Bs, call.gather_dim)
-    scaled.check_lists(call.Bs, {"kwargs_list": call.kwargs_list, "out_dtypes": call.out_dtypes})
-    with_scales = _has_scales(call.mm_out_op, call.A_scale)
-    for kwargs, dtype in zip(call.kwargs_list, call.out_dtypes, strict=True):
-        _check_arguments(kwargs, SCALED if with_scales else (), dtype)
-    _check_gradients(call.A_shard, *call.Bs, call.A_scale, *[x for kwargs in call.kwargs_list for x in kwargs.values()])
-    if call.A_scale is None:
-        if any(dtype not in (None, b.dtype) for b, dtype in zip(call.Bs, call.out_dtypes, strict=True)):
-            raise Unfit("its results have another dtype than its operands")
-        return operators.all_gather_matmul(op, call.A_shard, call.Bs, call.gather_dim, call.return_A)
-    every: dict[str, list[Any]] = {name: [kwargs.get(name) for kwargs in call.kwargs_list] for name in SCALED}
-    full, _, products = scaled.all_gather_scaled_matmul(
-        *(op, call.A_shard),
-        bs=call.Bs,
-        scale=call.A_scale,
-        b_scales=every["scale_b"],
-        axis=call.gather_dim,
-        biases=every["bias"],
-        result_scales=every["scale_result"],
-        out_dtypes=call.out_dtypes,
-        fast=every["use_fast_accum"],
-    )
-    return full if call.return_A else None, products
-
-
-def reduce_scatter(op: Operator, call: ScatterCall) -> Tensor:
-    """Multiply `A` with `B`, sum over all ranks, and return this rank's part. Raises Unfit."""
-    library.check_scatter(call.A, call.B, call.reduce_op, call.scatter_dim_after_maybe_reshape)
-    if not 0 <= call.orig_scatter_dim < len(call.output_shape):
-        raise ValueError("Invalid scatter dim for 3D+ output tensor")
-    if not _has_scales(call.mm_out_op, call.A_scale) or call.A_scale is None:
-        raise Unfit("its product has no scales")
-    _check_arguments(call.kwargs, SCALED, call.out_dtype)
-    _check_gradients(call.A, call.B, call.A_scale, *call.kwargs.values())
-    return scaled.scaled_matmul_reduce_scatter(
-        *(op, call.A, call.B, call.A_scale, call.kwargs["scale_b"]),
-        average=call.reduce_op == "avg",
-        axis=call.orig_scatter_dim,
-        output_shape=call.output_shape,
-        bias=call.kwargs.get("bias"),
-        out_dtype=call.out_dtype,
-        fast=bool(call.kwargs.get("use_fast_accum")),
-    )
-
-
-# Products -------------------------------------------------------------------------------------------------------------
 
 SCALED = ("scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")  # arguments of a scaled product
-FLASHINFER = "vllm", "_flashinfer_scaled_mm_out"  # package and name of the function that vLLM wraps FlashInfer's in
+FLASHINFER = "vllm", "_flashinfer_scaled_mm_out"  # package and name of vLLM's function around FlashInfer's matmul
+
+
+def _right_side(b: Tensor, kwargs: Mapping[str, Any], dtype: torch.dtype | None) -> ScaledRight:
+    bias, result_scale = kwargs.get("bias"), kwargs.get("scale_result")
+    return ScaledRight(b, kwargs["scale_b"], bias, result_scale, dtype, kwargs.get("use_fast_accum"))
 
 
 def _has_scales(product: Any, scale: Tensor | None) -> bool:
     """Return True if a product is of scaled operands. Raises Unfit for a product that hostir does not know."""
     module, name = str(getattr(product, "__module__", "")), str(getattr(product, "__name__", product))
-    known = product is torch.ops.aten._scaled_mm.out or (module.partition(".")[0], name) == FLASHINFER
-    if not known and product is not torch.ops.aten.mm.out:
+    scaled = product is torch.ops.aten._scaled_mm.out or (module.partition(".")[0], name) == FLASHINFER
+    if not scaled and product is not torch.ops.aten.mm.out:
         raise Unfit(f"hostir does not know what its mm_out_op computes, {module}.{name}")
-    if known != (scale is not None):
-        raise Unfit(f"its mm_out_op, {name}, goes {'with' if known else 'without'} an A_scale")
-    return known
+    if scaled != (scale is not None):
+        raise Unfit(f"its mm_out_op, {name}, goes {'with' if scaled else 'without'} an A_scale")
+    return scaled
 
 
 def _check_arguments(kwargs: Mapping[str, Any], known: Collection[str], dtype: torch.dtype | None) -> None:
@@ -138,11 +123,9 @@ def _check_gradients(*operands: Any) -> None:
         raise Unfit("a tensor requires gradients, which it does not have")
 
 
-# Replacement ----------------------------------------------------------------------------------------------------------
-
-FUNCTIONS: dict[str, tuple[type[Any], Callable[..., Any]]] = {
-    ALL_GATHER: (GatherCall, all_gather),
-    REDUCE_SCATTER: (ScatterCall, reduce_scatter),
+FUNCTIONS: dict[str, type[GatherCall] | type[ScatterCall]] = {
+    "_fused_all_gather_matmul_impl": GatherCall,
+    "_fused_scaled_matmul_reduce_scatter_impl": ScatterCall,
 }
 _taken: dict[str, Any] = {}  # hostir's functions in torch's module, by name
 
@@ -153,9 +136,9 @@ def full_name(name: str) -> str:
 
 
 def check_signatures(strict: bool) -> list[str]:
-    """Return the functions that hostir can take over. Warn of any whose signature it does not know, or raise."""
+    """Return the functions that hostir can take over. Warn of a signature that hostir does not know, or raise."""
     fitting = []
-    for name, (call, _) in FUNCTIONS.items():
+    for name, call in FUNCTIONS.items():
         function = getattr(symm_mem, name, None)
         parameters = None if function is None else tuple(inspect.signature(function).parameters)
         if parameters == call._fields:
@@ -174,7 +157,7 @@ def check_signatures(strict: bool) -> list[str]:
 def take_over(names: Collection[str]) -> None:
     """Replace functions in torch's module."""
     for name in names:
-        _taken[name] = _replacement(name, getattr(symm_mem, name), *FUNCTIONS[name])
+        _taken[name] = _replacement(name, getattr(symm_mem, name), FUNCTIONS[name])
         setattr(symm_mem, name, _taken[name])
 
 
@@ -184,7 +167,7 @@ def taken() -> tuple[str, ...]:
 
 
 def give_back() -> None:
-    """Put torch's functions back, except where somebody else has replaced hostir's: there hostir's call torch's."""
+    """Put torch's functions back. If somebody else has replaced hostir's function, it stays and calls torch's."""
     for name, replacement in _taken.items():
         if getattr(symm_mem, name) is replacement:
             setattr(symm_mem, name, replacement.__wrapped__)
@@ -192,19 +175,19 @@ def give_back() -> None:
 
 
 def _replacement(
-    name: str, torchs: Callable[..., Any], call_type: type[Any], compute: Callable[[Operator, Any], Any]
+    name: str, torchs: Callable[..., Any], arguments: type[GatherCall] | type[ScatterCall]
 ) -> Callable[..., Any]:
     @functools.wraps(torchs)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if IN_TORCH.active or name not in _taken:  # also from torch's operators, which hostir left to torch
+        if THREAD.in_torch or name not in _taken:  # also from torch's operators, which hostir left to torch
             return torchs(*args, **kwargs)
-        call = call_type(*args, **kwargs)
-        op = operator(full_name(name), call.group_name, lambda: torchs(*args, **kwargs))
-
-        def below_autograd() -> Any:
+        bound = arguments(*args, **kwargs)
+        call = OperatorCall(full_name(name), bound.group_name)
+        try:
             with torch._C._AutoDispatchBelowAutograd():
-                return compute(op, call)
-
-        return op.run(below_autograd)
+                return bound.compute(call)
+        except Unfit as unfit:
+            why = str(unfit)
+        return leave_to_torch(call.name, call.group.name, why, lambda: torchs(*args, **kwargs))
 
     return replacement

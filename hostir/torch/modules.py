@@ -1,18 +1,18 @@
-"""Linear layers of tensor-parallel models as modules; their parameters are DTensors, as those of torch's styles are.
+"""Linear layers of tensor-parallel models as modules; their parameters are DTensors, as with torch's styles.
 
-So state dicts, `torch.distributed.checkpoint`, optimizers and `fully_shard` treat them as they treat torch's own. A
-module is an `nn.Linear` whose `forward` runs the functions of this package where these apply, and else, with a
-`hi.FallbackWarning`, what torch's style does: collective and matmul of DTensors, one after the other.
+So state dicts, `torch.distributed.checkpoint`, optimizers and `fully_shard` treat them as layers of torch's styles. A
+module is an `nn.Linear` whose `forward` runs the functions of this package. For calls that these cannot run, it does
+what torch's style does, with a `hi.FallbackWarning`: collective and matmul of DTensors, one after the other.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everywhere
@@ -23,12 +23,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hostir.ir.source import described, error, user_span, warn_once
 from hostir.torch.functional import column_parallel_linear, gated_linear, name_of, row_parallel_linear
-from hostir.torch.operators import SETTINGS
-from hostir.torch.programs import DTYPES, LEDGER, MACHINES
+from hostir.torch.ops.running import DTYPES, MACHINES, SETTINGS
+from hostir.torch.reporting import LEDGER
 
 LAST = Shard(-1)
-
-# Placements ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class Layouts:
         group: the name of its process group.
         input: the placement of inputs that are no DTensors.
         output: the placement of the output.
-        local_output: whether the output is this rank's part as a plain tensor; else it is a DTensor.
-        fp8: whether products are of operands in fp8.
+        local_output: whether the output is a plain tensor, this rank's part, and not a DTensor.
+        fp8: whether the operands of products are in fp8.
     """
 
     mesh: DeviceMesh
@@ -59,20 +57,20 @@ class Layouts:
         """Return this rank's part of an input."""
         return x.to_local() if isinstance(x, DTensor) else x
 
-    def given(self, y: Tensor) -> Tensor:
+    def returned(self, y: Tensor) -> Tensor:
         """Return this rank's part of an output as the caller wants it."""
         return y if self.local_output else DTensor.from_local(y, self.mesh, [self.output], run_check=False)
 
     def redistributed(self, y: Any) -> Tensor:
-        """Return an output of torch's, a DTensor, as the caller wants it."""
+        """Return a DTensor, an output of torch's function, as the caller wants it."""
         y = y.redistribute(self.mesh, [self.output])
         return y.to_local() if self.local_output else y
 
 
 def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
-    """Return a mesh of one dimension, and the name of its group.
+    """Return a mesh of one dimension, and the name of its group. Raises HostIRError for any other mesh.
 
-    Raises HostIRError for anything else: `what`, in words, cannot be sharded over it.
+    The message says that `what` cannot be sharded over it.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         expected = 'a DeviceMesh of one dimension, such as mesh["tp"]'
@@ -82,9 +80,15 @@ def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
 
 @torch._dynamo.assume_constant_result
 def leave(name: str, group: str, why: str, what: str = "") -> None:
-    """Say, once, why torch does what a layer is for; under torch.compile while the graph is traced.
+    """Warn once that torch runs a layer, and count the call; raise HostIRError in strict mode.
 
-    The report calls it `name`; messages say `what`, which may name the layer itself, for the first that is left so.
+    Under torch.compile this happens while the graph is traced.
+
+    Args:
+        name: the layer's name in the report.
+        group: the name of the process group.
+        why: the reason.
+        what: the layer's name in messages, which may contain its path; by default `name`.
     """
     what = what or name
     if SETTINGS.strict:
@@ -94,7 +98,27 @@ def leave(name: str, group: str, why: str, what: str = "") -> None:
     LEDGER.left(name, group, why)
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+class ParameterOptions(TypedDict, total=False):
+    """Options of all sharded layers; the classes of layers explain them."""
+
+    fp8: bool
+    device: Any
+    dtype: torch.dtype | None
+
+
+class LinearOptions(ParameterOptions, total=False):
+    """Options of a sharded linear layer."""
+
+    bias: bool
+    local_output: bool
+
+
+class OutputOptions(TypedDict, total=False):
+    """Options of a sharded linear layer with the parameters of another one."""
+
+    local_output: bool
+    fp8: bool
+
 
 Layer = TypeVar("Layer", bound="ShardedLinear")
 
@@ -103,14 +127,16 @@ class ShardedLinear(nn.Linear):
     """An `nn.Linear` whose parameters are DTensors over the ranks of a mesh.
 
     Fields:
-        layouts: how inputs come and outputs go; the ranks.
+        gathers: whether the input is sharded on tokens and the output on features, and not the other way round.
         weights: the placements of weight and bias.
-        input_axis, output_axis: those that are sharded, of plain tensors; None for whole ones. As ints of a module,
-            they are constants of the graphs of torch.compile.
+        layouts: the placements of input and output, and the ranks.
+        input_axis, output_axis: the sharded axes of plain tensors; None for unsharded ones. As ints of a module, they
+            are constants of the graphs of torch.compile.
     """
 
-    layouts: Layouts
+    gathers: bool
     weights: tuple[Placement, Placement]
+    layouts: Layouts
     input_axis: int | None
     output_axis: int | None
 
@@ -118,27 +144,41 @@ class ShardedLinear(nn.Linear):
         self,
         in_features: int,
         out_features: int,
-        layouts: Layouts,
-        bias: bool,
-        device: Any,
-        dtype: torch.dtype | None,
+        mesh: DeviceMesh,
+        tokens_axis: int | None,
+        *,
+        bias: bool = True,
+        local_output: bool = True,
+        fp8: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        layouts = self.layouts_for(mesh, tokens_axis, local_output, fp8)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.become(layouts, 0)
 
+    @classmethod
+    def layouts_for(
+        cls, mesh: DeviceMesh, tokens_axis: int | None, local_output: bool = True, fp8: bool = False
+    ) -> Layouts:
+        """Return the layouts of a layer of this class whose tokens are sharded on an axis; None: on no axis."""
+        tokens = Replicate() if tokens_axis is None else Shard(tokens_axis)
+        first, last = (tokens, LAST) if cls.gathers else (LAST, tokens)
+        return Layouts(*mesh_of(mesh), first, last, local_output, fp8)
+
     def become(self, layouts: Layouts, source: int | None) -> None:
-        """Shard the parameters, which are whole, over the ranks: those of rank `source`, or with None this rank's."""
+        """Shard the parameters over the ranks: the parameters of rank `source`, or with None those of this rank."""
         self.layouts = layouts
         self.input_axis, self.output_axis = (
             placement.dim if isinstance(placement, Shard) else None for placement in (layouts.input, layouts.output)
         )
-        for (name, whole), placement in zip(self.named_parameters(), self.weights, strict=False):
-            sharded = distribute_tensor(whole.data, layouts.mesh, [placement], src_data_rank=source)
-            self.register_parameter(name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+        for (name, parameter), placement in zip(self.named_parameters(), self.weights, strict=False):
+            sharded = distribute_tensor(parameter.data, layouts.mesh, [placement], src_data_rank=source)
+            self.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
     @classmethod
-    def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts, source: int | None = 0) -> Layer:
-        """Return a layer with the parameters of `linear`, sharded."""
+    def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts) -> Layer:
+        """Return a layer that computes what `linear` does, with the parameters of rank 0, sharded."""
         if not isinstance(linear, nn.Linear):
             raise error(f"not a linear layer: {described(linear)}", user_span(), expected="a torch.nn.Linear")
         layer = cls.__new__(cls)
@@ -146,21 +186,21 @@ class ShardedLinear(nn.Linear):
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.train(linear.training)
-        layer.become(layouts, source)
+        layer.become(layouts, 0)
         return layer
 
     @classmethod
     @abstractmethod
-    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        """Return why calls cannot go through hostir, whatever their inputs; None if they can."""
+    def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
+        """Return why hostir cannot run a layer with inputs of this placement; None if it can."""
 
     def unfit_call(self, x: Tensor) -> str | None:
-        """Return why this call cannot go through hostir; None if it can. The same on all ranks."""
-        layouts = self.layouts
-        if why := self.unfit(self, layouts):
-            return why
-        if isinstance(x, DTensor) and x.device_mesh != layouts.mesh:
-            return f"its input is on another mesh, {x.device_mesh}"
+        """Return why hostir cannot run this call; None if it can. All ranks return the same."""
+        layouts, placement = self.layouts, self.layouts.input
+        if isinstance(x, DTensor):
+            placement = x.placements[0]
+            if x.device_mesh != layouts.mesh:
+                return f"its input is on another mesh, {x.device_mesh}"
         if x.ndim < 2:
             return f"its input has {x.ndim} axes"
         if x.device.type not in MACHINES:
@@ -169,13 +209,13 @@ class ShardedLinear(nn.Linear):
             return f"its input is {x.dtype}, its weight {self.weight.dtype}"
         if layouts.fp8 and x.dtype == torch.float64:
             return "its input is torch.float64, which is not quantized to fp8"
-        return None
+        return self.unfit(self, layouts, LAST if self.sharded_axis(x) == x.ndim - 1 else placement)
 
     def sharded_axis(self, x: Tensor) -> int | None:
-        """Return the axis of an input that is sharded, counted from the first one; None if none is."""
+        """Return the sharded axis of an input, counted from the first one; None for an unsharded input."""
         if isinstance(x, DTensor):
-            given = x.placements[0]
-            return given.dim if isinstance(given, Shard) else None
+            placement = x.placements[0]
+            return placement.dim if isinstance(placement, Shard) else None
         return None if self.input_axis is None else self.input_axis % x.ndim
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
@@ -190,8 +230,8 @@ class ShardedLinear(nn.Linear):
                 hint="layers that share a gather need one fully_shard around all of them",
             )
         if bias is not None:
-            own_tokens = isinstance(bias.placements[0], Replicate) and self.output_axis is not None
-            bias = bias.to_local(grad_placements=[Partial()] if own_tokens else None)
+            partial = isinstance(bias.placements[0], Replicate) and self.output_axis is not None
+            bias = bias.to_local(grad_placements=[Partial()] if partial else None)
         return local_weight(weight), bias
 
     def extra_repr(self) -> str:
@@ -201,23 +241,23 @@ class ShardedLinear(nn.Linear):
 
 
 class _WideGradient(torch.autograd.Function):
-    """This rank's part of a weight, of which the gradient arrives in the dtype that the weight says."""
+    """This rank's part of a weight, with a gradient in the `grad_dtype` of the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.lies = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+        ctx.sharding = weight.device_mesh, weight.placements, weight.shape, weight.stride()
         part = weight.to_local().detach()
-        part.grad_dtype = weight.grad_dtype  # or autograd rounds a gradient to the dtype of what it is of
+        part.grad_dtype = weight.grad_dtype  # otherwise autograd rounds the gradient to the dtype of the part
         return part
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        mesh, placements, shape, stride = ctx.lies
+        mesh, placements, shape, stride = ctx.sharding
         return DTensor.from_local(dy, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_weight(weight: DTensor) -> Tensor:
-    """Return this rank's part of a weight; with a `grad_dtype` of its own, operators give its gradient in that."""
+    """Return this rank's part of a weight; operators compute its gradient in the `grad_dtype` of the weight."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight.to_local()
     if not weight.is_leaf or weight.grad_dtype in (None, weight.dtype):
@@ -232,29 +272,24 @@ def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:
     return f"its {ranks} ranks do not divide {what}, which are {length}" if length % ranks else None
 
 
-def _uneven(x: Tensor, axis: int, layouts: Layouts) -> str | None:
-    """Return why parts of an axis are not equal; those of plain tensors are taken to be."""
-    ranks = layouts.mesh.size()
-    uneven = isinstance(x, DTensor) and x.shape[axis] % ranks
-    return f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}" if uneven else None
-
-
 class ColumnParallelLinear(ShardedLinear):
     """The first linear layer of a pair: gathers the tokens, and computes this rank's columns of the output.
 
-    Its input is this rank's tokens, `[..., in_features]`; its output `[..., out_features/ranks]` of all tokens. Either
-    may be a DTensor, sharded on the axis of the tokens and on the last one. `weight` and `bias` are sharded on rows.
+    Its input is this rank's tokens, `[..., in_features]`; its output is `[..., out_features/ranks]` of all tokens. Both
+    may be DTensors: the input sharded on the axis of the tokens, the output on the last axis. `weight` and `bias` are
+    sharded on rows.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: of the unsharded layer.
         mesh: a DeviceMesh of one dimension; its ranks divide `out_features`.
-        bias: whether there is one.
         gather_dim: the axis of the tokens, not the last one; with None every rank has all tokens.
-        local_output: whether the output is a plain tensor, this rank's part.
-        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
-        device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
+        bias: whether the layer has a bias; by default it has.
+        local_output: whether the output is a plain tensor, this rank's part; by default it is.
+        fp8: whether the operands of products are in fp8, as in `column_parallel_linear`; parameters stay as they are.
+        device, dtype: of the parameters, as for `nn.Linear`. All ranks get the parameters of rank 0.
     """
 
+    gathers = True
     weights = (Shard(0), Shard(0))
 
     def __init__(
@@ -263,37 +298,26 @@ class ColumnParallelLinear(ShardedLinear):
         out_features: int,
         mesh: DeviceMesh,
         *,
-        bias: bool = True,
         gather_dim: int | None = 0,
-        local_output: bool = True,
-        fp8: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        layouts = Layouts(*mesh_of(mesh), _tokens(gather_dim), LAST, local_output, fp8)
-        super().__init__(in_features, out_features, layouts, bias, device, dtype)
+        super().__init__(in_features, out_features, mesh, gather_dim, **options)
 
     @classmethod
     def from_linear(
-        cls,
-        linear: nn.Linear,
-        mesh: DeviceMesh,
-        *,
-        gather_dim: int | None = 0,
-        local_output: bool = True,
-        fp8: bool = False,
+        cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> ColumnParallelLinear:
-        """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Layouts(*mesh_of(mesh), _tokens(gather_dim), LAST, local_output, fp8))
+        """Return a sharded layer that computes what `linear` does, with the parameters of rank 0."""
+        return cls.converted(linear, cls.layouts_for(mesh, gather_dim, **options))
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        if not isinstance(layouts.input, (Shard, Replicate)):
-            return f"inputs are {layouts.input}, neither sharded on tokens nor whole"
-        if layouts.fp8 and not isinstance(layouts.input, Shard):
-            return "inputs are whole, and fp8 is for tokens that are gathered"
-        if layouts.input == LAST:
-            return "inputs are sharded on the axis that the product sums over"
+    def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
+        if not isinstance(placement, (Shard, Replicate)):
+            return f"its input is {placement}, neither sharded on tokens nor whole"
+        if layouts.fp8 and not isinstance(placement, Shard):
+            return "its input is whole, and fp8 is for tokens that are gathered"
+        if placement == LAST:
+            return "its input is sharded on the axis that the product sums over"
         if layouts.output != LAST:
             return f"outputs are {layouts.output}, not sharded on the last axis"
         return _indivisible("its out_features", linear.out_features, layouts)
@@ -301,50 +325,45 @@ class ColumnParallelLinear(ShardedLinear):
     def unfit_call(self, x: Tensor) -> str | None:
         if why := super().unfit_call(x):
             return why
-        axis = self.sharded_axis(x)
-        if axis is None and isinstance(x, DTensor) and not x.placements[0].is_replicate():
-            return f"its input is {x.placements[0]}, neither sharded on tokens nor whole"
-        if axis is None:
-            return "its input is whole, and fp8 is for tokens that are gathered" if self.layouts.fp8 else None
-        if axis == x.ndim - 1:
-            return "its input is sharded on the axis that the product sums over"
-        return _uneven(x, axis, self.layouts)
+        axis, ranks = self.sharded_axis(x), self.layouts.mesh.size()
+        if axis is not None and isinstance(x, DTensor) and x.shape[axis] % ranks:  # plain tensors are equal parts
+            return f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}"
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         return columns(input, [self])[0]
 
 
 def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
-    """Return the outputs of layers that all have the input x, which is gathered once."""
+    """Return the outputs of layers with one input `x`, which is gathered once."""
     layouts = layers[0].layouts
     if why := next(filter(None, [layer.unfit_call(x) for layer in layers]), None):
         leave("ColumnParallelLinear", layouts.group, why)
-        whole = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
-        return [layer.layouts.redistributed(F.linear(whole, layer.weight, layer.bias)) for layer in layers]
+        gathered = layouts.dtensor(x).redistribute(layouts.mesh, [Replicate()])
+        return [layer.layouts.redistributed(F.linear(gathered, layer.weight, layer.bias)) for layer in layers]
     axis = layers[0].sharded_axis(x)
     weights, biases = zip(*(layer.parts() for layer in layers), strict=True)
-    wanted = None if all(bias is None for bias in biases) else biases
-    outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, wanted, gather_dim=axis, fp8=layouts.fp8)
-    return [layer.layouts.given(y) for layer, y in zip(layers, outputs, strict=True)]
+    added = None if all(bias is None for bias in biases) else biases
+    outputs = column_parallel_linear(layouts.local(x), weights, layouts.group, added, gather_dim=axis, fp8=layouts.fp8)
+    return [layer.layouts.returned(y) for layer, y in zip(layers, outputs, strict=True)]
 
 
 class RowParallelLinear(ShardedLinear):
     """The second linear layer of a pair: multiplies this rank's columns, sums over the ranks, scatters the tokens.
 
-    Its input is this rank's columns of all tokens, `[..., in_features/ranks]`; its output this rank's tokens,
-    `[..., out_features]`. Either may be a DTensor, sharded on the last axis and on that of the tokens. `weight` is
-    sharded on its columns; `bias` is whole, and its gradient Partial where the tokens are scattered.
+    Its input is this rank's columns of all tokens, `[..., in_features/ranks]`; its output is this rank's tokens,
+    `[..., out_features]`. Both may be DTensors: the input sharded on the last axis, the output on the axis of the
+    tokens. `weight` is sharded on its columns. Each rank has the whole `bias`; its gradient is Partial if the tokens
+    are scattered.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: of the unsharded layer.
         mesh: a DeviceMesh of one dimension; its ranks divide `in_features`.
-        bias: whether there is one.
         scatter_dim: the axis of the tokens, not the last one; with None every rank gets all tokens.
-        local_output: whether the output is a plain tensor, this rank's part.
-        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
-        device, dtype: of the parameters, as of `nn.Linear`. Rank 0's are those of all ranks.
+        bias, local_output, fp8, device, dtype: as for ColumnParallelLinear.
     """
 
+    gathers = False
     weights = (Shard(1), Replicate())
 
     def __init__(
@@ -353,37 +372,26 @@ class RowParallelLinear(ShardedLinear):
         out_features: int,
         mesh: DeviceMesh,
         *,
-        bias: bool = True,
         scatter_dim: int | None = 0,
-        local_output: bool = True,
-        fp8: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        layouts = Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output, fp8)
-        super().__init__(in_features, out_features, layouts, bias, device, dtype)
+        super().__init__(in_features, out_features, mesh, scatter_dim, **options)
 
     @classmethod
     def from_linear(
-        cls,
-        linear: nn.Linear,
-        mesh: DeviceMesh,
-        *,
-        scatter_dim: int | None = 0,
-        local_output: bool = True,
-        fp8: bool = False,
+        cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> RowParallelLinear:
-        """Return a sharded layer that computes what a whole one does, with the parameters that rank 0 has."""
-        return cls.converted(linear, Layouts(*mesh_of(mesh), LAST, _tokens(scatter_dim), local_output, fp8))
+        """Return a sharded layer that computes what `linear` does, with the parameters of rank 0."""
+        return cls.converted(linear, cls.layouts_for(mesh, scatter_dim, **options))
 
     @classmethod
-    def unfit(cls, linear: nn.Linear, layouts: Layouts) -> str | None:
-        if layouts.input != LAST:
-            return f"inputs are {layouts.input}, not sharded on the last axis"
+    def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
+        if placement != LAST:
+            return f"its input is {placement}, not sharded on the last axis"
         if not isinstance(layouts.output, (Shard, Replicate)):
             return f"outputs are {layouts.output}, neither sharded on tokens nor whole"
         if layouts.output == LAST:
-            return "outputs are sharded on the last axis, not on that of the tokens"
+            return "outputs are sharded on the last axis, not on the axis of the tokens"
         if layouts.fp8 and not isinstance(layouts.output, Shard):
             return "outputs are whole, and products in fp8 are not summed on all ranks"
         return _indivisible("its in_features", linear.in_features, layouts)
@@ -391,46 +399,37 @@ class RowParallelLinear(ShardedLinear):
     def unfit_call(self, x: Tensor) -> str | None:
         if why := super().unfit_call(x):
             return why
-        if self.sharded_axis(x) != x.ndim - 1:
-            return "its input is not sharded on the last axis"
         if self.output_axis is None:
             return None
         axis = self.output_axis % x.ndim
         if axis == x.ndim - 1:
-            return "its output is sharded on the last axis, not on that of the tokens"
+            return "its output is sharded on the last axis, not on the axis of the tokens"
         return _indivisible(f"axis {axis} of its input", x.shape[axis], self.layouts)
 
     def forward(self, input: Tensor) -> Tensor:
         layouts = self.layouts
         if why := self.unfit_call(input):
             leave("RowParallelLinear", layouts.group, why)
-            mine = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
-            return layouts.redistributed(F.linear(mine, self.weight, self.bias))
+            columns = layouts.dtensor(input).redistribute(layouts.mesh, [LAST])
+            return layouts.redistributed(F.linear(columns, self.weight, self.bias))
         weight, bias = self.parts()
-        how: Any = {"reduce": "all"} if self.output_axis is None else {"scatter_dim": self.output_axis}
-        y = row_parallel_linear(layouts.local(input), weight, layouts.group, bias, fp8=layouts.fp8, **how)
-        return layouts.given(y)
-
-
-def _tokens(axis: int | None) -> Placement:
-    return Replicate() if axis is None else Shard(axis)
-
-
-# Layers that share a gather -------------------------------------------------------------------------------------------
+        reduction: Any = {"reduce": "all"} if self.output_axis is None else {"scatter_dim": self.output_axis}
+        y = row_parallel_linear(layouts.local(input), weight, layouts.group, bias, fp8=layouts.fp8, **reduction)
+        return layouts.returned(y)
 
 
 class SharedGather:
     """Layers that are called one after the other with one input: the first call gathers it and computes all of them.
 
-    The results that are not yet asked for are kept until they are, until a call with another input or after a change
-    of a parameter, or until a backward pass through any of them, which frees the graph that they share.
+    The other results are kept until their layers are called. They are dropped at a call with another input, after a
+    change of a parameter, and at a backward pass through any of them, which frees the graph that they share.
     """
 
     def __init__(self, layers: Sequence[SharingLinear]) -> None:
         self.layers = [*layers]
         self.input: Tensor | None = None
         self.state: tuple[Any, ...] = ()
-        self.number = 0  # of the results that are kept
+        self.number = 0  # of the kept results
         self.outputs: list[Tensor | None] = [None] * len(self.layers)
 
     def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
@@ -438,8 +437,8 @@ class SharedGather:
         index = next(i for i, each in enumerate(self.layers) if each is layer)
         counts = not torch.compiler.is_compiling()
         read = [x, *(p for each in self.layers for p in each.parameters())] if counts else []
-        seen = [(id(y), 0 if y.is_inference() else y._version) for y in read]  # there writes are not counted
-        state = (*seen, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+        versions = [(id(y), 0 if y.is_inference() else y._version) for y in read]  # inference tensors have no version
+        state = (*versions, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
         if self.input is not x or self.state != state or self.outputs[index] is None:
             self.input, self.state, self.outputs = x, state, [*columns(x, self.layers)]
             self.number += counts
@@ -454,14 +453,14 @@ class SharedGather:
 
 
 def _forget(shared: weakref.ref[SharedGather], number: int, grad: Tensor) -> None:
-    """Drop the results that were computed with the one of which this is the gradient."""
-    found = shared()
-    if found is not None and found.number == number:
-        found.input, found.outputs = None, [None] * len(found.layers)
+    """Backward hook: drop the kept results of the other layers, because this backward frees their graph."""
+    gather = shared()
+    if gather is not None and gather.number == number:
+        gather.input, gather.outputs = None, [None] * len(gather.layers)
 
 
 class SharingLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear whose input is gathered for others, too."""
+    """A ColumnParallelLinear that shares the gather of its input with other layers."""
 
     shared: SharedGather
 
@@ -477,7 +476,8 @@ class QKVParallelLinear(nn.Module):
     Args:
         features: of the input.
         q_features, kv_features: of the outputs, over all ranks: the number of heads times the size of one.
-        mesh, bias, gather_dim, fp8, device, dtype: as of ColumnParallelLinear.
+        mesh, gather_dim, fp8, device, dtype: as for ColumnParallelLinear.
+        bias: whether the layers have biases.
     """
 
     def __init__(
@@ -489,18 +489,13 @@ class QKVParallelLinear(nn.Module):
         *,
         bias: bool = False,
         gather_dim: int | None = 0,
-        fp8: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[ParameterOptions],
     ) -> None:
         super().__init__()
-
-        def layer(width: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                features, width, mesh, bias=bias, gather_dim=gather_dim, fp8=fp8, device=device, dtype=dtype
-            )
-
-        self.q, self.k, self.v = layer(q_features), layer(kv_features), layer(kv_features)
+        self.q, self.k, self.v = (
+            ColumnParallelLinear(features, width, mesh, gather_dim=gather_dim, bias=bias, **options)
+            for width in (q_features, kv_features, kv_features)
+        )
 
     @classmethod
     def from_linear(
@@ -513,9 +508,9 @@ class QKVParallelLinear(nn.Module):
         gather_dim: int | None = 0,
         fp8: bool = False,
     ) -> QKVParallelLinear:
-        """Return sharded projections that compute what three whole ones do, with the parameters that rank 0 has."""
-        convert = lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=gather_dim, fp8=fp8)  # noqa: E731
-        return _assembled(cls, convert, q=q, k=k, v=v)
+        """Return sharded projections that compute what three layers do, with the parameters of rank 0."""
+        layouts = ColumnParallelLinear.layouts_for(mesh, gather_dim, fp8=fp8)
+        return _assembled(cls, q=_column(q, layouts), k=_column(k, layouts), v=_column(v, layouts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = columns(x, [self.q, self.k, self.v])
@@ -525,13 +520,13 @@ class QKVParallelLinear(nn.Module):
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`: one gather before, a reduce-scatter after; this rank's tokens in and out.
 
-    Its layers `gate`, `up` and `down` have no biases. The two products are computed again in the backward call, which
-    saves `tokens x 3 x hidden/ranks` numbers of memory; not so in fp8.
+    Its layers `gate`, `up` and `down` have no biases. The backward call computes the two products again, which saves
+    `tokens x 3 x hidden/ranks` numbers of memory; in fp8 it does not.
 
     Args:
         features: of input and output.
         hidden: the width between, over all ranks.
-        mesh, fp8, device, dtype: as of ColumnParallelLinear.
+        mesh, fp8, device, dtype: as for ColumnParallelLinear.
         sequence_dim: the axis of the tokens; with None every rank has all tokens, before and after.
     """
 
@@ -542,15 +537,14 @@ class GatedMLP(nn.Module):
         mesh: DeviceMesh,
         *,
         sequence_dim: int | None = 0,
-        fp8: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[ParameterOptions],
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"bias": False, "fp8": fp8, "device": device, "dtype": dtype}
-        self.gate = ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, **made)
-        self.up = ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, **made)
-        self.down = RowParallelLinear(hidden, features, mesh, scatter_dim=sequence_dim, **made)
+        self.gate, self.up = (
+            ColumnParallelLinear(features, hidden, mesh, gather_dim=sequence_dim, bias=False, **options)
+            for _ in ("gate", "up")
+        )
+        self.down = RowParallelLinear(hidden, features, mesh, scatter_dim=sequence_dim, bias=False, **options)
 
     @classmethod
     def from_linear(
@@ -563,13 +557,12 @@ class GatedMLP(nn.Module):
         sequence_dim: int | None = 0,
         fp8: bool = False,
     ) -> GatedMLP:
-        """Return a sharded MLP that computes what three whole layers do, with the parameters that rank 0 has."""
+        """Return a sharded MLP that computes what three layers do, with the parameters of rank 0."""
         if any(each.bias is not None for each in (gate, up)):
-            raise error("gate and up have biases", user_span(), expected="layers without, as of Llama's MLP")
-        convert = lambda x: ColumnParallelLinear.from_linear(x, mesh, gather_dim=sequence_dim, fp8=fp8)  # noqa: E731
-        mlp = _assembled(cls, convert, gate=gate, up=up)
-        mlp.down = RowParallelLinear.from_linear(down, mesh, scatter_dim=sequence_dim, fp8=fp8)
-        return mlp
+            raise error("gate and up have biases", user_span(), expected="layers without biases, as in Llama's MLP")
+        layouts = ColumnParallelLinear.layouts_for(mesh, sequence_dim, fp8=fp8)
+        last = RowParallelLinear.from_linear(down, mesh, scatter_dim=sequence_dim, fp8=fp8)
+        return _assembled(cls, gate=_column(gate, layouts), up=_column(up, layouts), down=last)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, layouts, axis = self.gate, self.up, self.gate.layouts, self.gate.sharded_axis(x)
@@ -580,11 +573,13 @@ class GatedMLP(nn.Module):
 
 
 Container = TypeVar("Container", bound=nn.Module)
+_column = ColumnParallelLinear.converted
 
 
-def _assembled(cls: type[Container], convert: Callable[[nn.Linear], nn.Module], **layers: nn.Linear) -> Container:
+def _assembled(cls: type[Container], **layers: nn.Module) -> Container:
+    """Return a module of these layers."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     for name, layer in layers.items():
-        setattr(module, name, convert(layer))
+        setattr(module, name, layer)
     return module

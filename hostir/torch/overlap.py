@@ -1,12 +1,12 @@
 """A pass over graphs of torch.compile: a collective and the matmuls before or after it become one operator.
 
-These are all-gather + matmuls, matmul + reduce-scatter, both also of fp8 with scales, and matmul + all-reduce.
+These are all-gather + matmuls and matmul + reduce-scatter, both also of fp8 with scales, and matmul + all-reduce.
 
     torch._inductor.config.post_grad_custom_post_pass = hi.torch.overlap_pass
     print(hi.torch.overlap_pass.report)
 
-Methods: rows are what counts. A gathered tensor, and one that is to be scattered, is seen as a matrix of rows; views
-keep their order, and `split` with `cat` moves an axis to the front, as torch's collectives do that know axis 0 only.
+The pass treats every gathered or scattered tensor as a matrix of rows. Views keep the order of rows. Collectives of
+torch know axis 0 only: `split` and `cat` move another axis there, and the pass follows them.
 """
 
 from __future__ import annotations
@@ -15,43 +15,58 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
-from torch.utils._sympy.functions import FloorDiv
 
 from hostir import __version__
 from hostir.ir.scaled_ops import BLOCK
 from hostir.ir.source import counted
-from hostir.torch.programs import DTYPES, LEDGER
-from hostir.torch.scaled import BLOCKS, FP8, RESULTS
+from hostir.torch.graphs import (
+    AS_DTYPE,
+    LAYOUTS,
+    SPLITS,
+    VIEWS,
+    argument,
+    depends,
+    equal,
+    group_of,
+    insert,
+    is_trivial,
+    keeps_bytes,
+    keeps_rows,
+    lift_sizes,
+    parts_of,
+    shape_of,
+    value,
+    viewed,
+    without_layout,
+    without_views,
+)
+from hostir.torch.ops.all_gather_scaled_matmul import BLOCKS
+from hostir.torch.ops.running import DTYPES
+from hostir.torch.ops.scaled_operands import FP8, RESULTS
+from hostir.torch.reporting import LEDGER
 
 aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
-SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
 SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
-AS_DTYPE = aten.view.dtype
-LAYOUTS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.clone.default)  # may change strides alone
+RECIPES = {  # of `_scaled_mm_v2`, for either side; `_scaled_mm` tells scales apart by their shapes
+    "one": (ScalingType.TensorWise, ScalingType.TensorWise),
+    "rows": (ScalingType.RowWise, ScalingType.RowWise),
+    "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+}
+Fates = dict[Node, tuple[str, str]]  # of collectives: `fused` and `why`, as in Visited
 
 
-Fates = dict[Node, tuple[str, str]]  # of collectives: the operator, empty if left alone, and with what, or why not
-
-
-class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays as it is
+class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays the same
     """Raised for a collective that is left alone; its text says why."""
-
-
-# The report -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,8 +78,8 @@ class Visited:
         node: its name there.
         collective: such as `all_gather_into_tensor`.
         group: the name of the process group.
-        fused: the operator that it is part of now; empty if it was left alone.
-        why: with how many products it was fused, or what it was part of; or why it was left alone.
+        fused: the operator that it became part of; empty if it was left alone.
+        why: the number of products that it was fused with; or the reason why it was left alone.
     """
 
     graph: int
@@ -80,15 +95,12 @@ class Visited:
 
 
 NOTHING_SEEN = "the pass has seen no collective: the graph has none, or Inductor took it from its cache"
-OPERATORS = tuple(  # that the pass puts into graphs
-    f"hostir::{name}"
-    for name in (
-        "all_gather_matmul",
-        "all_gather_scaled_matmul",
-        "matmul_reduce_scatter",
-        "scaled_matmul_reduce_scatter",
-        "matmul_all_reduce",
-    )
+OPERATORS = (  # that the pass inserts
+    "hostir::all_gather_matmul",
+    "hostir::all_gather_scaled_matmul",
+    "hostir::matmul_reduce_scatter",
+    "hostir::scaled_matmul_reduce_scatter",
+    "hostir::matmul_all_reduce",
 )
 
 
@@ -111,208 +123,8 @@ class Overlaps(tuple[Visited, ...]):
 
 
 def sources() -> tuple[str, ...]:
-    """Return the files of hostir: what the pass makes of a graph depends on the operators that they define."""
+    """Return the files of hostir; the graphs that the pass returns depend on the operators in these files."""
     return tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
-
-
-# Graphs ---------------------------------------------------------------------------------------------------------------
-
-
-def value(node: Node) -> Tensor:
-    """Return the tensor that a node gives, without data."""
-    return node.meta["val"]
-
-
-def shape_of(node: Node) -> list[Any]:
-    """Return the sizes of a node's tensor."""
-    return [*value(node).shape]
-
-
-def made(graph: Graph, target: Any, *args: Any) -> Node:
-    """Insert a call, with its tensor."""
-    from torch._guards import detect_fake_mode
-
-    node = graph.call_function(target, args)
-    given = torch.fx.map_arg(args, lambda each: each.meta["val"])
-    with detect_fake_mode(torch.utils._pytree.tree_leaves(given)) or contextlib.nullcontext():
-        node.meta["val"] = target(*given)
-    return node
-
-
-def viewed(graph: Graph, node: Node, shape: list[Any]) -> Node:
-    """Return a node with this shape."""
-    if equal(shape_of(node), shape):
-        return node
-    sizes = [size if isinstance(size, int) else size_node(graph, node, size) for size in shape]
-    return made(graph, aten.reshape.default, node, sizes)
-
-
-def size_node(graph: Graph, node: Node, size: Any) -> Any:
-    """Return a size that is not known yet as a node; -1 where the graph has none."""
-    for each in graph.nodes:
-        found = each.meta.get("val")
-        if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
-            return each
-    return -1
-
-
-def lift_sizes(graph: Graph) -> None:
-    """Compute sizes of results from sizes of inputs, where they follow, so that no result is used for its size."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    sources: dict[Any, tuple[Node, int | None]] = {}
-    for node in sorted(inputs, key=lambda node: isinstance(node.meta.get("val"), Tensor)):
-        size = node.meta.get("val")
-        for axis, each in enumerate(size.shape) if isinstance(size, Tensor) else [(None, size)]:
-            if isinstance(each, torch.SymInt):
-                sources.setdefault(each.node.expr, (node, axis))
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in [*graph.nodes]:
-        known = isinstance(node.meta.get("val"), torch.SymInt)
-        if known and node.target is aten.sym_size.int and node.args[0] not in inputs:
-            with graph.inserting_before(first):
-                size = _size_from(graph, node.meta["val"].node.expr, sources)
-            if isinstance(size, Node):
-                node.replace_all_uses_with(size)
-                graph.erase_node(node)
-
-
-def _size_from(graph: Graph, expr: Any, sources: dict[Any, tuple[Node, int | None]]) -> Any:
-    """Return an expression of sizes as an integer or a node; None if it does not follow from sizes of inputs.
-
-    Args:
-        graph: where nodes are inserted.
-        expr: the expression.
-        sources: for each known size an input that is this size, or one with the axis that has it.
-    """
-    if expr.is_Integer:
-        return int(expr)
-    if expr in sources:
-        node, axis = sources[expr]
-        return node if axis is None else made(graph, aten.sym_size.int, node, axis)
-    op = operator.add if expr.is_Add else operator.mul if expr.is_Mul else operator.floordiv
-    if not (expr.is_Add or expr.is_Mul or isinstance(expr, FloorDiv)):
-        return None
-    terms = [_size_from(graph, term, sources) for term in expr.args]
-    return None if None in terms else reduce(partial(made, graph, op), terms)
-
-
-def depends(node: Node, on: Node) -> bool:
-    """Return whether a node needs another's result."""
-    seen, todo = set(), [node]
-    while todo:
-        each = todo.pop()
-        if each is on:
-            return True
-        if each not in seen:
-            seen.add(each)
-            todo += each.all_input_nodes
-    return False
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Return whether sizes, or lists of them, are known to be equal; this adds no guard on sizes that are free."""
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return statically_known_true(one == other)
-
-
-def keeps_rows(node: Node) -> bool:
-    """Return whether a node has the rows of its first operand, in their order."""
-    if node.target in VIEWS:
-        return equal(shape_of(node.args[0])[-1:], shape_of(node)[-1:])  # type: ignore[arg-type]
-    if node.target is aten.slice.Tensor:  # DTensor cuts off what uneven parts are filled up with, if they were uneven
-        return equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
-    return keeps_bytes(node)
-
-
-def keeps_bytes(node: Node) -> bool:
-    """Return whether a node has the bytes and the shape of its operand, perhaps as another dtype.
-
-    Collectives that know no fp8 move bytes, and `cat` puts bytes together.
-    """
-    if node.target is AS_DTYPE:
-        return value(node.args[0]).itemsize == value(node).itemsize  # type: ignore[arg-type]
-    return node.target in VIEWS and equal(shape_of(node.args[0]), shape_of(node))  # type: ignore[arg-type]
-
-
-def without_views(node: Any) -> Any:
-    """Return the tensor of the same shape that a node is a view of, perhaps as another dtype; else the node itself."""
-    while isinstance(node, Node) and keeps_bytes(node):
-        node = node.args[0]
-    return node
-
-
-def without_layout(node: Node) -> Node:
-    """Return the node of which this one is a copy with other strides; the node itself if it is no such copy."""
-    source, order = node, [*range(len(shape_of(node)))]
-    while node.target in LAYOUTS:
-        axes = [*range(len(order))]
-        if node.target is aten.permute.default:
-            axes = [axis % len(axes) for axis in node.args[1]]  # type: ignore[union-attr, operator]
-        elif node.target is aten.transpose.int:
-            i, j = node.args[1:3]
-            axes[i], axes[j] = axes[j], axes[i]  # type: ignore[index]
-        elif node.target is aten.t.default:
-            axes.reverse()
-        node, order = node.args[0], [axes[axis] for axis in order]  # type: ignore[assignment]
-        if order == sorted(order):
-            source = node
-    return source
-
-
-def is_trivial(size: Any) -> bool:
-    """Return whether an axis is known to have one element."""
-    return isinstance(size, int) and size == 1
-
-
-def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call, given by place or by name."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
-def group_of(node: Node, index: int) -> str:
-    """Return the name of a collective's group."""
-    group = argument(node, index, "group_name")
-    return group if isinstance(group, str) else group.group_name
-
-
-def parts_of(pieces: list[Any], ranks: int) -> tuple[Node, int] | None:
-    """Return the tensor that these pieces are equal parts of, one for each rank, and the axis that they divide."""
-    sources = {(each.target, each.args[0]) for each in pieces if isinstance(each, Node) and each.op == "call_function"}
-    if len(sources) != 1 or len(pieces) != ranks:
-        return None
-    ((target, source),) = sources
-    if target is operator.getitem and isinstance(source, Node) and source.target in SPLITS:
-        if [each.args[1] for each in pieces] != [*range(len(source.meta["val"]))]:
-            return None
-        whole: Any = source.args[0]
-        axis = argument(source, 2, "dim", 0)
-    elif target is aten.slice.Tensor and isinstance(source, Node):
-        axes = {argument(each, 1, "dim", 0) for each in pieces}
-        if len(axes) != 1 or any(len(each.args) > 4 for each in pieces):
-            return None
-        whole, axis = source, axes.pop()
-        starts = [argument(each, 2, "start", 0) for each in pieces]
-        starts = [start.meta["val"] if isinstance(start, Node) else start for start in starts]
-        length = shape_of(pieces[0])[axis]
-        if not equal(starts, [i * length for i in range(len(pieces))]):
-            return None
-    else:
-        return None
-    axis %= len(shape_of(whole))
-    lengths = [shape_of(each)[axis] for each in pieces]
-    same = equal(lengths, lengths[:1] * len(lengths)) and equal(lengths[0] * len(lengths), shape_of(whole)[axis])
-    return (whole, axis) if same else None
-
-
-# Scaled products ------------------------------------------------------------------------------------------------------
-# `_scaled_mm` tells by the shapes of scales what they are of; `_scaled_mm_v2` has a recipe for either side.
-
-RECIPES = {
-    "one": (ScalingType.TensorWise, ScalingType.TensorWise),
-    "rows": (ScalingType.RowWise, ScalingType.RowWise),
-    "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
-}
 
 
 @dataclass(frozen=True)
@@ -320,47 +132,47 @@ class ProductScales:
     """The scales of a scaled product.
 
     Fields:
-        form: `one` of each tensor, of `rows` and columns, or of `blocks`: 1x128 of the left side, 128x128 of the right.
+        layout: `one` (of each tensor), `rows` (and columns), or `blocks` (1x128 on the left, 128x128 on the right).
         left: of the left side.
         right: of the right side, as the product takes them.
         fast: whether tensor cores may accumulate.
     """
 
-    form: str
+    layout: str
     left: Node
     right: Node
     fast: bool
 
     def right_operand(self, graph: Graph, right: Node) -> Node:
-        """Return the scales of a right side as operators of hostir take them: without rows that fill them up."""
+        """Return the scales of a right side as operators of hostir take them: without padding."""
         rows, columns = shape_of(right)
-        if self.form == "rows":
+        if self.layout == "rows":
             return viewed(graph, self.right, [1, columns])
-        padded = self.form == "blocks" and not equal(shape_of(self.right)[:1], [rows // BLOCK])
-        return made(graph, aten.slice.Tensor, self.right, 0, 0, rows // BLOCK) if padded else self.right
+        padded = self.layout == "blocks" and not equal(shape_of(self.right)[:1], [rows // BLOCK])
+        return insert(graph, aten.slice.Tensor, self.right, 0, 0, rows // BLOCK) if padded else self.right
 
 
 def bias_of(product: Node) -> Node | None:
-    """Return what a scaled product adds."""
+    """Return the bias of a scaled product."""
     bias: Node | None = argument(product, 4 if product.target is SCALED[0] else 8, "bias")
     return bias
 
 
 def scales_of(product: Node) -> ProductScales:
     """Return the scales of a scaled product. Raises LeftAlone for one that hostir does not compute."""
-    form, left, right, fast = (_by_shapes if product.target is SCALED[0] else _by_recipes)(product)
+    layout, left, right, fast = (_by_shapes if product.target is SCALED[0] else _by_recipes)(product)
     b = shape_of(product.args[1])  # type: ignore[arg-type]
-    if form == "blocks" and not all(isinstance(size, int) and size % BLOCK == 0 for size in b):
+    if layout == "blocks" and not all(isinstance(size, int) and size % BLOCK == 0 for size in b):
         raise LeftAlone(f"blocks of {BLOCK} x {BLOCK} are not known to divide the right side of {product.name}")
     if any(value(scale).dtype != torch.float32 for scale in (left, right)):
         raise LeftAlone(f"the scales of {product.name} are {value(left).dtype} and {value(right).dtype}")
     if value(product).dtype not in RESULTS:
         raise LeftAlone(f"the result of {product.name} is {value(product).dtype}")
-    return ProductScales(form, without_layout(left), right, fast)
+    return ProductScales(layout, without_layout(left), right, fast)
 
 
 def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
-    """Return the form and the scales of a `_scaled_mm`, and whether it accumulates fast."""
+    """Return the layout and the scales of a `_scaled_mm`, and True if it accumulates fast."""
     (rows, K), (_, columns) = map(shape_of, product.args[:2])  # type: ignore[arg-type]
     left, right = argument(product, 2, "scale_a"), argument(product, 3, "scale_b")
     of_left, of_right = shape_of(left), shape_of(right)
@@ -380,21 +192,18 @@ def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
 
 
 def _by_recipes(product: Node) -> tuple[str, Node, Node, bool]:
-    """Return the form and the scales of a `_scaled_mm_v2`, and whether it accumulates fast."""
+    """Return the layout and the scales of a `_scaled_mm_v2`, and True if it accumulates fast."""
     left, right = (argument(product, i, f"scale_{side}") for i, side in ((2, "a"), (5, "b")))
     recipes = [argument(product, i, f"recipe_{side}") for i, side in ((3, "a"), (6, "b"))]
     swizzled = any((*argument(product, 4, "swizzle_a"), *argument(product, 7, "swizzle_b")))
     contracted = [axis % 2 for axis in argument(product, 10, "contraction_dim", ())]
-    form = next((form for form, pair in RECIPES.items() if recipes == [[recipe.value] for recipe in pair]), "")
-    if not form or swizzled or contracted not in ([], [1, 0]):
+    layout = next((name for name, pair in RECIPES.items() if recipes == [[recipe.value] for recipe in pair]), "")
+    if not layout or swizzled or contracted not in ([], [1, 0]):
         names = " and ".join(ScalingType(recipe).name for side in recipes for recipe in side)
         raise LeftAlone(
             f"the scales of {product.name} are {names}{', swizzled' * swizzled}: hostir has no such product"
         )
-    return form, left[0], right[0], argument(product, 11, "use_fast_accum", False)
-
-
-# All-gathers ----------------------------------------------------------------------------------------------------------
+    return layout, left[0], right[0], argument(product, 11, "use_fast_accum", False)
 
 
 @dataclass(frozen=True)
@@ -403,10 +212,10 @@ class GatheredProduct:
 
     Fields:
         node: its result.
-        rows: what is on its left.
-        right: the matrix on its right.
-        added: what is added.
-        scales: of the rows and of `right`, if these are fp8.
+        rows: its left side.
+        right: its right side.
+        added: its bias.
+        scales: of both sides, if these are fp8.
     """
 
     node: Node
@@ -416,19 +225,19 @@ class GatheredProduct:
     scales: ProductScales | None = None
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Return what products have in common that one operator computes."""
+    def signature(self) -> tuple[Any, ...]:
+        """Return dtypes and left scales; products with the same signature fit into one operator."""
         dtypes = value(self.rows).dtype, value(self.node).dtype
-        return dtypes if self.scales is None else (*dtypes, self.scales.form, self.scales.left, self.scales.fast)
+        return dtypes if self.scales is None else (*dtypes, self.scales.layout, self.scales.left, self.scales.fast)
 
-    def given(self) -> list[Node]:
-        """Return its operands but for the rows."""
+    def other_operands(self) -> list[Node]:
+        """Return all its operands except for the rows."""
         scales = () if self.scales is None else (self.scales.left, self.scales.right)
         return [x for x in (self.right, self.added, *scales) if x is not None]
 
 
 def waited(collective: Node) -> Node:
-    """Return the only wait for a collective."""
+    """Return the only wait for a collective. Raises LeftAlone if there are several."""
     waits = [user for user in collective.users if user.target is WAIT]
     if len(waits) != 1:
         raise LeftAlone(f"{len(waits)} nodes wait for it")
@@ -439,7 +248,7 @@ def waited(collective: Node) -> Node:
 
 
 def gathered(gather: Node) -> tuple[Node, int]:
-    """Return the node of the gathered tensor, and the axis that it is gathered along."""
+    """Return the gathered tensor, and the axis that it is gathered along."""
     wait, shard = waited(gather), gather.args[0]
     assert isinstance(shard, Node)
     cats = _cats(wait)
@@ -453,18 +262,18 @@ def gathered(gather: Node) -> tuple[Node, int]:
 
 
 def _cats(node: Node) -> set[Node]:
-    """Return the `cat`s of parts of a tensor, or of views of them. A node is the tensor, its division, or a part."""
+    """Return the `cat`s of the parts of a tensor; `node` is the tensor, a split of it, a part, or a view of a part."""
     cats = {user for user in node.users if user.target is aten.cat.default}
     return cats.union(*(_cats(user) for user in node.users if _is_part(user)))
 
 
 def _is_part(node: Node) -> bool:
-    """Return whether a node divides a tensor, or is a part of one, or a view as another dtype of the same size."""
+    """Return True if a node splits a tensor, is a part of a tensor, or views the same bytes."""
     return node.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(node)
 
 
 def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
-    """Return whether the operands of a `cat` are the ranks' parts of a gathered tensor, or views of them as bytes."""
+    """Return True if a `cat` concatenates the ranks' parts of a gathered tensor, or views of the same bytes."""
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
     if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts them
         return False
@@ -473,7 +282,7 @@ def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
 
 
 def rows_of_views(full: Node) -> Iterator[Node]:
-    """Yield the nodes that have the rows of a tensor in their order."""
+    """Yield the nodes with the rows of a tensor in their order."""
     yield full
     for user in full.users:
         if keeps_rows(user):
@@ -481,8 +290,8 @@ def rows_of_views(full: Node) -> Iterator[Node]:
 
 
 def products_of(full: Node) -> list[GatheredProduct]:
-    """Return the matmuls that have the gathered rows on their left. Raises LeftAlone if there are none."""
-    found, others, right = [], [], []
+    """Return the matmuls with the gathered rows on the left, which fit into one operator. Raises LeftAlone."""
+    products, others, right = [], [], []
     for rows in rows_of_views(full):
         for user in rows.users:
             if user.target is aten.mm.default and user.args[0] is rows:
@@ -495,13 +304,13 @@ def products_of(full: Node) -> list[GatheredProduct]:
                 others += [user] if not keeps_rows(user) else []
                 right += [user] if user.target in (aten.mm.default, aten.addmm.default) else []
                 continue
-            found += [product] if not any(depends(each, full) for each in product.given()) else []
-    if found:
-        return [each for each in found if each.kind == found[0].kind]
+            products += [product] if not any(depends(each, full) for each in product.other_operands()) else []
+    if products:
+        return [each for each in products if each.signature == products[0].signature]
     if right:
         raise LeftAlone(f"it is the right side of {right[0].name}: a gathered weight")
-    if taken := [user for user in others if user.target in SCALED]:
-        raise LeftAlone(f"it has the scales of {taken[0].name}, whose rows are not gathered with them")
+    if scaled := [user for user in others if user.target in SCALED]:
+        raise LeftAlone(f"it has the scales of {scaled[0].name}, whose rows are not gathered with them")
     why = "no matmul has its rows on the left"
     if views := [*_resized(full)]:
         raise LeftAlone(f"{why}; {views[0].name} views its elements as {value(views[0]).dtype}, of another size")
@@ -512,7 +321,7 @@ def products_of(full: Node) -> list[GatheredProduct]:
 
 
 def _resized(node: Node) -> Iterator[Node]:
-    """Yield the views of a tensor, or of its parts, as a dtype of another size."""
+    """Yield the views of a tensor, or of its parts, in a dtype of another size."""
     for user in node.users:
         if user.target is AS_DTYPE and not keeps_bytes(user):
             yield user
@@ -521,7 +330,7 @@ def _resized(node: Node) -> Iterator[Node]:
 
 
 def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
-    """Return the all-gather of the scales of rows, if these are gathered as the rows are, and for these products."""
+    """Return the all-gather of the scales of rows, if it gathers them like the rows, and for these products only."""
     assert products[0].scales
     scale, nodes = products[0].scales.left, {product.node for product in products}
     expected = [*shape_of(gather.args[0])[:-1], *shape_of(scale)[-1:]]  # type: ignore[arg-type]
@@ -537,19 +346,19 @@ def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[Gathe
 
 
 def check_dtype(*nodes: Node, fp8: bool = False) -> None:
-    """Raise LeftAlone unless all tensors have one dtype that hostir computes with, or each is `fp8`."""
+    """Raise LeftAlone unless all tensors have one dtype that hostir computes with; with `fp8`, a dtype of fp8 each."""
     dtypes = {value(node).dtype for node in nodes}
     if not (dtypes <= FP8.keys() if fp8 else len(dtypes) == 1 and dtypes <= DTYPES.keys()):
         raise LeftAlone(f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
 
 
 def as_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
-    """Return a node with its bytes as numbers of a dtype."""
+    """Return a view of the bytes of a node in a dtype."""
     if value(node).dtype == dtype:
         return node
     if node.target is AS_DTYPE and value(node.args[0]).dtype == dtype:  # type: ignore[arg-type]
         return node.args[0]  # type: ignore[return-value]
-    return made(graph, AS_DTYPE, node, dtype)
+    return insert(graph, AS_DTYPE, node, dtype)
 
 
 def fuse_gather(graph: Graph, gather: Node) -> Fates:
@@ -567,35 +376,35 @@ def fuse_gather(graph: Graph, gather: Node) -> Fates:
     lead = shape[:-1] if moved or len(shape) == 2 else [-1]
     where = axis if moved else 0, group_of(gather, 2)
     rights, scales = [product.right for product in products], products[0].scales
-    text, fates = f"{len(products)} product{'s' * (len(products) > 1)}{' and the gathered tensor' * kept}", {}
+    text, fates = counted(len(products), "product") + " and the gathered tensor" * kept, {}
     with graph.inserting_before(full.next):
         part = viewed(graph, as_dtype(graph, shard, value(products[0].rows).dtype), [*lead, shape[-1]])
         check_dtype(part, *rights, fp8=scales is not None)
         if scales is None:
             op = ops.all_gather_matmul.default
-            fused = made(graph, op, part, rights, *where, kept)
+            fused = insert(graph, op, part, rights, *where, kept)
         else:
             op = ops.all_gather_scaled_matmul.default
             others = gather_of_scales(graph, gather, axis, products)
             along = shape_of(scales.left)[-1:]
-            if scales.form == "one":
-                kind, of_rows = "one", scales.left
+            if scales.layout == "one":
+                layout, of_rows = "one", scales.left
             elif others is None:
                 rows = shape_of(full)[:-1] if lead != [-1] else lead
-                kind, of_rows = "replicated", viewed(graph, scales.left, [*rows, *along])
+                layout, of_rows = "replicated", viewed(graph, scales.left, [*rows, *along])
             else:
-                kind, of_rows = "sharded", viewed(graph, others.args[0], [*lead, *along])  # type: ignore[arg-type]
+                layout, of_rows = "sharded", viewed(graph, others.args[0], [*lead, *along])  # type: ignore[arg-type]
                 fates[others] = _name(op), f"the scales of {gather.name}"
-            kind += BLOCKS * (scales.form == "blocks")
+            layout += BLOCKS * (scales.layout == "blocks")
             columns = [p.scales.right_operand(graph, p.right) for p in products if p.scales]
             biases, dtype = [p.added for p in products], value(products[0].node).dtype
-            fused = made(graph, op, part, of_rows, rights, columns, *where, kind, biases, dtype, scales.fast)
-        outputs = made(graph, operator.getitem, fused, 1 if scales is None else 2)
+            fused = insert(graph, op, part, of_rows, rights, columns, *where, layout, biases, dtype, scales.fast)
+        outputs = insert(graph, operator.getitem, fused, 1 if scales is None else 2)
         for index, product in enumerate(products):
-            _give_product(graph, product, made(graph, operator.getitem, outputs, index))
+            _replace_product(graph, product, insert(graph, operator.getitem, outputs, index))
         if kept:
-            whole = as_dtype(graph, made(graph, operator.getitem, fused, 0), value(full).dtype)
-            full.replace_all_uses_with(viewed(graph, whole, shape_of(full)))
+            gathered_rows = as_dtype(graph, insert(graph, operator.getitem, fused, 0), value(full).dtype)
+            full.replace_all_uses_with(viewed(graph, gathered_rows, shape_of(full)))
     return {gather: (_name(op), text), **fates}
 
 
@@ -606,19 +415,19 @@ def _name(op: Any) -> str:
 
 
 def _used_otherwise(full: Node, products: set[Node]) -> bool:
-    """Return whether anything but these products needs the rows of a tensor."""
+    """Return True if a node that is not one of these products needs the rows of a tensor."""
     return any(
         user not in products and (not (keeps_rows(user) or user.target in LAYOUTS) or _used_otherwise(user, products))
         for user in full.users
     )
 
 
-def _give_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
-    """Let a product of several axes, or rows, take the place of a matmul and of views of it."""
+def _replace_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
+    """Replace a matmul and its views by the output `y` of the fused operator, which may have more axes."""
     if product.added is not None and product.scales is None:
-        if len(shape_of(product.added)) > 1:  # of rows, perhaps, where the product has several axes
+        if len(shape_of(product.added)) > 1:  # a matrix, while `y` may have more axes
             y = viewed(graph, y, shape_of(product.node))
-        y = made(graph, aten.add.Tensor, y, product.added)
+        y = insert(graph, aten.add.Tensor, y, product.added)
     for user in [*product.node.users]:
         if user.target in VIEWS and equal(shape_of(user), shape_of(y)):
             user.replace_all_uses_with(y)
@@ -626,17 +435,14 @@ def _give_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
         product.node.replace_all_uses_with(viewed(graph, y, shape_of(product.node)))
 
 
-# Reduce-scatters ------------------------------------------------------------------------------------------------------
-
-
 def scattered(scatter: Node) -> tuple[Node, int]:
     """Return the tensor that is scattered, and the axis."""
-    given: Any = scatter.args[0]
-    if given.target is aten.clone.default:
-        given = given.args[0]
-    if given.target is not aten.cat.default or argument(given, 1, "dim", 0) != 0:
-        return given, 0
-    return parts_of(list(given.args[0]), argument(scatter, 2, "group_size")) or (given, 0)
+    addend: Any = scatter.args[0]
+    if addend.target is aten.clone.default:
+        addend = addend.args[0]
+    if addend.target is not aten.cat.default or argument(addend, 1, "dim", 0) != 0:
+        return addend, 0
+    return parts_of(list(addend.args[0]), argument(scatter, 2, "group_size")) or (addend, 0)
 
 
 def only_user(node: Node) -> None:
@@ -648,7 +454,7 @@ def only_user(node: Node) -> None:
 
 
 def products_before(node: Node, divided: bool) -> Iterator[Node]:
-    """Yield the matmuls whose sum a tensor is; it may be `divided`, with a user for each part. Raises LeftAlone."""
+    """Yield the matmuls that add up to a tensor; if `divided`, it may have a user for each part. Raises LeftAlone."""
     if not divided:
         only_user(node)
     if keeps_rows(node) and node.target is not AS_DTYPE:
@@ -663,21 +469,21 @@ def products_before(node: Node, divided: bool) -> Iterator[Node]:
 
 
 def _alike(node: Node) -> bool:
-    """Return whether the terms of a sum are tensors of its own shape."""
+    """Return True if all terms of a sum are tensors of the shape of the sum."""
     return all(isinstance(term, Node) and equal(shape_of(term), shape_of(node)) for term in node.args)
 
 
 def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
     """Replace a reduce-scatter and the matmul before it. Raises LeftAlone."""
     wait = waited(scatter)
-    given, axis = scattered(scatter)
-    shape = shape_of(given)
+    addend, axis = scattered(scatter)
+    shape = shape_of(addend)
     reduce_op = argument(scatter, 1, "reduce_op")
     if reduce_op not in ("sum", "avg"):
         raise LeftAlone(f"its sum is {reduce_op!r}")
     if len(shape) < 2:
         raise LeftAlone(f"it scatters a tensor of {len(shape)} axes")
-    products, columns = [*products_before(given, divided=given is not scatter.args[0])], axis == len(shape) - 1
+    products, columns = [*products_before(addend, divided=addend is not scatter.args[0])], axis == len(shape) - 1
     moved = columns or not all(is_trivial(size) for size in shape[:axis])
     where = reduce_op, axis if moved else 0, group_of(scatter, 3)
     with graph.inserting_before(wait):
@@ -688,15 +494,15 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
             of_left = scales.left
             if moved:
                 left = _as_axes(graph, left, [*shape[:-1], shape_of(left)[-1]])
-                if scales.form != "one":
+                if scales.layout != "one":
                     of_left = viewed(graph, of_left, [*shape[:-1], *shape_of(of_left)[-1:]])
             operands = left, of_left, right, scales.right_operand(graph, right)
-            fused = made(graph, op, *operands, *where, value(given).dtype, bias_of(products[0]), scales.fast)
+            fused = insert(graph, op, *operands, *where, value(addend).dtype, bias_of(products[0]), scales.fast)
         else:
             op = ops.matmul_reduce_scatter.default
             left, right = one_product(graph, products, shape[:-1] if moved else None)
-            fused = made(graph, op, left, right, *where)
-        _give_sum(graph, scatter, wait, fused)
+            fused = insert(graph, op, left, right, *where)
+        _replace_sum(graph, scatter, wait, fused)
     return {scatter: (_name(op), _amount(products))}
 
 
@@ -710,17 +516,20 @@ def one_scaled(products: list[Node]) -> tuple[Node, Node, ProductScales]:
 
 
 def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = None) -> tuple[Node, Node]:
-    """Return what is multiplied for a sum of products: their operands, side by side; the left one with `lead` axes."""
+    """Return one pair of operands for a sum of products: the products' operands, concatenated along K.
+
+    `lead` are the axes of the left operand's rows.
+    """
     lefts, rights = zip(*(product.args for product in products), strict=True)
     check_dtype(*lefts, *rights)
     rows = [left if lead is None else _as_axes(graph, left, [*lead, shape_of(left)[-1]]) for left in lefts]
     if len(rows) == 1:
         return rows[0], rights[0]
-    return made(graph, aten.cat.default, rows, -1), made(graph, aten.cat.default, [*rights], 0)
+    return insert(graph, aten.cat.default, rows, -1), insert(graph, aten.cat.default, [*rights], 0)
 
 
-def _give_sum(graph: Graph, collective: Node, wait: Node, fused: Node) -> None:
-    """Let a product that is summed over the ranks take the place of a collective."""
+def _replace_sum(graph: Graph, collective: Node, wait: Node, fused: Node) -> None:
+    """Replace a collective by the output of the fused operator."""
     result = viewed(graph, fused, shape_of(wait))
     for node in (wait, collective):  # the collective's own result is an output where it is saved for the backward graph
         node.replace_all_uses_with(result, lambda user: user is not wait)
@@ -731,30 +540,25 @@ def _amount(products: list[Node]) -> str:
 
 
 def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
-    """Return the rows of a matmul with all axes; the tensor that they are a view of, if it has them."""
+    """Return the rows of a matmul in this shape: the tensor that they view, if it has this shape."""
     source = left.args[0] if left.target in VIEWS else None
     return source if isinstance(source, Node) and equal(shape_of(source), shape) else viewed(graph, left, shape)
 
 
-# All-reduces ----------------------------------------------------------------------------------------------------------
-
-
 def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
     """Replace an all-reduce and the matmul before it. Raises LeftAlone."""
-    wait, given, reduce_op = waited(reduce), reduce.args[0], argument(reduce, 1, "reduce_op")
-    assert isinstance(given, Node)
+    wait, addend, reduce_op = waited(reduce), reduce.args[0], argument(reduce, 1, "reduce_op")
+    assert isinstance(addend, Node)
     if reduce_op != "sum":
         raise LeftAlone(f"its sum is {reduce_op!r}")
-    products = [*products_before(given, divided=False)]
+    products = [*products_before(addend, divided=False)]
     if scaled := [product for product in products if product.target in SCALED]:
         raise LeftAlone(f"{scaled[0].name} is a scaled matmul, and those are not summed on all ranks")
     op = ops.matmul_all_reduce.default
     with graph.inserting_before(wait):
-        _give_sum(graph, reduce, wait, made(graph, op, *one_product(graph, products), group_of(reduce, 2)))
+        _replace_sum(graph, reduce, wait, insert(graph, op, *one_product(graph, products), group_of(reduce, 2)))
     return {reduce: (_name(op), _amount(products))}
 
-
-# The pass -------------------------------------------------------------------------------------------------------------
 
 FUSIONS: dict[Any, Callable[[Graph, Node], Fates]] = {
     GATHER: fuse_gather,
@@ -767,15 +571,15 @@ class OverlapPass(CustomGraphPass):
     """Replaces collectives and matmuls in a graph by operators of hostir; the report says which, and why not others.
 
     For `torch._inductor.config.post_grad_custom_post_pass`, or any graph of ATen operators with functional
-    collectives, forward or backward. Inductor does not call the pass for a graph that it takes from its cache: the
-    report lists the operators of such a graph when they run.
+    collectives, forward or backward. Inductor does not call the pass for a graph from its cache. The report then counts
+    the graph's operators when they run.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Begin the report anew."""
+        """Start a new report."""
         self.graphs, self._visits, self._calls = 0, list[Visited](), LEDGER.calls()
 
     @property
@@ -796,7 +600,7 @@ class OverlapPass(CustomGraphPass):
         if collectives:
             lift_sizes(graph)
         for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
-            if node not in fates:  # scales follow the bytes that they are of
+            if node not in fates:  # rows of bytes come first: a gather of scales is fused with them
                 fates |= self._fate(graph, node)
         visits = [self._visited(node, *fates[node]) for node in collectives]
         self._visits += visits
@@ -806,7 +610,7 @@ class OverlapPass(CustomGraphPass):
 
         for node in graph.nodes:
             if node.target is aten.view.default:
-                node.target = aten.reshape.default  # results of operators have other strides
+                node.target = aten.reshape.default  # results of hostir's operators may have other strides
         stable_topological_sort(graph)
         graph.eliminate_dead_code(_is_impure)
         graph.lint()
@@ -831,7 +635,7 @@ def _is_collective(node: Node) -> bool:
 
 
 def _is_impure(node: Node) -> bool:
-    """Collectives without users are of no use; everything else is as torch says."""
+    """Return True for a node that must stay without users: not for a collective, otherwise as torch says."""
     return node.is_impure() and not (node.target is WAIT or node.target in FUSIONS)
 
 

@@ -1,17 +1,17 @@
-"""Styles for torch's `parallelize_module`: a plain model becomes tensor-parallel, its linear layers those of hostir.
+"""Styles for torch's `parallelize_module`: linear layers of a plain model become tensor-parallel layers of hostir.
 
-Each has the arguments of torch's style of that name, and what hostir cannot do is left to that style, with a
-`hi.FallbackWarning` that says why.
+Each style has the arguments of torch's style of that name. torch's style runs the layers and calls that hostir cannot
+run, with a `hi.FallbackWarning` that says why.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import style
+from torch.distributed.tensor import parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from hostir.ir.source import error, user_span
@@ -28,30 +28,31 @@ from hostir.torch.modules import (
 from hostir.torch.traps import Place, warn_of_traps
 
 
-class ColwiseParallel(style.ColwiseParallel):
+class StyleOptions(TypedDict, total=False):
+    """The options of both styles; the classes explain them."""
+
+    input_layouts: Placement | None
+    output_layouts: Placement | None
+    use_local_output: bool
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
     """Shard an `nn.Linear` on its output columns; its input, sharded on tokens, is gathered while it is multiplied.
 
-    With names, a style of the module that holds layers so called: all of them get the input that the first one is
-    called with, which is gathered once: `"attention": ColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))`.
+    With names it is a style of the module that holds the layers of these names. The layer that is called first gathers
+    its input for all of them: `"attention": ColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))`.
 
     Args:
-        names: of linear layers in the module, called with one input.
-        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(d)`, not of the last axis, and
-            `Replicate()`, the default: then the gradient of the input is summed beside those of the weights.
+        names: of linear layers in the module, which are called with one input.
+        input_layouts: the placement of plain tensors as inputs. hostir runs `Shard(d)`, not of the last axis, and
+            `Replicate()`, the default; then the gradient of the input is summed beside the gradients of the weights.
         output_layouts: the placement of the output; hostir runs `Shard(-1)`, the default.
-        use_local_output: whether the output is a plain tensor, this rank's part.
-        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
+        use_local_output: whether the output is a plain tensor, this rank's part; by default it is.
+        fp8: whether the operands of products are in fp8, as in `column_parallel_linear`; parameters stay as they are.
     """
 
-    def __init__(
-        self,
-        *names: str,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        fp8: bool = False,
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+    def __init__(self, *names: str, fp8: bool = False, **options: Unpack[StyleOptions]) -> None:
+        super().__init__(**options)
         self.names, self.fp8 = names, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -72,11 +73,11 @@ def _layer(place: Place, name: str) -> Place:
     """Return a linear layer that the module at a place holds."""
     _refuse_compiled(place)
     module = place.module
-    found = getattr(module, name, None)
-    if isinstance(found, OptimizedModule):
-        _refuse_compiled(place.child(name, found))
-    if isinstance(found, nn.Linear):
-        return place.child(name, found)
+    layer = getattr(module, name, None)
+    if isinstance(layer, OptimizedModule):
+        _refuse_compiled(place.child(name, layer))
+    if isinstance(layer, nn.Linear):
+        return place.child(name, layer)
     has = [each for each, child in module.named_children() if isinstance(child, nn.Linear)]
     raise error(
         f"{place} has no linear layer '{name}'",
@@ -85,26 +86,18 @@ def _layer(place: Place, name: str) -> Place:
     )
 
 
-class RowwiseParallel(style.RowwiseParallel):
+class RowwiseParallel(parallel.RowwiseParallel):
     """Shard an `nn.Linear` on its input columns; its products are summed over the ranks while others are computed.
 
     Args:
-        input_layouts: the placement of inputs that are no DTensors; hostir runs `Shard(-1)`, the default.
+        input_layouts: the placement of plain tensors as inputs; hostir runs `Shard(-1)`, the default.
         output_layouts: the placement of the output; hostir runs `Shard(d)`, not of the last axis, and `Replicate()`,
             the default.
-        use_local_output: whether the output is a plain tensor, this rank's part.
-        fp8: whether products are of operands in fp8, as of `column_parallel_linear`; parameters are as they were.
+        use_local_output, fp8: as for ColwiseParallel.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        fp8: bool = False,
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+    def __init__(self, *, fp8: bool = False, **options: Unpack[StyleOptions]) -> None:
+        super().__init__(**options)
         self.fp8 = fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -112,31 +105,34 @@ class RowwiseParallel(style.RowwiseParallel):
 
 
 def _replaced(
-    given: ColwiseParallel | RowwiseParallel,
+    style: ColwiseParallel | RowwiseParallel,
     torchs: Any,
-    kind: type[ShardedLinear],
+    layer: type[ShardedLinear],
     place: Place,
     device_mesh: DeviceMesh,
 ) -> nn.Module:
-    """Make a layer one of hostir, in place, or leave it to torch's style."""
+    """Turn a linear layer into a layer of hostir, in place, or leave it to torch's style."""
     module: Any = place.module
-    _refuse(given, place)
+    _refuse(style, place)
     mesh, group = mesh_of(device_mesh, str(place))
-    layouts = Layouts(mesh, group, given.input_layouts[0], given.output_layouts[0], given.use_local_output, given.fp8)
-    warn_of_traps(place, mesh, columns=isinstance(given, ColwiseParallel), local=given.use_local_output)
-    why = unfit(module, kind, layouts)
+    layouts = Layouts(mesh, group, style.input_layouts[0], style.output_layouts[0], style.use_local_output, style.fp8)
+    warn_of_traps(place, mesh, columns=isinstance(style, ColwiseParallel), local=style.use_local_output)
+    if type(module) is nn.Linear:
+        why = layer.unfit(module, layouts, layouts.input)
+    else:
+        why = "it is not an nn.Linear itself, and what it computes is its own"
     if why is None:
-        module.__class__ = kind
-        module.become(layouts, given.src_data_rank)
+        module.__class__ = layer
+        module.become(layouts, style.src_data_rank)
         return module
-    name = f"hostir.torch.{type(given).__name__}"
+    name = f"hostir.torch.{type(style).__name__}"
     leave(f"{name} of {type(module).__name__}", layouts.group, why, f"{name} of {place}")
     return torchs(module, device_mesh)
 
 
-def _refuse(given: ColwiseParallel | RowwiseParallel, place: Place) -> None:
-    """Raise HostIRError for modules that neither hostir nor torch can shard by a style."""
-    module, name = place.module, type(given).__name__
+def _refuse(style: ColwiseParallel | RowwiseParallel, place: Place) -> None:
+    """Raise HostIRError for a module that no style can shard."""
+    module, name = place.module, type(style).__name__
     _refuse_compiled(place)
     if isinstance(module, ShardedLinear):
         expected = "one style for each layer, applied once"
@@ -149,7 +145,7 @@ def _refuse(given: ColwiseParallel | RowwiseParallel, place: Place) -> None:
 
 
 def _refuse_compiled(place: Place) -> None:
-    """Raise HostIRError for a module that `torch.compile` has wrapped: plans find no layers in the wrapper."""
+    """Raise HostIRError for a module that `torch.compile` has wrapped: a plan finds no layers in the wrapper."""
     if isinstance(place.module, OptimizedModule):
         raise error(
             f"{place} is compiled already",
@@ -157,10 +153,3 @@ def _refuse_compiled(place: Place) -> None:
             expected="a plan that is applied first: parallelize_module, then torch.compile",
             hint="module.compile() compiles a module in place, before or after",
         )
-
-
-def unfit(module: nn.Module, kind: type[ShardedLinear], layouts: Layouts) -> str | None:
-    """Return why a module cannot become a layer of hostir; None if it can."""
-    if type(module) is not nn.Linear:
-        return "it is not an nn.Linear itself, and what it computes is its own"
-    return kind.unfit(module, layouts)

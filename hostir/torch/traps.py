@@ -1,6 +1,6 @@
 """Warn of models that compute or train something else once a style has sharded one of their layers.
 
-A style sees one layer. What the layer is part of is found in the model that `parallelize_module` was called with.
+A style sees one layer. The modules around it are searched in the model that `parallelize_module` was called with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ShardingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Place:
-    """A module, and where it is in a model. As text: its path and type, such as `layers.3.mlp (MLP)`.
+    """A module and its place in a model; as text, its path and type, such as `layers.3.mlp (MLP)`.
 
     Fields:
         module: the module.
@@ -45,7 +45,7 @@ class Place:
         """Return the place of a module that a style is being applied to."""
         root = module
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:  # parallelize_module calls itself for parts of a model: the outermost call has it all
+        while frame is not None:  # parallelize_module calls itself for parts; the outermost call has the model
             if frame.f_code is parallelize_module.__code__:
                 root = frame.f_locals["module"]
             frame = frame.f_back
@@ -53,30 +53,30 @@ class Place:
         return Place(module, root, path)
 
     def child(self, name: str, module: nn.Module) -> Place:
-        """Return the place of a module that this one holds."""
+        """Return the place of a module in this one."""
         return Place(module, self.root, f"{self.path}.{name}" if self.path else name)
 
     @property
     def name(self) -> str:
-        """The module's name in the module that holds it."""
+        """The module's name in the module around it."""
         return self.path.rpartition(".")[2]
 
     @property
     def parent(self) -> nn.Module | None:
-        """The module that holds this one; None for the model itself."""
+        """The module around this one; None for the model itself."""
         return self.root.get_submodule(self.path.rpartition(".")[0]) if self.path else None
 
     def __str__(self) -> str:
-        kind = type(self.module).__name__
-        return f"{self.path} ({kind})" if self.path else kind
+        name = type(self.module).__name__
+        return f"{self.path} ({name})" if self.path else name
 
 
 def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool) -> None:
-    """Warn, on rank 0, of each trap once for a model.
+    """Warn, on rank 0, of the traps of a model, of each one once.
 
     Args:
-        place: of a layer with a weight that is about to be sharded.
-        mesh: over whose ranks.
+        place: the place of the layer that a style is about to shard.
+        mesh: the ranks.
         columns: whether each rank gets columns of the output.
         local: whether the output is this rank's part as a plain tensor.
     """
@@ -89,11 +89,11 @@ def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool)
             warn_user(warning, ShardingWarning)
 
 
-_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the traps that were warned of, by model
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by model: the traps with a warning
 
 
 def _traps(place: Place, mesh: DeviceMesh, columns: bool, local: bool) -> Iterator[tuple[str, Diagnostic | None]]:
-    """Yield the traps that a layer may be in, each with its name, and a warning if the layer is in it."""
+    """Yield the name of each possible trap, with a warning if the layer is in it."""
     yield "tied", _tied(place, mesh)
     yield "compiled", _compiled(place)
     if columns and local and isinstance(place.module, nn.Linear):
@@ -105,23 +105,17 @@ def _warning(message: str, expected: str, hint: str) -> Diagnostic:
     return Diagnostic(message, expected=expected, hint=hint, level="warning")
 
 
-# Compiled parts -------------------------------------------------------------------------------------------------------
-
-
 def _compiled(place: Place) -> Diagnostic | None:
-    """Return a warning if `torch.compile` has wrapped another part of the model: a plan finds no layers in that."""
+    """Return a warning if `torch.compile` has wrapped another part of the model: a plan finds no layers in it."""
     wrapped = (name for name, each in place.root.named_modules() if name and isinstance(each, OptimizedModule))
     path = next((name for name in wrapped if not place.path.startswith(f"{name}.")), None)
     if path is None:
         return None
     return _warning(
-        f"{path} is compiled already, and what a plan says of layers in it is skipped.",
+        f"{path} is compiled already, and a plan does not find the layers in it.",
         "parallelize_module first, then torch.compile",
         "module.compile() compiles a module in place, before or after",
     )
-
-
-# Tied weights ---------------------------------------------------------------------------------------------------------
 
 
 def _tied(place: Place, mesh: DeviceMesh) -> Diagnostic | None:
@@ -141,14 +135,14 @@ def _tied(place: Place, mesh: DeviceMesh) -> Diagnostic | None:
 
 def _has(module: nn.Module, weight: Tensor, mesh: DeviceMesh) -> bool:
     """Return True if a module has this weight, or had it before a style sharded the module."""
-    theirs = module._parameters.get("weight")
-    return theirs is weight or (isinstance(module, nn.Embedding) and _was_tied(theirs, weight, mesh))
+    other = module._parameters.get("weight")
+    return other is weight or (isinstance(module, nn.Embedding) and _was_tied(other, weight, mesh))
 
 
 def _was_tied(sharded: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> bool:
-    """Return True if a weight that a style has sharded already has the values of one that is still whole.
+    """Return True if a sharded weight has the values of an unsharded one, on rank 0, which has the first part.
 
-    Such weights were tied, as no two are initialized alike. This is asked on rank 0, which has the first part.
+    Such weights were tied before a style sharded one of them: no two weights are initialized alike.
     """
     if not isinstance(sharded, DTensor) or isinstance(weight, DTensor) or sharded.device_mesh != mesh:
         return False
@@ -159,33 +153,29 @@ def _was_tied(sharded: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> bool:
     return part.device == first.device and bool(part.any()) and torch.equal(part, first)
 
 
-# Heads and fused projections ------------------------------------------------------------------------------------------
-# A linear layer does not say what its columns are. The module that holds it may say the size of a head. A name such as
-# `qkv` tells that a layer computes several things at once.
-
 FUSED = {r"qkv|c_attn": "q, k and v", r"gate_up": "gate and up"}
 
 
 def _cut_heads(place: Place, width: int, ranks: int) -> Diagnostic | None:
-    """Return a warning if the ranks would get parts of attention heads."""
+    """Return a warning if ranks would get parts of attention heads; the module around the layer has the head size."""
     size = _head_size(place.parent)
     if not size or width % size or width % ranks or width // ranks % size == 0:
         return None
-    heads, whole = counted(width // size, "head"), width // size
+    heads = width // size
     hint = "take fewer ranks"
-    if ranks % whole == 0:
-        rows = f"weight.unflatten(0, ({whole}, {size})).repeat_interleave({ranks // whole}, 0).flatten(0, 1)"
-        hint += f"; or, for inference, give each head to {ranks // whole} of them: {rows}"
+    if ranks % heads == 0:
+        rows = f"weight.unflatten(0, ({heads}, {size})).repeat_interleave({ranks // heads}, 0).flatten(0, 1)"
+        hint += f"; or, for inference, give each head to {ranks // heads} of them: {rows}"
     return _warning(
-        f"{place} computes {heads} of {size} columns, and each of the {ranks} ranks gets {width // ranks} columns: "
-        "no whole head.",
+        f"{place} computes {counted(heads, 'head')} of {size} columns, and each of the {ranks} ranks gets "
+        f"{width // ranks} columns: no whole head.",
         "as many heads as the ranks divide, of keys and values as well",
         hint,
     )
 
 
 def _head_size(module: nn.Module | None) -> int:
-    """Return the size of an attention head, from attributes such as `head_dim`; 0 where none or several are said."""
+    """Return the size of an attention head, from attributes such as `head_dim`; 0 unless they agree."""
     attributes = vars(module) if module is not None else {}
     sizes = {
         value
@@ -196,9 +186,8 @@ def _head_size(module: nn.Module | None) -> int:
 
 
 def _fused(place: Place, ranks: int) -> Diagnostic | None:
-    """Return a warning if a layer computes several things at once, by its name."""
-    found = (parts for pattern, parts in FUSED.items() if re.search(pattern, place.name, re.IGNORECASE))
-    parts = next(found, None)
+    """Return a warning if the name of a layer, such as `qkv`, says that it computes several things at once."""
+    parts = next((parts for pattern, parts in FUSED.items() if re.search(pattern, place.name, re.IGNORECASE)), None)
     if parts is None or ranks == 1:
         return None
     return _warning(

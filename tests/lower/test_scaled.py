@@ -14,7 +14,8 @@ from hostir.ir.comm_ops import Communication
 from hostir.ir.onesided_ops import Put
 from hostir.ir.scaled_ops import ScaledMatmul
 from hostir.lower import STRATEGIES
-from hostir.torch.scaled import ScaledProduct, gathered_program
+from hostir.torch.ops.all_gather_scaled_matmul import gather_fusion
+from hostir.torch.ops.scaled_operands import ScaledProduct
 from tests.judging.simulated import failure_of
 from tests.lower.held import assert_correct, every_strategy, one_sided, without_each
 
@@ -104,6 +105,6 @@ def test_the_scale_of_a_tensor_is_computed_from_the_gathered_scales_of_its_rows(
 
 def test_non_contiguous_scales_are_copied_before_a_kernel_waits_for_rows() -> None:
     product = ScaledProduct("f8e4m3", 16, "bf16", "", False, False)
-    fusion = gathered_program(2, "f8e4m3", 32, (product,), "replicated", free=1, outside=1)
+    fusion = gather_fusion(2, "f8e4m3", 32, (product,), "replicated", extra=1, outside=1)
     assert "%s_dense = dense %s" in str(hi.lower(fusion, "fused"))
     assert "dense" not in str(hi.lower(fusion, "ring"))  # its products start after their rows have arrived

@@ -37,9 +37,9 @@ from hostir.torch import (
     matmul_reduce_scatter,
     row_parallel_linear,
 )
-from hostir.torch.library import KERNELS, _all_gather_matmul_backward
-from hostir.torch.operators import Operator
-from hostir.torch.programs import group_named
+from hostir.torch.ops import all_gather_matmul as gathering
+from hostir.torch.ops.library import OPERATORS
+from hostir.torch.ops.running import OperatorCall, group_named
 from tests.counting import calls_of
 from tests.torch.on_ranks import (
     DEVICE,
@@ -154,14 +154,15 @@ def collectives_of_a_backward_overlap_its_matmuls() -> None:
             events.extend(["matmul"] * (function is torch.ops.aten.mm.default))
             return function(*args, **(kwargs or {}))
 
-    def start(op: Operator, *program: Any) -> Any:
-        events.append(f"start {op.name.partition('::')[2]}")
-        outputs = op.execute(*program)
-        return SimpleNamespace(wait=lambda: (events.append(f"wait for {op.name.partition('::')[2]}"), outputs)[1])
+    def start(call: OperatorCall, *program: Any) -> Any:
+        events.append(f"start {call.name.partition('::')[2]}")
+        outputs = call.execute(*program)
+        return SimpleNamespace(wait=lambda: (events.append(f"wait for {call.name.partition('::')[2]}"), outputs)[1])
 
     x, w, dy = replicated(4 * RANKS, 8), replicated(8, 6), replicated(4 * RANKS, 6)
-    with mock.patch.object(Operator, "start", start), Matmuls():
-        d_x, (d_w,) = _all_gather_matmul_backward(part(x, 0), [dy], [w], 0, group(), False, ["float32"])
+    backward = gathering.all_gather_matmul_backward.compute
+    with mock.patch.object(OperatorCall, "start", start), Matmuls():
+        d_x, (d_w,) = backward(part(x, 0), [dy], [w], 0, group(), False, ["float32"])
     order = ["start all_gather", "matmul", "wait for all_gather"]
     assert events == [*order, "start reduce_scatter", "matmul", "wait for reduce_scatter"], events
     assert_near(d_x, RANKS * part(dy @ w.t(), 0).double())
@@ -574,8 +575,8 @@ def calls_bypass_the_dispatcher_if_no_mode_needs_it() -> None:
         calls.append("at once")
         return kernel(*args)
 
-    kernel = KERNELS["all_gather_matmul"]
-    with mock.patch.dict(KERNELS, all_gather_matmul=at_once):
+    kernel = gathering.all_gather_matmul.kernel
+    with mock.patch.object(gathering.all_gather_matmul, "kernel", at_once):
         for weight in (w, nn.Parameter(w, requires_grad=False)):
             y = column_parallel_linear(x, weight, group())
             assert not y._is_view(), "it may be changed in place"
@@ -649,12 +650,11 @@ def counted(mode: CommDebugMode) -> list[str]:
 
 
 @case
-def comm_debug_mode_knows_every_operator_that_communicates() -> None:
-    alone = {"replicated_linear", "all_gather_matmul_backward"}  # the backward communicates; it counts as two
-    for name in KERNELS:
-        packet = getattr(torch.ops.hostir, name)
-        communicates = "str group_name" in str(packet.default._schema) and name not in alone
-        assert (packet in CommDebugMode().comm_registry) == communicates, name
+def every_operator_that_communicates_stands_for_a_collective() -> None:
+    alone = {"replicated_linear", "all_gather_matmul_backward"}  # its backward communicates; a rule counts two
+    for operator in OPERATORS:
+        communicates = "str group_name" in str(operator.packet.default._schema) and operator.short_name not in alone
+        assert (operator.packet in CommDebugMode().comm_registry) == communicates, operator.name
 
 
 @case

@@ -149,7 +149,7 @@ def unsupported_styles_fall_back_to_torch_with_a_reason() -> None:
         (ColwiseParallel, {"fp8": True}, "fp8 is for tokens that are gathered"),
         (ColwiseParallel, {"input_layouts": Shard(-1)}, "the axis that the product sums over"),
         (ColwiseParallel, {"input_layouts": Shard(0), "output_layouts": Replicate()}, "not sharded on the last axis"),
-        (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on that of the tokens"),
+        (RowwiseParallel, {"output_layouts": Shard(-1)}, "not on the axis of the tokens"),
         (RowwiseParallel, {"output_layouts": Shard(0), "input_layouts": Replicate()}, "not sharded on the last axis"),
     ):
         exact = with_parameters_of_rank_0(nn.Linear(8, 16))

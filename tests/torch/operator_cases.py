@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
 import hostir.torch
-from hostir.torch.programs import group_named
+from hostir.torch.ops.running import group_named
 from tests.torch.on_ranks import OPS, RANK, RANKS, broadcast, case, group, main, part, parts_of_all
 
 STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
-from hostir.torch import installing
+from hostir.torch.ops.all_gather_matmul import fused_all_gather_matmul
+from hostir.torch.ops.running import group_named
 from tests.torch.on_ranks import DEVICE, OPS, RANKS, broadcast, case, group, main, part, parts_of_all
 from tests.torch.operator_cases import STRATEGIES, run_by_hostir
 
@@ -299,6 +300,20 @@ def functions_that_vllm_calls_are_run_by_hostir() -> None:
         assert FUNCTIONS[0] in str(hi.torch.report())
 
 
+@case
+def programs_return_the_gathered_rows_only_if_the_caller_asks_for_them() -> None:
+    bf16, one, (b,) = torch.bfloat16, torch.tensor([0.5]), right_sides(32, 16, 1)
+    a, columns = torch.ones(8, 32).to(F8), torch.ones(1, 16)
+    for scale, right, count in ((one, one, 1), (torch.ones(8, 1), columns, 2)):  # scales of rows are gathered, too
+        for return_a in (False, True):
+            group_named(group()).compiled.clear()
+            with hi.torch.install(strict=True, strategy="ring"):
+                full, _ = gathered(a, [b], scale, [by_flashinfer(right, bf16)], [bf16], return_A=return_a)
+            assert (full is not None) == return_a
+            (executor,) = group_named(group()).compiled.values()
+            assert len(executor.program.outputs) == 1 + count * return_a, executor.program
+
+
 @contextmanager
 def replaced(**functions: Any) -> Iterator[None]:
     """Replace functions in torch's module, as another package may do before hostir is installed."""
@@ -399,7 +414,7 @@ def an_operator_left_to_torch_does_not_call_hostir_again() -> None:
 
     with (
         replaced(**dict(zip(FUNCTIONS, map(counting, (gather, scatter)), strict=True))),
-        mock.patch.dict(installing.TORCHS[DEVICE.upper()], fused_all_gather_matmul=torchs),
+        mock.patch.dict(fused_all_gather_matmul.torchs, {DEVICE: torchs}),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", hi.FallbackWarning)

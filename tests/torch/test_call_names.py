@@ -9,14 +9,14 @@ import pytest
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.session import Calls
-from hostir.torch.operators import Operator
+from hostir.torch.ops.running import OperatorCall
 
 
 def test_a_call_that_is_refused_within_another_leaves_the_operator_of_that() -> None:
     """As one in a signal handler: the interrupted call is still to be compared with those of the other ranks."""
     executor: Any = types.SimpleNamespace(calls=Calls())
     group: Any = None
-    outer, inner = Operator("hostir::outer", group), Operator("hostir::inner", group)
+    outer, inner = OperatorCall("hostir::outer", group), OperatorCall("hostir::inner", group)
 
     def refused() -> None:
         raise error("@p is called while this thread runs another call")

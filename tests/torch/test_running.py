@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hostir.runtime.executor import Executor
-from hostir.torch import programs
-from hostir.torch.programs import Ledger, OperatorGroup
+from hostir.torch.ops import running
+from hostir.torch.ops.running import OperatorGroup
+from hostir.torch.reporting import Ledger
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def compile_slowly(monkeypatch: pytest.MonkeyPatch, executors: list[object]) -> 
         executors.append(object())
         return executors[-1]
 
-    monkeypatch.setattr(OperatorGroup, "_made", make)
+    monkeypatch.setattr(OperatorGroup, "_compile", make)
 
 
 def on_threads(*calls: Any) -> list[Any]:
@@ -63,7 +64,7 @@ def test_threads_can_make_different_executors_at_the_same_time(monkeypatch: pyte
         both.wait(10)
         return object()
 
-    monkeypatch.setattr(OperatorGroup, "_made", make)
+    monkeypatch.setattr(OperatorGroup, "_compile", make)
     group = OperatorGroup("0", SimpleNamespace(size=lambda: 2))
     keys = ("one", "other")
     one, other = on_threads(*[lambda key=key: group.program(build, key, strategy="auto", device=CPU) for key in keys])
@@ -78,10 +79,10 @@ def test_threads_that_use_a_new_group_at_once_get_one_entry(monkeypatch: pytest.
         time.sleep(0.05)
         return group
 
-    monkeypatch.setattr(programs, "_groups", {})
-    monkeypatch.setattr(programs, "registered", lambda name: group)
-    monkeypatch.setattr(programs, "resolved", resolved)
-    first, *others = on_threads(*[lambda: programs.group_named("0")] * 8)
+    monkeypatch.setattr(running, "_groups", {})
+    monkeypatch.setattr(running, "registered", lambda name: group)
+    monkeypatch.setattr(running, "resolved", resolved)
+    first, *others = on_threads(*[lambda: running.group_named("0")] * 8)
     assert all(other is first for other in others)
 
 

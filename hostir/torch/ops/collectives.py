@@ -1,0 +1,261 @@
+"""All-gather, reduce-scatter and all-reduce without a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the operators that the CPU fallbacks call
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_group_size_by_name
+
+from hostir.ir.program import Program
+from hostir.torch.ops.gradients import refuse_twice
+from hostir.torch.ops.layouts import (
+    check_shape,
+    collapsed,
+    empty_rows,
+    extra_sizes,
+    fusion,
+    in_front,
+    type_of,
+    unaliased,
+)
+from hostir.torch.ops.library import (
+    GATHERED,
+    SCATTERED,
+    SUMMED,
+    Operator,
+    check_out,
+    check_reduce_op,
+    define,
+    takes_over,
+)
+from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
+
+
+@define("all_gather(Tensor x, int gather_dim, str group_name) -> Tensor", GATHERED)
+def all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
+    """Gather a tensor along an axis; the result has that axis outermost in memory."""
+    return gathered(OperatorCall("hostir::all_gather", group_name), x, gather_dim)
+
+
+@define("reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -> Tensor", SCATTERED)
+def reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    """Sum a tensor over all ranks; return this rank's part along an axis, which is outermost in memory."""
+    check_reduce_op(reduce_op)
+    return scattered(OperatorCall("hostir::reduce_scatter", group_name), x, reduce_op == "avg", scatter_dim)
+
+
+@define("all_reduce(Tensor x, str group_name) -> Tensor", SUMMED)
+def all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """Sum a tensor over all ranks; the result is contiguous."""
+    return reduced(OperatorCall("hostir::all_reduce", group_name), x)
+
+
+@define("all_reduce_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()", SUMMED)
+def all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
+    """Sum a tensor over all ranks into `out`."""
+    check_out("hostir::all_reduce_out", x, out)
+    into(out, lambda y: reduced(OperatorCall("hostir::all_reduce_out", group_name), x, y))
+
+
+def into(out: Tensor, compute: Callable[[Tensor], Any]) -> None:
+    """Compute into `out`, which may have any strides, by a function that writes to a contiguous tensor."""
+    dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    compute(dense)
+    if dense is not out:
+        out.copy_(dense)
+
+
+def gathered(call: OperatorCall, x: Tensor, axis: int) -> Tensor:
+    """Gather `x` along an axis, which is outermost in the result's memory."""
+    ranks = call.group.size
+    if THREAD.tracing:
+        return empty_rows(x, [n * ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
+    key, operand = _moved(x, axis)
+    (y,) = call.execute(gather_fusion, key, [operand])
+    return _unmoved(y, x, axis, x.shape[axis] * ranks, ranks)
+
+
+def start_gathered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Start to gather `x` beside the caller's next computations; return a function that waits for the result."""
+    if THREAD.tracing:
+        return lambda: gathered(call, x, axis)
+    (key, operand), ranks = _moved(x, axis), call.group.size
+    started = call.start(gather_fusion, key, [operand])
+    return lambda: _unmoved(started.wait()[0], x, axis, x.shape[axis] * ranks, ranks)
+
+
+def scattered(call: OperatorCall, x: Tensor, average: bool, axis: int) -> Tensor:
+    """Sum `x` over all ranks; return this rank's part along an axis, which is outermost in the result's memory."""
+    ranks = call.group.size
+    if THREAD.tracing:
+        return empty_rows(x, [n // ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
+    key, operand = _to_scatter(x, average, axis, ranks)
+    (y,) = call.execute(scatter_fusion, key, [operand])
+    y = _unmoved(y, x, axis, x.shape[axis] // ranks, ranks)
+    return mean(y, ranks, x.dtype) if average else y
+
+
+def start_scattered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
+    """Start to sum and scatter beside the caller's next computations; return a function that waits for the result."""
+    if THREAD.tracing:
+        return lambda: scattered(call, x, False, axis)
+    ranks = call.group.size
+    key, operand = _to_scatter(x, False, axis, ranks)
+    started = call.start(scatter_fusion, key, [operand])
+    return lambda: _unmoved(started.wait()[0], x, axis, x.shape[axis] // ranks, ranks)
+
+
+def reduced(call: OperatorCall, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum `x` over all ranks, into a new contiguous tensor or into `out`, which is contiguous."""
+    if THREAD.tracing:
+        return x.new_empty(x.shape)
+    rows = (prod(x.shape[:-1]), x.shape[-1]) if x.ndim else (1, 1)
+    (y,) = call.execute(
+        reduce_fusion, (), [x.reshape(rows)], None if out is None else [check_shape(out, x.shape).view(rows)]
+    )
+    return unaliased(y, x, call.group.size).view(x.shape) if out is None else out
+
+
+def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
+    """Start to sum rows beside the caller's next computations; return a function that waits for the result."""
+    if THREAD.tracing:
+        return lambda: reduced(call, x)
+    started = call.start(reduce_fusion, (), [x.reshape(prod(x.shape[:-1]), x.shape[-1])])
+    return lambda: unaliased(started.wait()[0], x, call.group.size).view(x.shape)
+
+
+def dtype_of_sum(x: Tensor, average: bool) -> str:
+    """Return the dtype in which partial sums are added over ranks. Raises Unfit.
+
+    The sum for a mean of float16 may overflow; so it is in f32.
+    """
+    return "f32" if average and x.dtype == torch.float16 else dtype_of([x])
+
+
+def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return the mean over ranks in a dtype, from the sum, which it overwrites."""
+    return total.mul_(1 / ranks).to(dtype)
+
+
+def _to_scatter(x: Tensor, average: bool, axis: int, ranks: int) -> tuple[tuple[Any, ...], Tensor]:
+    """Return the arguments of `scatter_fusion` and its operand. Raises Unfit."""
+    if x.shape[axis] % ranks:
+        raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
+    key, operand = _moved(x, axis)
+    return (*key, dtype_of_sum(x, average)), operand
+
+
+def _moved(x: Tensor, axis: int) -> tuple[tuple[int, ...], Tensor]:
+    """Return the first arguments of a fusion that moves rows along an axis, and its operand."""
+    operand, outside = collapsed(x if x.ndim > 1 else x.unsqueeze(1), axis, last=0)
+    return (operand.ndim - 1, outside), operand
+
+
+def _unmoved(y: Tensor, x: Tensor, axis: int, length: int, ranks: int) -> Tensor:
+    """Return the result of a fusion of `x` with all axes of `x`; `axis` has another length."""
+    others = [n for k, n in enumerate(x.shape) if k != axis]
+    return unaliased(y, x, ranks).view(length, *others).movedim(0, axis)
+
+
+def gather_fusion(ranks: int, dtype: str, extra: int, outside: int) -> Program:
+    """Return the fusion of an all-gather; M is outermost in the result."""
+    x, body, front = in_front("%x", dtype, ("M@didx", *extra_sizes(extra)), outside)
+    y = f"%y: {type_of(dtype, 'M', *extra_sizes(extra))} = reshard {front}"
+    return fusion("all_gather", ranks, [x], ["%y"], [*body, y])
+
+
+def scatter_fusion(ranks: int, dtype: str, extra: int, outside: int, result: str) -> Program:
+    """Return the fusion of a reduce-scatter in the dtype `result`; M is outermost in the result."""
+    sizes = extra_sizes(extra)
+    x, body, front = in_front("%x", dtype, ("M", *sizes), outside, " partial(didx)")
+    if result != dtype:
+        body.append(f"%wide: {type_of(result, 'M', *sizes)} partial(didx) = cast {front} to {result}")
+        front = "%wide"
+    return fusion(
+        "reduce_scatter", ranks, [x], ["%y"], [*body, f"%y: {type_of(result, 'M@didx', *sizes)} = reshard {front}"]
+    )
+
+
+def reduce_fusion(ranks: int, dtype: str) -> Program:
+    """Return the fusion of an all-reduce: every rank gets the sum."""
+    y = type_of(dtype, "M", "P")
+    return fusion("all_reduce", ranks, [f"%x: {y} partial(didx)"], ["%y"], [f"%y: {y} = reshard %x"])
+
+
+def _plain_all_gather(tensor: Tensor, group_name: str) -> Tensor:
+    ranks = _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), ranks, group_name)
+
+
+def _plain_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    ranks = _get_group_size_by_name(group_name)  # type: ignore[arg-type]
+    return torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), reduce_op, ranks, group_name)
+
+
+@takes_over("_low_contention_all_gather", cuda=symm_mem._low_contention_all_gather, cpu=_plain_all_gather)
+def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
+    """Gather rows; on CUDA beside the caller's next computations, until `wait_tensor` of the result."""
+    call = OperatorCall("symm_mem::_low_contention_all_gather", group_name)
+    return _overlapped(tensor, gathered, call, tensor, 0)
+
+
+@takes_over("_low_contention_reduce_scatter", cuda=symm_mem._low_contention_reduce_scatter, cpu=_plain_reduce_scatter)
+def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    """Sum and scatter rows; on CUDA beside the caller's next computations, until `wait_tensor` of the result."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"reduce_op ({reduce_op}) is not supported")
+    call = OperatorCall("symm_mem::_low_contention_reduce_scatter", group_name)
+    return _overlapped(tensor, scattered, call, tensor, reduce_op == "avg", 0)
+
+
+def _overlapped(x: Tensor, compute: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Compute on another stream until `wait_tensor` of the result; on CPU at once."""
+    if x.device.type != "cuda":
+        return compute(*args)
+    stream, current = symm_mem._get_backend_stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = compute(*args)
+        torch._C._distributed_c10d._register_work(result, symm_mem.Work())
+    x.record_stream(stream)
+    result.record_stream(current)
+    return result
+
+
+def _differentiate(gather: Operator, scatter: Operator) -> None:
+    """Let each of an all-gather and a reduce-scatter have its gradient from the other one of hostir's operators."""
+
+    def backward_of_gather(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_twice(gather.name)
+        axis, group = (0, *ctx.rest)[-2:]
+        return reduce_scatter.packet(dy, "sum", axis, group), *[None] * len(ctx.rest)
+
+    def backward_of_scatter(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_twice(scatter.name)
+        reduce_op, *axis, group = ctx.rest
+        dy = dy / _get_group_size_by_name(group) if reduce_op == "avg" else dy
+        return all_gather.packet(dy, axis[0] if axis else 0, group), *[None] * len(ctx.rest)
+
+    gather.differentiate(backward_of_gather, _save_arguments)
+    scatter.differentiate(backward_of_scatter, _save_arguments)
+
+
+def _save_arguments(ctx: Any, inputs: Any, output: Any) -> None:
+    _, *ctx.rest = inputs
+
+
+def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """All ranks compute one loss from the sum, so `dy` is the same on all ranks: nothing communicates."""
+    refuse_twice("hostir::all_reduce")
+    return dy.clone(), None
+
+
+_differentiate(all_gather, reduce_scatter)
+_differentiate(low_contention_all_gather, low_contention_reduce_scatter)
+all_reduce.differentiate(_all_reduce_backward, _save_arguments)

@@ -1,0 +1,191 @@
+"""Gradients of operators: record calls for autograd, and compute the gradients of weights.
+
+`register_gradients` does what `torch.library.register_autograd` does, with a fifth of its Python in each call. It takes
+the same set-up and backward functions. Operators may take and return lists of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostir.ir.source import error, user_span
+from hostir.torch.ops.running import MACHINES
+
+Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # backward, and the set-up that saves tensors for it
+Record = Callable[[Callable[[], Any], Sequence[Any]], Any]
+PLAIN = {Tensor, torch.nn.Parameter}
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
+_after_autograd = torch._C._after_autograd_keyset
+
+
+def needs_autograd_only(tensors: Iterable[Tensor]) -> bool:
+    """Return True if torch's dispatcher would call nothing but autograd before the kernel."""
+    return not _modes() and PLAIN.issuperset(map(type, tensors)) and _transforms() is None
+
+
+def needs_no_dispatcher(tensors: Iterable[Tensor]) -> bool:
+    """Return True if torch's dispatcher, which takes 10 us, would call nothing but autograd and the kernel."""
+    if torch.compiler.is_compiling() or _functions() or _profiled():
+        return False
+    return needs_autograd_only(tensors)
+
+
+def wants_gradients(args: Iterable[Any]) -> bool:
+    """Return True if autograd records a call with these tensors and lists of tensors."""
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A call that autograd records.
+
+    Fields:
+        formula: its backward and set-up.
+        run: computes its results.
+        args: its arguments.
+        lengths: the length of each list among its results, None for a result that is no list.
+        several: True if the results are a tuple.
+    """
+
+    formula: Gradients
+    run: Callable[[], Any]
+    args: Sequence[Any]
+    lengths: list[int | None] = field(default_factory=list)
+    several: bool = False
+
+
+class Recorded(torch.autograd.Function):
+    """A node of autograd's graph; autograd sees each tensor of a list on its own."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Recording, *flat: Any) -> tuple[Tensor | None, ...]:
+        result = call.run()
+        ctx.formula, setup = call.formula
+        setup(ctx, call.args, result)
+        call.several = isinstance(result, tuple)
+        results = result if call.several else (result,)
+        ctx.inputs, ctx.outputs = lengths(call.args), lengths(results)
+        call.lengths = ctx.outputs
+        return tuple(flattened(results))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad
+        ctx.needs_input_grad = nested(needed[1:], ctx.inputs)
+        try:
+            results = ctx.formula(ctx, *nested(grads, ctx.outputs))
+        finally:
+            ctx.needs_input_grad = needed  # for another backward of this node
+        lists = zip(results, ctx.inputs, strict=True)
+        return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])
+
+
+def lengths(values: Sequence[Any]) -> list[int | None]:
+    """Return the length of each list among the values, None for other values."""
+    return [len(x) if isinstance(x, list) else None for x in values]
+
+
+def flattened(values: Sequence[Any]) -> list[Any]:
+    """Return the values, with the items of lists in the place of the lists."""
+    flat: list[Any] = []
+    for x in values:
+        flat += x if isinstance(x, list) else (x,)
+    return flat
+
+
+def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
+    """Undo `flattened`; `counts` are the `lengths` of the values."""
+    left = iter(flat)
+    return [next(left) if count is None else list(islice(left, count)) for count in counts]
+
+
+def register_gradients(name: str, formula: Gradients, library: Any, kernel: Callable[..., Any]) -> Record:
+    """Give an operator gradients; return the function that records a call which skips the dispatcher.
+
+    Args:
+        name: the operator's name, with the namespace.
+        formula: backward and set-up as for `torch.library.register_autograd`. Of the arguments with defaults, they get
+            only those that the call passes.
+        library: the library of the namespace; the registration ends with it.
+        kernel: the operator's kernel on CPU and CUDA.
+    """
+    namespace, _, short = name.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), short).default
+    function: Any = type(short, (Recorded,), {})  # the name of autograd's nodes
+
+    def record(run: Callable[[], Any], args: Sequence[Any]) -> Any:
+        call = Recording(formula, run, args)
+        results = nested(function.apply(call, *flattened(args)), call.lengths)
+        return tuple(results) if call.several else results[0]
+
+    def dispatched(keys: Any, *args: Any, **options: Any) -> Any:
+        tensors = [x for arg in args for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, Tensor)]
+        at_once = needs_autograd_only(tensors) and tensors[0].device.type in MACHINES
+
+        def run() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                if at_once:
+                    return kernel(*args, **options)
+                return overload.redispatch(keys & _after_autograd, *args, **options)
+
+        return record(run, args) if wants_gradients(args) else run()
+
+    library.impl(short, dispatched, "Autograd", with_keyset=True)
+    return record
+
+
+def refuse_twice(name: str) -> None:
+    """Raise HostIRError if autograd records the backward call itself, as it does for second derivatives."""
+    if torch.is_grad_enabled():
+        raise error(
+            f"the gradients of {name} cannot be differentiated again",
+            user_span(),
+            expected="a backward call without create_graph=True, and no transform of torch.func",
+        )
+
+
+def grad_dtype(b: Tensor) -> str:
+    """Return the name of the dtype of a tensor's gradient; an empty name if it needs no gradient.
+
+    torch defines `grad_dtype` for leaves only; for other tensors `local_weight` of `hostir.torch.modules` sets
+    `dtype_of_gradient`.
+    """
+    dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
+    return str(dtype).removeprefix("torch.") if b.requires_grad else ""
+
+
+def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: bool) -> Tensor:
+    """Return `x^T @ dy`, or its transpose if `linear`, summed over all axes but the last.
+
+    `axis` is the outermost one in memory. With half-precision operands and a gradient in f32, the product is in f32.
+    """
+    if torch.is_autocast_enabled(x.device.type):  # autocast would round the product
+        with torch.autocast(x.device.type, enabled=False):
+            return weight_gradient(x, dy, axis, dtype_name, linear)
+    x, dy = ((t.movedim(axis, 0) if 0 < axis < t.ndim - 1 else t).flatten(0, -2) for t in (x, dy))
+    left, right = (dy.t(), x) if linear else (x.t(), dy)
+    dtype = getattr(torch, dtype_name)
+    if dtype == x.dtype:
+        return left @ right
+    if x.is_cuda and dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def weight_gradients(x: Tensor, dys: Sequence[Tensor], axis: int, dtypes: Sequence[str], linear: bool) -> list[Tensor]:
+    """Return the gradients of weights with one input, except for weights with an empty dtype."""
+    pairs = zip(dys, dtypes, strict=True)
+    return [weight_gradient(x, dy, axis, dtype, linear) for dy, dtype in pairs if dtype]
+
+
+def side_by_side(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
+    """Return the operands of the input gradient: `dys` side by side, and the transposes of `bs` below each other."""
+    weights = bs if linear else [b.t() for b in bs]
+    return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat([*dys], dim=-1), torch.cat([*weights]))

@@ -1,0 +1,126 @@
+"""Map an operator's tensors to a fusion's operands, and write the text of the fusion.
+
+Operands are views with as few axes as strides allow, so that few fusions serve all calls. Where memory must be dense,
+the program has a copy, and its text shows it. Results have the strides that torch's own functions give them.
+
+The text names the sizes. M is the axis that is gathered or scattered. P0, P1, ... are the other axes of the rows; the
+first `outside` of these stand before M in the operand. Communication needs M outermost: `permute` moves it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostir.ir import parse
+from hostir.ir.program import Program
+from hostir.ir.source import error, user_span
+
+
+def fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
+    """Return a fusion on a mesh of `ranks` ranks, from the text of its parts."""
+    mesh = " ".join(map(str, range(ranks)))
+    head = f"fusion @{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
+    lines = "".join(f"  {line}\n" for line in body)
+    return parse(f"hostir 1\nmesh @mesh [didx] = {mesh}\n{head} {{\n{lines}}}\n", f"@{name}")
+
+
+def extra_sizes(count: int) -> list[str]:
+    """Return the names of the sizes of the rows' other axes."""
+    return [f"P{i}" for i in range(count)]
+
+
+def type_of(dtype: str, *sizes: Any) -> str:
+    """Return a tensor's type as text."""
+    return f"{dtype}[{', '.join(map(str, sizes))}]"
+
+
+def in_front(x: str, dtype: str, sizes: Sequence[Any], outside: int, partial: str = "") -> tuple[str, list[str], str]:
+    """Return an operand with its type, the statements that move M outermost, and the name of the result.
+
+    `sizes` begin with M.
+    """
+    first, before, after = sizes[0], sizes[1 : outside + 1], sizes[outside + 1 :]
+    if not outside:
+        return f"{x}: {type_of(dtype, *sizes)}{partial}", [], x
+    order = (outside, *range(outside), *range(outside + 1, len(sizes)))
+    moved = f"{x}_front: {type_of(dtype, *sizes)}{partial} = permute {x} {order}"
+    return f"{x}: {type_of(dtype, *before, first, *after)}{partial}", [moved], f"{x}_front"
+
+
+def moved_back(dtype: str, sizes: Sequence[Any], outside: int) -> list[str]:
+    """Return the statements that copy `%c0`, whose `sizes` begin with M, to `%c`, with M behind `outside` axes."""
+    order = (*range(1, outside + 1), 0, *range(outside + 1, len(sizes)))
+    result = type_of(dtype, *sizes[1 : outside + 1], sizes[0], *sizes[outside + 1 :])
+    return [f"%c_back: {result} = permute %c0 {order}", f"%c: {result} = copy %c_back"]
+
+
+def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tuple[Tensor, int]:
+    """Collapse axes where strides allow; return the view and the new index of `axis`.
+
+    The axes before `axis` become one, and the axes behind it, except for the `last` ones, become one. They become one
+    with `axis` itself if nothing is before it, or if `joined`. With `last=0` the view has at least two axes.
+    """
+    end = x.ndim - last
+    if prod(x.shape[:axis]) > 1:
+        inner = merged(x, axis if joined else axis + 1, end)
+        x = x if inner is None else inner
+        outer = merged(x, 0, axis)
+        return (x, axis) if outer is None else (outer, 1)
+    x = x if axis == 0 else x.movedim(axis, 0)
+    for first in (0, 1) if last else (1,):
+        if (view := merged(x, first, end)) is not None:
+            return view, 0
+    return x, 0
+
+
+def merged(x: Tensor, first: int, end: int) -> Tensor | None:
+    """Return a view in which the axes from `first` up to `end` are one; None if strides do not allow it."""
+    if end - first < 2:
+        return x
+    try:
+        return x.view(*x.shape[:first], prod(x.shape[first:end]), *x.shape[end:])
+    except RuntimeError:
+        return None
+
+
+def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
+    """Return gathered rows with all axes of a rank's `part`, which is gathered along `axis`; a view."""
+    if part.ndim == 2:
+        return rows
+    others = [n for k, n in enumerate(part.shape[:-1]) if k != axis]
+    return rows.view(part.shape[axis] * ranks, *others, rows.shape[-1]).movedim(0, axis)
+
+
+def unaliased(result: Tensor, operand: Tensor, ranks: int) -> Tensor:
+    """Return a result in memory of its own: on one rank, a gathered tensor is a view of the operand."""
+    if ranks > 1 or result.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
+        return result
+    return result.clone(memory_format=torch.contiguous_format)
+
+
+def empty_rows(x: Tensor, shape: Sequence[int], axis: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor of this shape, with `axis` outermost in memory."""
+    return x.new_empty([shape[axis], *shape[:axis], *shape[axis + 1 :]], dtype=dtype).movedim(0, axis)
+
+
+def gathered_like(
+    x: Tensor, axis: int, ranks: int, columns: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return an empty tensor like the gathered `x`, or with `columns` like its product; for tracers."""
+    shape = [*x.shape]
+    shape[axis] *= ranks
+    if columns is not None:
+        shape[-1] = columns
+    return empty_rows(x, shape, 0 if axis == x.ndim - 1 else axis, dtype)
+
+
+def check_shape(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `out`. Raises HostIRError unless it has the shape of the result."""
+    if list(out.shape) != [*shape]:
+        raise error(f"out= has shape {list(out.shape)}", user_span(), expected=f"the shape of the result, {[*shape]}")
+    return out

@@ -1,0 +1,172 @@
+"""Matmul + reduce-scatter: sum products over the ranks while other rows are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_group_size_by_name
+
+from hostir.ir.program import Program
+from hostir.torch.ops import all_gather_matmul as gather
+from hostir.torch.ops.collectives import dtype_of_sum, into, mean
+from hostir.torch.ops.gradients import grad_dtype, refuse_twice, weight_gradient
+from hostir.torch.ops.layouts import check_shape, collapsed, extra_sizes, fusion, in_front, moved_back, type_of
+from hostir.torch.ops.library import SCATTERED, Operator, check_operands, check_out, check_reduce_op, define, takes_over
+from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
+
+
+@takes_over(
+    "fused_matmul_reduce_scatter",
+    cuda=symm_mem._fused_matmul_reduce_scatter,
+    cpu=symm_mem._fused_matmul_reduce_scatter_fallback,
+)
+def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    """Multiply, sum over all ranks, and return this rank's part along an axis."""
+    check_operands(A, [B], scatter_dim)
+    check_reduce_op(reduce_op)
+    call = OperatorCall("symm_mem::fused_matmul_reduce_scatter", group_name)
+    return scattered_product(call, A, B, reduce_op == "avg", scatter_dim)
+
+
+@define(
+    "matmul_reduce_scatter(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name, bool linear=False) "
+    "-> Tensor",
+    SCATTERED,
+)
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False
+) -> Tensor:
+    """Multiply with `b`, with `linear` with its transpose; sum over all ranks; return this rank's part."""
+    check_operands(a, [b], scatter_dim)
+    check_reduce_op(reduce_op)
+    call = OperatorCall("hostir::matmul_reduce_scatter", group_name)
+    return scattered_product(call, a, b.t() if linear else b, reduce_op == "avg", scatter_dim)
+
+
+@define(
+    "matmul_reduce_scatter_out(Tensor a, Tensor b, str reduce_op, int scatter_dim, str group_name, *, "
+    "Tensor(a!) out) -> ()",
+    SCATTERED,
+)
+def matmul_reduce_scatter_out(
+    a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *, out: Tensor
+) -> None:
+    """Multiply, sum over all ranks, and write this rank's part to `out`."""
+    check_operands(a, [b], scatter_dim)
+    check_reduce_op(reduce_op)
+    call = OperatorCall("hostir::matmul_reduce_scatter_out", group_name)
+    check_out(call.name, a, b, out)
+    into(out, lambda y: scattered_product(call, a, b, reduce_op == "avg", scatter_dim, y))
+
+
+def scattered_product(
+    call: OperatorCall, a: Tensor, b: Tensor, average: bool, axis: int, out: Tensor | None = None
+) -> Tensor:
+    """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and in `out` if given."""
+    last, ranks = axis == a.ndim - 1, call.group.size
+    shape = [*a.shape[:-1], b.shape[1]]
+    length = shape[axis]
+    shape[axis] //= ranks
+    if THREAD.tracing:
+        return a.new_empty(shape)
+    gather.check_rows([b], a.shape[-1])
+    if length % ranks:
+        raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {length}")
+    x, outside = collapsed(a, 0 if last else axis, joined=True)
+    result = dtype_of_sum(a, average)
+    key: tuple[Any, ...] = (a.shape[-1] * ranks, b.shape[1], x.ndim - 2, *(() if last else (outside,)), result)
+    collapsed_shape = [*x.shape[:-1], b.shape[1]]
+    collapsed_shape[-1 if last else outside] //= ranks
+    dense = None if out is None else check_shape(out, shape).view(collapsed_shape)
+    target = None if dense is None or result != dtype_of([a]) else [dense]  # a sum in a wider dtype has its own memory
+    (y,) = call.execute(columns_fusion if last else rows_fusion, key, [x, b], target)
+    y = mean(y, ranks, a.dtype) if average else y
+    if dense is None or out is None:
+        return y.view(shape)
+    if target is None:
+        dense.copy_(y)
+    return out
+
+
+def rows_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, result: str) -> Program:
+    """Return the fusion that scatters rows of the sum of `%a @ %b`, in the dtype `result`."""
+    others, part = extra_sizes(extra), "M@didx"
+    a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
+    inputs = [a, f"%b: {type_of(dtype, f'{K}@didx', columns)}"]
+    sizes = (part, *others, columns)
+    if extra > 1:  # kernels take rows of two strides, not of more
+        rows = "*".join(others)
+        body += [f"%a_rows: {type_of(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
+        body += _summed("%c_rows", (part, rows, columns), "matmul %a_rows, %b", dtype, result)
+        body += [f"%c0: {type_of(result, *sizes)} = reshape %c_rows"]
+    else:
+        body += _summed("%c0", sizes, f"matmul {front}, %b", dtype, result)
+    if outside:
+        body += moved_back(result, sizes, outside)
+    return fusion("matmul_reduce_scatter", ranks, inputs, ["%c" if outside else "%c0"], body)
+
+
+def columns_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, result: str) -> Program:
+    """Return the fusion that scatters columns of the sum of `%a @ %b`, in the dtype `result`."""
+    rows = ("M", *extra_sizes(extra))
+    inputs = [f"%a: {type_of(dtype, *rows, f'{K}@didx')}", f"%b: {type_of(dtype, f'{K}@didx', columns)}"]
+    body = _summed("%c", (*rows, f"{columns}@didx"), "matmul %a, %b", dtype, result)
+    return fusion("matmul_reduce_scatter", ranks, inputs, ["%c"], body)
+
+
+def _summed(name: str, sizes: Sequence[Any], product: str, dtype: str, result: str) -> list[str]:
+    """Return the statements that sum a product over the ranks and scatter it to these sizes, in the dtype `result`."""
+    if result == dtype:
+        return [f"{name}: {type_of(dtype, *sizes)} = {product}"]
+    unsharded = [str(n).removesuffix("@didx") for n in sizes]
+    return [
+        f"%part: {type_of(dtype, *unsharded)} partial(didx) = {product}",
+        f"%wide: {type_of(result, *unsharded)} partial(didx) = cast %part to {result}",
+        f"{name}: {type_of(result, *sizes)} = reshard %wide",
+    ]
+
+
+def differentiate(scatter: Operator, gathered_products: Callable[..., gather.Products]) -> None:
+    """Give a matmul + reduce-scatter gradients.
+
+    `gathered_products(dy, weights, axis, group, return_a)` gathers `dy` once, for the input gradient and for the
+    gradient of the weights.
+    """
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        a, b, ctx.reduce_op, ctx.axis, ctx.group, *rest = inputs
+        ctx.linear, ctx.dtype = rest == [True], grad_dtype(b)
+        ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_twice(scatter.name)
+        a, b = ctx.saved_tensors
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        if ctx.reduce_op == "avg":
+            dy = dy / _get_group_size_by_name(ctx.group)
+        weights = [b if ctx.linear else b.t()] if wants_a else []
+        full, products = gathered_products(dy, weights, ctx.axis, ctx.group, wants_b)
+        d_b = None
+        if wants_b and full is not None:
+            d_b = weight_gradient(a, full, ctx.axis, ctx.dtype, ctx.linear)
+        return products[0] if wants_a else None, d_b, *[None] * (len(ctx.needs_input_grad) - 2)
+
+    scatter.differentiate(backward, setup)
+
+
+def _gathered(dy: Tensor, weights: list[Tensor], axis: int, group: str, return_a: bool) -> gather.Products:
+    return gather.all_gather_matmul.call([dy, *weights], dy, weights, axis, group, return_a)
+
+
+def _fused_gathered(dy: Tensor, weights: list[Tensor], axis: int, group: str, return_a: bool) -> gather.Products:
+    return gather.fused_all_gather_matmul.call([dy, *weights], dy, weights, axis, group, return_A=return_a)
+
+
+# All-gather + matmul computes the input gradient of matmul + reduce-scatter, and the other way round.
+gather.differentiate(gather.all_gather_matmul, matmul_reduce_scatter)
+gather.differentiate(gather.fused_all_gather_matmul, fused_matmul_reduce_scatter)
+differentiate(matmul_reduce_scatter, _gathered)
+differentiate(fused_matmul_reduce_scatter, _fused_gathered)

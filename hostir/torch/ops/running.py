@@ -1,0 +1,215 @@
+"""Run the programs of operators. Each group compiles a program at its first call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostir.choice import Choice, Ranges
+from hostir.choice.cache import FALLBACK
+from hostir.choice.compiling import compiled
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error, user_span, warn_once
+from hostir.lower import AUTO, lower
+from hostir.lower.pipeline import NOT_OVERLAPPED
+from hostir.runtime.executor import Executor
+from hostir.runtime.guest import registered, resolved
+from hostir.runtime.started import Started
+from hostir.torch.reporting import LEDGER
+
+DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
+
+
+@dataclass
+class Settings:
+    """The strategy of all operators, and whether a call that hostir cannot run is an error for torch's operators."""
+
+    strategy: str = AUTO
+    strict: bool = False
+
+
+class ThreadState(threading.local):
+    """The state of one thread.
+
+    Fields:
+        in_torch: True during a call that hostir has left to torch; nested calls then run torch's own functions, too.
+        tracing: True while a kernel runs for a tracer: it returns results without data.
+    """
+
+    in_torch = False
+    tracing = False
+
+
+SETTINGS, THREAD = Settings(), ThreadState()
+
+
+class Unfit(Exception):  # noqa: N818  # no error of the user's: torch's own function may run the call
+    """Raised for a call that hostir cannot run; its text is the reason. All ranks raise it before they communicate."""
+
+
+def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -> Any:
+    """Return the result of torch's own function, and warn once. Raises HostIRError in strict mode."""
+    if SETTINGS.strict:
+        hint = "without strict=True, hostir.torch.install leaves it to torch"
+        raise error(f"hostir cannot run {name}: {why}", user_span(), hint=hint)
+    warn_once((name, why), f"torch's own function runs {name}: {why}.", "hostir.torch.report() counts the calls")
+    LEDGER.left(name, group, why)
+    before, THREAD.in_torch = THREAD.in_torch, True
+    try:
+        return torchs()
+    finally:
+        THREAD.in_torch = before
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> str:
+    """Return the name of the tensors' dtype in programs. Raises Unfit for several dtypes, or one that hostir lacks."""
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype:
+            raise Unfit(f"operands of several dtypes, {', '.join(sorted({str(x.dtype) for x in tensors}))}")
+    if dtype not in DTYPES:
+        raise Unfit(f"its dtype is {dtype}, not one of {', '.join(map(str, DTYPES))}")
+    return DTYPES[dtype]
+
+
+class OperatorGroup:
+    """The process group that an operator runs on, with the operators' executors.
+
+    Fields:
+        size: the number of ranks.
+        compiled: the executors, by the arguments of `program`; for a program that cannot run, the reason.
+    """
+
+    def __init__(self, name: str, process_group: Any) -> None:
+        self.name, self.process_group = name, process_group
+        self.size: int = process_group.size()
+        self.compiled: dict[tuple[Any, ...], Executor | str] = {}
+        self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # by key: held while its executor is compiled
+
+    def program(
+        self, build: Callable[..., Program], *key: Any, strategy: str, device: torch.device, calls: str = "eager"
+    ) -> Executor:
+        """Return the executor of the fusion `build(size, *key)`; `calls` as for `hi.compile`. Raises Unfit."""
+        name = (build, strategy, device.type, calls, *key)
+        executor = self.compiled.get(name)
+        if executor is None:
+            # Other threads wait for this key only: two ranks may compile two keys in opposite order.
+            with self._locks.setdefault(name, threading.RLock()):
+                executor = self.compiled.get(name)
+                if executor is None:
+                    executor = self._compile(partial(build, self.size, *key), strategy, device, calls)
+                    self.compiled[name] = executor
+        if isinstance(executor, str):
+            raise Unfit(executor)
+        return executor
+
+    def _compile(self, build: Callable[[], Program], strategy: str, device: torch.device, calls: str) -> Executor | str:
+        if device.type not in MACHINES:
+            return f"its tensors are on {device}"
+        machine = MACHINES[device.type]
+        try:
+            executor = compiled(build(), strategy, calls=calls, machine=machine, group=self.process_group, warn=False)
+        except HostIRError:
+            try:  # a fusion that cannot be lowered fails on all ranks; other failures may be of this rank alone
+                lower(build(), "sequential" if strategy == AUTO else strategy)
+            except HostIRError as refused:
+                return refused.diagnostics[0].message
+            raise
+        if self.process_group.rank() == 0:
+            warn_fallback(self.name, executor.choice)
+        return executor
+
+
+def warn_fallback(group: str, choice: Choice | Ranges) -> None:
+    """Warn that operators do not overlap: once for each reason, even if it applies to many operators."""
+    taken = choice.choice(choice.largest) if isinstance(choice, Ranges) else choice
+    of_machine = tuple(it for it in taken.impossible if it.warn)
+    taken = replace(taken, impossible=of_machine or taken.impossible)  # users cannot change what an operator computes
+    notes = [note for note in taken.notes if f" is {NOT_OVERLAPPED}: " in note]
+    clauses = [*taken.fallbacks, *notes]
+    if not clauses:
+        return
+    nothing = ", and overlaps nothing" if taken.source == FALLBACK else ""
+    runs = f"hostir.torch runs {taken.fusion} by '{taken.taken}' on group '{group}'{nothing}"
+    hint = "hostir.torch.report() says how every operator ran, and why; the same reason is not told again"
+    reasons = frozenset(it.reason for it in taken.impossible if taken.fallbacks)
+    warn_once(("operators", reasons, *notes), f"{runs}: {'; '.join(clauses)}.", hint, first=True)
+
+
+_groups: dict[str, OperatorGroup] = {}
+_adding = threading.Lock()  # held while a group is added
+
+
+def group_named(name: str) -> OperatorGroup:
+    """Return the group of this name. Raises HostIRError if torch does not know it."""
+    known = _groups.get(name)
+    if known is not None and known.process_group is registered(name):  # torch reuses the names of destroyed groups
+        return known
+    with _adding:
+        known = _groups.get(name)
+        if known is None or known.process_group is not registered(name):
+            for other, group in list(_groups.items()):
+                if group.process_group is not registered(other):  # it is destroyed, but stays alive while it is here
+                    del _groups[other]
+            known = _groups[name] = OperatorGroup(name, resolved(name))
+        return known
+
+
+class OperatorCall:
+    """One call of an operator.
+
+    Fields:
+        name: the operator's name in the report.
+        group: the group that it runs on.
+    """
+
+    __slots__ = ("group", "name")
+
+    def __init__(self, name: str, group_name: str) -> None:
+        self.name, self.group = name, group_named(group_name)
+
+    def execute(
+        self,
+        build: Callable[..., Program],
+        key: tuple[Any, ...],
+        inputs: Sequence[Tensor],
+        out: Sequence[Tensor] | None = None,
+        dtype: str = "",
+    ) -> tuple[Tensor, ...]:
+        """Run the fusion `build(ranks, dtype, *key)` on this rank's parts, and return its outputs. Raises Unfit.
+
+        Without `dtype`, all inputs have the dtype of the fusion.
+        """
+        executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
+        outputs = self._call(executor, executor, inputs, out=out)
+        LEDGER.ran(self.name, self.group.name, executor)
+        return outputs
+
+    def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
+        """Start the fusion `build(ranks, dtype, *key)` beside the caller's next computations. Raises Unfit."""
+        executor = self._executor(build, key, inputs, "eager")
+        started: Started = self._call(executor, executor.start, inputs)
+        LEDGER.ran(self.name, self.group.name, executor, started=True)
+        return started
+
+    def _call(self, executor: Executor, call: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> Any:
+        """Make a call of the executor in the name of this operator: ranks pair calls of the same operators only."""
+        calls = executor.calls
+        before, calls.operator = calls.operator, self.name  # a refused call may be within one, in a signal handler
+        try:
+            return call(*inputs, **options)
+        finally:
+            calls.operator = before
+
+    def _executor(
+        self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor], calls: str, dtype: str = ""
+    ) -> Executor:
+        dtype, device = dtype or dtype_of(inputs), inputs[0].device
+        return self.group.program(build, dtype, *key, strategy=SETTINGS.strategy, device=device, calls=calls)
