@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 # The tests start a hundred processes: none of them is to compile again what another has.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint kernels setup clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -46,6 +46,10 @@ lint: $(READY)
 	@$(BIN)/mypy
 	@echo "==> import-linter: the layers of hostir"
 	@$(BIN)/lint-imports --no-logo
+
+kernels: $(READY)
+	@echo "==> every kernel that plans load on a Hopper GPU, compiled without one ($(JOBS) processes, about ten minutes with two)"
+	@$(BIN)/python -m tests.runtime.kernels.compile_every --jobs $(JOBS)
 
 setup: $(READY)
 

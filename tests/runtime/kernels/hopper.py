@@ -73,6 +73,10 @@ class Kernel:
         return repr([self.name, self.signature, self.constants, self.attributes, self.options])
 
     @property
+    def is_matmul(self) -> bool:
+        return self.name == "matmul_kernel"
+
+    @property
     def kind(self) -> Any:
         """The constants that it is compiled for, of kernels that have a tuple of them; else None."""
         last = self.constants.get((len(self.signature) - 1,))
@@ -91,7 +95,7 @@ class Kernel:
     @property
     def estimate(self) -> int:
         """The bytes of shared memory that it may take: of a matmul, no more than its tile is said to."""
-        if self.name != "matmul_kernel":
+        if not self.is_matmul:
             return SHARED_MEMORY
         kind = self.kind
         stages, warps = self.options["num_stages"], self.options["num_warps"]

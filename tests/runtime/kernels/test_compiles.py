@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hostir.runtime.kernels.flags import PER_THREAD, WARPS, Pushed, push_kernel
@@ -22,37 +18,16 @@ from hostir.runtime.kernels.norm import _rms_norm_kernel
 from hostir.runtime.kernels.quantize import _quantize_kernel, _row_scales_kernel
 from hostir.runtime.kernels.reduce import SumConstants, SumPart, sum_kernel
 from hostir.runtime.kernels.tiles import Tile, candidates
+from tests.runtime.kernels.hopper import SHARED_MEMORY, TARGET, counted
 
-HOPPER = GPUTarget("cuda", 90, 32)
 WAITING = ("flags", "timeouts", "epoch", "blocks", "polls")
 RAISING = ("raised_flags", "raised_epoch", "raised_height", "counts")
-SHARED_MEMORY = 227 << 10
 
 
 @pytest.fixture(scope="module", autouse=True)
 def spills_counted() -> Iterator[None]:
     """Kernels that Triton compiles here keep `spilled`: bytes of registers that ptxas has no room for."""
-
-    def hook(*stages_of: Any) -> tuple[str, str] | None:
-        if not stages_of:
-            return "spills counted", "spills counted"  # kernels in Triton's cache that do not have it are others
-        _, stages, *_ = stages_of
-        assemble = stages["cubin"]
-
-        def counted(ptx: str, metadata: dict[str, Any]) -> bytes:
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                cubin: bytes = assemble(ptx, metadata)
-            found = re.findall(r"(\d+) bytes spill", said.getvalue())
-            assert found, said.getvalue()
-            metadata["spilled"] = sum(map(int, found))  # of stores and of loads
-            return cubin
-
-        stages["cubin"] = counted
-        return None
-
-    with triton.knobs.runtime.scope(), triton.knobs.nvidia.scope():
-        triton.knobs.runtime.add_stages_inspection_hook = hook
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with counted():
         yield
 
 
@@ -135,7 +110,7 @@ def compiled(
     aligned = {path: [["tt.divisibility", 16]] for path, type in leaves.items() if type[0] in "*i"}
     source = ASTSource(matmul_kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlapped}
-    return triton.compile(source, target=HOPPER, options=options)
+    return triton.compile(source, target=TARGET, options=options)
 
 
 def compiled_sum(
@@ -169,7 +144,7 @@ def compiled_sum(
     constants |= {path: 1 for path, type in leaves.items() if type == "constexpr" and path[1:]}
     aligned = {path: [["tt.divisibility", 16]] for path, t in leaves.items() if t[0] in "*i" and path[0] not in varying}
     source = ASTSource(sum_kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    return triton.compile(source, target=TARGET, options={"num_warps": warps})
 
 
 def leaves_of(types: tuple[object, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -472,7 +447,7 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
         signature = {name: "constexpr" if name in constants else {**floats, **types}.get(name, "i32") for name in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        made = triton.compile(source, target=HOPPER, options={"num_warps": 8})
+        made = triton.compile(source, target=TARGET, options={"num_warps": 8})
         ptx = made.asm["ptx"]
         assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)
         assert "div.rn.f32" in ptx
@@ -509,7 +484,7 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
     signature |= {"source": "*i16", "table": "*i64", "arrived": "*i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
     source = ASTSource(push_kernel, signature, constexprs=constants, attrs=aligned)
-    ptx = triton.compile(source, target=HOPPER, options={"num_warps": WARPS}).asm["ptx"]
+    ptx = triton.compile(source, target=TARGET, options={"num_warps": WARPS}).asm["ptx"]
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"ld\.global\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32) .*st\.global\.\1 ", ptx, re.DOTALL)
     atomics = ("sys.acq_rel.add.u32", "gpu.acq_rel.add.u32", "sys.release.exch.b64")

@@ -1,0 +1,203 @@
+"""The programs whose kernels are compiled without a GPU: all patterns by all strategies, and all rows of benchmarks.
+
+Fusions and programs are those of `examples.patterns` and of the benchmarks themselves, which make them without tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import hostir as hi
+from benchmarks import (
+    allgather_matmul,
+    arrivals,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    mlp,
+    reshard,
+    scaled_matmul,
+)
+from benchmarks.scores import KINDS, LARGE, Row
+from examples import patterns
+from hostir.ir.source import HostIRError
+from hostir.lower import STRATEGIES
+from hostir.torch import programs
+from tests.gpu.torchrun_patterns import every_pattern, names_of, sizes_for
+
+RANKS = (2, 8)
+EMULATED = 8  # ranks, of which two GPUs stand for one each
+# More worker streams change no kernel, but for those that send signals beside copies.
+STREAMS = [(s, n) for s, each in STRATEGIES.items() for n in each.stream_counts if n in (each.stream_counts[0], 2)]
+SCALES = (("rows", True), ("rows", False), ("tensor", True), ("blocks", False))  # and whether tensor cores add up
+Source = Callable[[], hi.Fusion | hi.Program]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and what it runs with.
+
+    Fields:
+        name: the same in every run.
+        source: makes a fusion; without a strategy, a host program.
+        kernels: the policy, as of an executor.
+        strategy, streams: how the fusion is lowered.
+        columns: weights are stored by columns, as those of a linear layer.
+        sizes: the values of its symbols.
+    """
+
+    name: str
+    source: Source
+    kernels: str
+    strategy: str = ""
+    streams: int = 1
+    columns: bool = True
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def program(self) -> hi.Program | None:
+        """The host program; None if the strategy does not lower the fusion."""
+        source = self.source()
+        if not self.strategy:
+            assert isinstance(source, hi.Program)
+            return source
+        try:
+            return hi.lower(source, self.strategy, self.streams)
+        except HostIRError:
+            return None
+
+
+def lowered(
+    name: str, source: Source, kernels: Sequence[str], strategies: Sequence[str] = tuple(STRATEGIES), **more: Any
+) -> Iterator[Case]:
+    """A fusion by each of the strategies."""
+    once = functools.cache(source)
+    for (strategy, streams), policy in itertools.product(STREAMS, kernels):
+        if strategy in strategies:
+            how = f"{strategy}{' 2 streams' * (streams > 1)} {policy}"
+            yield Case(f"{name}: {how}", once, policy, strategy, streams, **more)
+
+
+# Patterns -------------------------------------------------------------------------------------------------------------
+def of_patterns() -> Iterator[Case]:
+    """Every pattern, with sizes of layers, and with its own small ones, of which TMA does not take all."""
+    every = [*every_pattern(), *((pattern.__name__, pattern) for pattern in patterns.NORMED)]
+    for (name, pattern), ranks, large in itertools.product(every, RANKS, (True, False)):
+        of_8_bits = name.split()[0] in {pattern.__name__ for pattern in patterns.SCALED}
+        small = {"M": 48 * ranks} if "M" in names_of(pattern) else {}
+        for dtype in ("bf16", "f32") if large else ("f16",) if of_8_bits else ("f32",):
+            source = partial(pattern, ranks=ranks, dtype=dtype, **(sizes_for(pattern, large=True) if large else small))
+            what = f"{name} {dtype}{' large' * large} on {ranks}"
+            yield from lowered(what, source, ("triton", "auto"), columns=of_8_bits)
+
+
+# Benchmarks -----------------------------------------------------------------------------------------------------------
+def subject(kind: type[Any], row: Row, ranks: int, **fields: Any) -> Any:
+    """What a benchmark compares on a row, without its tensors: it makes fusions and programs all the same."""
+    made = object.__new__(kind)
+    vars(made).update(row=row, ranks=ranks, dtype=torch.bfloat16, **fields)
+    return made
+
+
+def scaled(kind: type[Any], row: Row, ranks: int, scales: str, fast: bool, axis: int | None = None) -> Any:
+    """The same for fp8 products."""
+    groups = row.K // scaled_matmul.BLOCK if scales == "blocks" else 1
+    columns = {"tensor": (1, 1), "rows": (1, row.N), "blocks": (groups, row.N // scaled_matmul.BLOCK)}[scales]
+    lead = [row.M] if axis is None else [scaled_matmul.BATCH, row.M // scaled_matmul.BATCH]
+    scaling = {"scales": scales, "fast": fast, "of_b": SimpleNamespace(shape=columns)}
+    return subject(kind, row, ranks, **scaling, batched=axis is not None, axis=axis or 0, lead=lead)
+
+
+def subjects(name: str, row: Row, ranks: int) -> Iterator[tuple[str, Any]]:
+    """All that a kind of benchmark compares on a row, each with a few words that tell it from the others."""
+    plain = {
+        "allgather": allgather_matmul.Operands,
+        "reduce_scatter": matmul_reduce_scatter.Operands,
+        "all_reduce": matmul_all_reduce.Operands,
+        "decode": matmul_all_reduce.Decoder,
+    }
+    if name in plain:
+        yield "", subject(plain[name], row, ranks)
+    elif name == "mlp":
+        yield "", subject(mlp.Operands, row, ranks, gated=False)
+        yield " gated", subject(mlp.Operands, row, ranks, gated=True)
+    elif name == "reshard":
+        kinds = {"reduce_scatter": reshard.Scattered, "all_gather": reshard.Gathered, "all_reduce": reshard.Summed}
+        rows = row.M if row.model == "all_reduce" else row.M // ranks
+        yield "", subject(kinds[row.model], row, ranks, y=range(rows))
+    else:
+        kind = scaled_matmul.Gathered if name == "scaled_gather" else scaled_matmul.Scattered
+        for scales, fast in SCALES:
+            yield f" {scales}{' fast' * fast}", scaled(kind, row, ranks, scales, fast)
+        along = [scaled(kind, row, ranks, "rows", fast=True, axis=axis) for axis in (0, 1)]
+        yield from ((f" axis {each.axis}", each) for each in along if each.lead[each.axis] % ranks == 0)
+
+
+def of_rows() -> Iterator[Case]:
+    """Every row of the benchmarks that lower fusions."""
+    texts = {"departures", "torch_operators", "scaled_gather_emulated", "scaled_scatter_emulated"}
+    for name, ranks in itertools.product([name for name in KINDS if name not in texts], RANKS):
+        policies = ("triton", "aten") if name.startswith("scaled") else ("triton",)
+        for row in KINDS[name].rows():
+            if row.M % ranks and name not in ("all_reduce", "decode"):
+                continue
+            for words, each in subjects(name, row, ranks):
+                what = f"{name} {row}{words} on {ranks}"
+                yield from lowered(what, partial(each.fusion, 1), policies)
+                for slices in (n for n in each.slices if row.M % (n * ranks) == 0):
+                    sliced = f"{what} in {slices} slices"
+                    yield from lowered(sliced, partial(each.fusion, slices), policies, ["pipeline"])
+
+
+def of_emulated_rows() -> Iterator[Case]:
+    """Rows as a rank of 8 meets them, on two GPUs."""
+    for model, M in itertools.product(("8B", "70B", "405B"), LARGE):
+        gathered, scattered = KINDS["allgather"].row(model, M), KINDS["departures"].row(model, M)
+        for way in arrivals.WAYS:
+            yield text(f"arrivals {gathered}: {way.name}", way.kernels, arrivals.text(gathered, EMULATED, way))
+        for departure in matmul_reduce_scatter.WAYS:
+            program = matmul_reduce_scatter.text(scattered, EMULATED, departure, "bf16")
+            yield text(f"departures {scattered}: {departure}", departure.kernels, program)
+        for scales, fast in SCALES if model == "70B" else ():
+            what = f"{model} M={M} {scales}{' fast' * fast}"
+            left = scaled(scaled_matmul.GatheredAsRankOf, gathered, EMULATED, scales, fast)
+            scaling = arrivals.Scaling(0 if scales == "tensor" else left.of_b.shape[0], left.of_b.shape, fast)
+            for way in arrivals.WAYS:
+                program = arrivals.text(gathered, EMULATED, way, scaling)
+                yield text(f"scaled arrivals {what}: {way.name}", way.kernels, program)
+            right = scaled(scaled_matmul.ScatteredAsRankOf, scattered, EMULATED, scales, fast)
+            for departure in matmul_reduce_scatter.WAYS:
+                yield text(f"scaled departures {what}: {departure}", departure.kernels, right.program(departure))
+
+
+def text(name: str, kernels: str, program: str) -> Case:
+    """A host program as text."""
+    return Case(name, functools.cache(partial(hi.parse, program)), kernels)
+
+
+def of_operators() -> Iterator[Case]:
+    """Functions of hostir.torch, forward and backward: the number of rows is a symbol of their programs."""
+    for row, ranks in itertools.product(KINDS["torch_operators"].rows(), RANKS):
+        if row.M % ranks:
+            continue
+        gathers, trained = "-gather" in row.model, row.model.endswith("-trained")
+        products = [(gathers, row.K, row.N), *([(not gathers, row.N, row.K)] if trained else [])]
+        for gather, K, N in products:
+            if gather:
+                source = partial(programs.all_gather_matmul, ranks, "bf16", K, (N,), 0, 0, trained, False)
+            else:
+                source = partial(programs.matmul_reduce_scatter, ranks, "bf16", K * ranks, N, 0, 0, "bf16")
+            what = f"torch {row} {'gathers' if gather else 'scatters'} on {ranks}"
+            yield from lowered(what, source, ["triton"], sizes=(("M", row.M),))
+
+
+@functools.cache
+def every_case() -> Sequence[Case]:
+    """All cases."""
+    return [*of_patterns(), *of_rows(), *of_emulated_rows(), *of_operators()]
