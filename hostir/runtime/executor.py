@@ -369,9 +369,7 @@ class Executor:
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Run the program once on this rank's machine; the caller holds the lock of the calls."""
         if self.watchdog is not None and self.watchdog.disturbed:
-            self.calls.broken = self.calls.broken or self.watchdog.misaligned
-            self.calls.check_order()
-            self.watchdog.resume()
+            self._resume(self.watchdog)
         given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         call = self.latest
         if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
@@ -394,6 +392,12 @@ class Executor:
         if not self._compare:
             self.calls.went(call.kind)
         return outputs
+
+    def _resume(self, watchdog: Watchdog) -> None:
+        """Go on after a failure of this rank or of another one; raise if no call may follow it."""
+        self.calls.broken = self.calls.broken or watchdog.misaligned
+        self.calls.check_order()
+        watchdog.resume()
 
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
         """Run a call on CPU; on CUDA issue it: as one graph, or statement by statement, always so in a capture."""
@@ -435,6 +439,8 @@ class Executor:
         if self.machine == "local":
             return tuple(None for _ in inputs)
         with self.calls.turn(self.program.name):
+            if self.watchdog is not None and self.watchdog.disturbed:
+                self._resume(self.watchdog)
             plan = self._choose(cache_key(inputs), inputs, places=True)
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
