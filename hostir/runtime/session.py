@@ -146,7 +146,7 @@ class Calls:
     Args:
         store: a store that the ranks share; None for a rank alone.
         rank, ranks: this rank, and all of the team.
-        timeout: seconds to wait for what another rank or thread must do first.
+        timeout: seconds to wait for what another rank must do first.
         check: raises, while this rank waits at a place, if another is lost.
         report: tells all ranks why one may run a call that another does not make; returns the first such report.
 

@@ -111,6 +111,7 @@ def one_side_has_ended_its_call() -> None:
         executor._agreement.session.store.set("called", "")  # type: ignore[union-attr]
         while not executor.watchdog.misaligned:  # type: ignore[union-attr]
             time.sleep(0.01)
+        said(lambda: executor.places(rows(8)))
         said(lambda: executor(rows(8)))
     else:
         executor._agreement.session.store.wait(["called"])  # type: ignore[union-attr]

@@ -53,7 +53,7 @@ KNOWN = [("GATHER", "job"), ("GATHER", "group"), ("PUT", "job"), ("PUT", "group"
     ("case", "message", "times"),
     [(("known_sizes", *where, "8", "12"), APART, 4) for where in KNOWN]
     + [
-        (("one_side_has_ended_its_call",), APART, 2),
+        (("one_side_has_ended_its_call",), APART, 3),
         (("a_backward_pass_fails_on_one_rank",), APART, 2),
         (("operators_of_one_program",), APART, 2),
         (("a_rank_that_was_in_its_call_exits_before_the_other",), APART, 2),

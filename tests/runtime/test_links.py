@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -89,6 +90,22 @@ def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
     last.serve(0.0, alarm)
     until([first, last], lambda: len(last.events) == 2)
     assert first.events == last.events
+    for one in (first, last):
+        one.close()
+    os.close(alarm)
+    os.close(end)
+
+
+def test_a_report_for_all_waits_for_a_rank_that_connects_late(store: Store) -> None:
+    """Else this rank could raise and end before the other has connected, which would wait for it."""
+    alarm, end = os.pipe()
+    first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
+    late = threading.Timer(0.2, last.serve, (0.0, alarm))
+    late.start()
+    first.await_all(first.announce("misaligned", "why"))
+    assert [link.rank for link in first.links] == [1]
+    until([first, last], lambda: last.events == [RankEvent("misaligned", 0, "why")])
+    late.join()
     for one in (first, last):
         one.close()
     os.close(alarm)
