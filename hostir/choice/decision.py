@@ -24,8 +24,9 @@ from hostir.choice.cache import (
     Timing,
     ranked_by,
 )
-from hostir.choice.cost import EAGER, GRAPH, CostTask, estimates, tasks_of
+from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
+from hostir.choice.simulation import EAGER, GRAPH, estimates
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding

@@ -12,7 +12,8 @@ from typing import Any
 
 import hostir as hi
 from examples import patterns
-from hostir.choice import cost
+from hostir.choice import simulation
+from hostir.choice.cost import tasks_of
 from hostir.choice.platforms import Hardware, hardware_of
 from hostir.ir.program import Program
 
@@ -36,7 +37,7 @@ def estimates(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
 ) -> Mapping[str, float]:
     """The microseconds of a call of a program, by mode."""
-    return cost.estimates(cost.tasks_of(program, sizes), hardware, kernels)
+    return simulation.estimates(tasks_of(program, sizes), hardware, kernels)
 
 
 @dataclass(frozen=True)

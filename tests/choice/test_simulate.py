@@ -9,23 +9,10 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.cost import (
-    EAGER,
-    GRAPH,
-    SMALL,
-    CostCopy,
-    Costs,
-    CostTask,
-    CostTransfer,
-    Nothing,
-    Pause,
-    Simulation,
-    Traffic,
-    flops,
-    tasks_of,
-)
+from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, tasks_of
 from hostir.choice.decision import decide
 from hostir.choice.platforms import H200, named, reference
+from hostir.choice.simulation import EAGER, GRAPH, SMALL, Costs, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration
 from tests.choice.fusions import scattered_rows
