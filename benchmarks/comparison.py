@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 import hostir as hi
 from benchmarks.harness import Clock, graphed, synchronize, write
 from benchmarks.scores import COMPILED, EAGER, GRAPH, KINDS, MODES, Result, Row, file_name, line, report, scored
-from hostir.choice.decision import candidates
+from hostir.choice.candidates import candidates
 from hostir.choice.platforms import CUDA, GLOO, Platform, here
 from hostir.ir.comm_ops import Communication
 from hostir.lower import STRATEGIES

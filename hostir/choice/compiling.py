@@ -7,16 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hostir.choice.cache import ASKED_FOR, Choice
-from hostir.choice.decision import (
-    asked_for,
-    choose,
-    log_choice,
-    machine_name,
-    program_of,
-    rank_here,
-    warn_fallbacks,
-)
+from hostir.choice.candidates import asked_for
+from hostir.choice.choices import ASKED_FOR, Choice
+from hostir.choice.decision import choose, log_choice, machine_name, program_of, rank_here, warn_fallbacks
 from hostir.choice.ranges import agreed_ranges, free_sizes
 from hostir.ir.program import Program
 from hostir.ir.source import did_you_mean, error, user_span

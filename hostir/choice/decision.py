@@ -5,21 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from hostir.choice import cache
-from hostir.choice.cache import (
+from hostir.choice.cache import Entries
+from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates, uses_peers
+from hostir.choice.choices import (
     ASKED_FOR,
     ESTIMATED,
     FALLBACK,
     MEASURED,
     Candidate,
     Choice,
-    Entries,
     Impossible,
     Timing,
     ranked_by,
@@ -27,12 +27,10 @@ from hostir.choice.cache import (
 from hostir.choice.cost import CostTask, tasks_of
 from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
 from hostir.choice.simulation import EAGER, GRAPH, estimates
-from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
-    Span,
     amount,
     check_known,
     described,
@@ -41,189 +39,10 @@ from hostir.ir.source import (
     warn_once,
 )
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
-from hostir.lower import CALLS, STRATEGIES, HasProgram, lower
+from hostir.lower import CALLS, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.unroll import unroll
-
-# Candidates -----------------------------------------------------------------------------------------------------------
-# The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
-
-SEQUENTIAL = "sequential"
-NOTHING_TO_OVERLAP = "no communication to overlap"
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The candidates of a fusion that can be taken, with their programs, and those that cannot, with the reasons.
-
-    `whole` has clauses that say why a communication is not overlapped by any candidate.
-    """
-
-    programs: dict[Candidate, Program]
-    impossible: tuple[Impossible, ...]
-    whole: tuple[str, ...] = ()
-
-
-def uses_peers(program: Program) -> bool:
-    """Whether a program accesses peers' memory."""
-    return any(s.one_sided for s in program.walk())
-
-
-def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, all_that_run: bool = False) -> Candidates:
-    """Lower a fusion in every way that a platform allows.
-
-    Args:
-        fusion: a program in the fusion phase.
-        platform: where it will run.
-        kernels: `aten`, `cublas` or `triton` for these alone, `auto` for what makes sense there.
-        all_that_run: also what runs on the platform but is there for testing, as a measurement may ask for.
-    """
-    programs: dict[Candidate, Program] = {}
-    impossible: list[Impossible] = []
-    for candidate, lowered in _lowered(fusion, platform, kernels):
-        if isinstance(lowered, HostIRError):
-            impossible.append(Impossible(candidate, lowered.diagnostics[0].message))
-            continue
-        refused = _refused(candidate, lowered, programs, platform, all_that_run)
-        if isinstance(refused, Impossible):
-            impossible.append(refused)
-        elif refused:
-            programs[candidate] = lowered
-    return Candidates(programs, tuple(_merged(impossible)), _whole(programs))
-
-
-def _whole(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
-    """Return the reasons that every program but the sequential ones gives for the same communication."""
-    said = [left_whole(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
-    return tuple(clause for place, clause in said[0].items() if all(place in of for of in said)) if said else ()
-
-
-def left_whole(program: Program) -> dict[tuple[str, Span | None], str]:
-    """Return clauses that say why communications are not overlapped, by their kind and source line."""
-    start = f"{NOT_OVERLAPPED}: "
-    left = [s for s in program.walk() if s.note.startswith(start)]
-    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in left}
-
-
-def _clause(s: Statement, why: str) -> str:
-    place = f" at {s.span}" if s.span else ""
-    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {why}"
-
-
-def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
-    """Yield the program of each candidate, or the error with which it does not lower."""
-    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
-        program: Program | HostIRError
-        try:
-            program = lower(fusion, strategy, streams)
-        except HostIRError as refusal:
-            program = refusal
-        if isinstance(program, Program):
-            streams = max(program.streams, 1)
-        for each in _kernels(fusion, platform, kernels):
-            yield Candidate(strategy, streams, each), program
-
-
-def _kernels(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
-    if kernels != "auto":
-        return (kernels,)
-    if platform.computes != "cuda":
-        return ("aten",)
-    if any(s.contracts for s in fusion.body):
-        return ("cublas", "triton")  # with cuBLAS sums are Triton's, too: ATen's read and write several times as much
-    return ("triton",) if any(value.tensor.partial for value in fusion.inputs) else ("aten",)
-
-
-def _refused(
-    candidate: Candidate,
-    program: Program,
-    known: dict[Candidate, Program],
-    platform: Platform,
-    all_that_run: bool,
-) -> Impossible | bool:
-    """Return why a candidate cannot be taken, False to leave it out silently, or True if it can be taken.
-
-    Left out are candidates that equal another one, or that are slower in any case.
-    """
-    same = [c for c, other in known.items() if c.kernels == candidate.kernels and _same(other, program)]
-    if any(c.strategy == candidate.strategy for c in same):
-        return False
-    if same:
-        other = same[0].strategy
-        why = _why_sequential(program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
-        return Impossible(candidate, why)
-    if candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
-        return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
-    if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
-        return Impossible(candidate, platform.refuses, warn=True)
-    return True
-
-
-def _signals_by_sms(program: Program) -> bool:
-    return any(s.needs_reserved_sm for s in program.walk())
-
-
-def _same(a: Program, b: Program) -> bool:
-    return a.body == b.body
-
-
-def _why_sequential(program: Program) -> str:
-    """Return why a strategy lowers to the sequential program."""
-    return next(iter(left_whole(program).values()), NOTHING_TO_OVERLAP)
-
-
-def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
-    """Return what a program by a strategy that was asked for is, and notes on what it does not overlap.
-
-    A program that uses neither worker streams nor peers' memory is the sequential one, whatever was asked for.
-    """
-    if strategy == SEQUENTIAL:
-        return Candidate(SEQUENTIAL, 1, kernels), ()
-    notes = tuple(left_whole(program).values())
-    if program.streams or uses_peers(program):
-        return Candidate(strategy, max(program.streams, 1), kernels), notes
-    why = "" if notes else f": {NOTHING_TO_OVERLAP}"
-    return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{why}")
-
-
-def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
-    """Yield one of those that differ in streams or kernels only."""
-    seen: set[tuple[str, str]] = set()
-    for it in found:
-        if (it.candidate.strategy, it.reason) not in seen:
-            seen.add((it.candidate.strategy, it.reason))
-            yield it
-
-
-def check_ranks(fusion: Program, platform: Platform) -> None:
-    """Raise HostIRError if there are fewer ranks than the fusion needs."""
-    if platform.ranks < fusion.ranks:
-        raise error(
-            f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
-            hint=f"build it for {platform.ranks} (--ranks {platform.ranks}, if its function has a parameter 'ranks'), "
-            f"or take a machine with {fusion.ranks}",
-        )
-
-
-def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
-    """Raise HostIRError unless all sizes are known: a choice is made for sizes."""
-    if missing := sorted(fusion.size_names - sizes.keys()):
-        raise error(
-            f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
-            expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
-            hint=f"{binding(missing[0])}; hi.compile chooses by ranges of it, which 'hostir explain' shows",
-        )
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise error(
-                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
-            )
-    fusion.check_sizes(sizes)
-
-
-# Decisions ------------------------------------------------------------------------------------------------------------
-# The choice: the fastest of what was measured on the machine, and without measurements of what is estimated.
 
 LOG = logger(__name__)
 UNMEASURED = "not measured: 'hostir tune' does it"
@@ -264,6 +83,32 @@ def choose(
     if warn and speaks:  # once all have heard, as a warning may be an error
         warn_fallbacks(program, choice, group)
     return choice
+
+
+def check_ranks(fusion: Program, platform: Platform) -> None:
+    """Raise HostIRError if there are fewer ranks than the fusion needs."""
+    if platform.ranks < fusion.ranks:
+        raise error(
+            f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
+            hint=f"build it for {platform.ranks} (--ranks {platform.ranks}, if its function has a parameter 'ranks'), "
+            f"or take a machine with {fusion.ranks}",
+        )
+
+
+def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
+    """Raise HostIRError unless all sizes are known: a choice is made for sizes."""
+    if missing := sorted(fusion.size_names - sizes.keys()):
+        raise error(
+            f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
+            expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
+            hint=f"{binding(missing[0])}; hi.compile chooses by ranges of it, which 'hostir explain' shows",
+        )
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise error(
+                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
+            )
+    fusion.check_sizes(sizes)
 
 
 def decider_for(
@@ -485,7 +330,6 @@ def _timing(
     return Timing(candidate, us, eager, graph, needed)
 
 
-# Logs and warnings ----------------------------------------------------------------------------------------------------
 def log_choice(choice: Choice) -> None:
     """Log a choice, the next best candidates, and what is not possible or not overlapped."""
     if not LOG.isEnabledFor(logging.INFO):

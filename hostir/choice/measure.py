@@ -22,7 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hostir.choice.cache import Candidate, Entry
+from hostir.choice.cache import Entry
+from hostir.choice.choices import Candidate
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.executor import Executor

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hostir.choice.cache import Candidate
+from hostir.choice.choices import Candidate
 from hostir.choice.ranges import Ranges
 from hostir.ir.op import Value
 from hostir.ir.program import Program

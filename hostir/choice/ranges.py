@@ -8,16 +8,10 @@ from functools import cached_property
 from math import lcm
 from typing import Any
 
-from hostir.choice.cache import Candidate, Choice, Entries, Entry
-from hostir.choice.decision import (
-    SEQUENTIAL,
-    Decider,
-    check_sizes,
-    decider_for,
-    from_rank_0,
-    log_choice,
-    warn_fallbacks,
-)
+from hostir.choice.cache import Entries, Entry
+from hostir.choice.candidates import SEQUENTIAL
+from hostir.choice.choices import Candidate, Choice
+from hostir.choice.decision import Decider, check_sizes, decider_for, from_rank_0, log_choice, warn_fallbacks
 from hostir.ir.program import Program
 
 LARGEST = 16  # 2 to this power is the largest size that is chosen for; larger ones run the same

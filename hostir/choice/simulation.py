@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from math import inf, log2
 
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, What
-from hostir.choice.platforms import Hardware
+from hostir.choice.hardware import Hardware
 from hostir.runtime.kernels.tiles import Gemm, Grid, Tile, block_ends, choose, duration
 
 EPSILON = 1e-9

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from hostir.choice import cache
-from hostir.choice.cache import Choice, Timing
-from hostir.choice.decision import SEQUENTIAL, Decider, candidates, check_ranks, check_sizes, choose, decide
+from hostir.choice.candidates import SEQUENTIAL, candidates
+from hostir.choice.choices import Choice, Timing
+from hostir.choice.decision import Decider, check_ranks, check_sizes, choose, decide
+from hostir.choice.hardware import REFERENCE, named
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.overlaps import overlap_clauses
-from hostir.choice.platforms import REFERENCE, Platform, here, named, reference
+from hostir.choice.platforms import Platform, here, reference
 from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hostir.choice import Choice, Ranges
-from hostir.choice.cache import FALLBACK
+from hostir.choice.choices import FALLBACK
 from hostir.choice.compiling import compiled
 from hostir.choice.overlaps import overlap_clauses
 from hostir.ir import parse

@@ -16,8 +16,9 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.choice import cache, measure
-from hostir.choice.cache import Candidate
-from hostir.choice.decision import candidates, choose
+from hostir.choice.candidates import candidates
+from hostir.choice.choices import Candidate
+from hostir.choice.decision import choose
 from hostir.choice.platforms import here
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.executor import Executor

@@ -14,7 +14,7 @@ import hostir as hi
 from examples import patterns
 from hostir.choice import simulation
 from hostir.choice.cost import tasks_of
-from hostir.choice.platforms import Hardware, hardware_of
+from hostir.choice.hardware import Hardware, hardware_of
 from hostir.ir.program import Program
 
 # Names of candidates: `sequential aten`, `S=4 streams=2 aten`, `pipeline 4 slices 2 streams triton`,

@@ -14,7 +14,8 @@ import pytest
 
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import CacheWarning, Candidate, Entry
+from hostir.choice.cache import CacheWarning, Entry
+from hostir.choice.choices import Candidate
 from hostir.ir import source as notices
 from hostir.ir.source import HostIRError
 

@@ -11,9 +11,10 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import platforms
-from hostir.choice.cache import Candidate
-from hostir.choice.decision import candidates, uses_peers
-from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
+from hostir.choice.candidates import candidates, uses_peers
+from hostir.choice.choices import Candidate
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.lower import STRATEGIES
 from tests.choice.fusions import turned
 

@@ -15,9 +15,12 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import Candidate, Choice, Entry, Impossible, Timing, ranked_by
-from hostir.choice.decision import UNMEASURED, Candidates, candidates, choose, decide, estimated
-from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
+from hostir.choice.cache import Entry
+from hostir.choice.candidates import Candidates, candidates
+from hostir.choice.choices import Candidate, Choice, Impossible, Timing, ranked_by
+from hostir.choice.decision import UNMEASURED, choose, decide, estimated
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError

@@ -16,7 +16,8 @@ from hostir import knobs
 from hostir.choice import Candidate, Choice, Ranges, Timing, cache, ranges
 from hostir.choice.cache import Entry
 from hostir.choice.decision import Decider
-from hostir.choice.platforms import CPU, H200, Platform, reference
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import Platform, reference
 from hostir.cli.tune import describe_ranges
 from hostir.ir import source as notices
 from hostir.ir.source import HostIRError

@@ -11,7 +11,8 @@ import hostir as hi
 from examples import patterns
 from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, tasks_of
 from hostir.choice.decision import decide
-from hostir.choice.platforms import H200, named, reference
+from hostir.choice.hardware import H200, named
+from hostir.choice.platforms import reference
 from hostir.choice.simulation import EAGER, GRAPH, SMALL, Costs, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration

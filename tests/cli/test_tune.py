@@ -14,8 +14,10 @@ from examples import patterns
 from hostir import knobs
 from hostir.__main__ import main
 from hostir.choice import cache
-from hostir.choice.cache import Choice, Entry
-from hostir.choice.decision import candidates, choose
+from hostir.choice.cache import Entry
+from hostir.choice.candidates import candidates
+from hostir.choice.choices import Choice
+from hostir.choice.decision import choose
 from hostir.cli.tune import _combinations, platform_of, table
 from hostir.ir import source as notices
 
