@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 import hostir as hi
 from benchmarks.harness import Clock, graphed, synchronize, write
 from benchmarks.scores import COMPILED, EAGER, GRAPH, KINDS, MODES, Result, Row, file_name, line, report, scored
-from hostir.choice.candidates import candidates
-from hostir.choice.platforms import CUDA, GLOO, Platform, here
+from hostir.choice.candidates import candidates_of
+from hostir.choice.platforms import CUDA, GLOO, Platform, platform_here
 from hostir.ir.comm_ops import Communication
 from hostir.lower import STRATEGIES
 from hostir.lower.strategies import fusion_of
@@ -188,10 +188,10 @@ class Subject(ABC):
             for mode in modes:
                 yield Entrant(name, mode, partial(peer, name, mode, call))
 
-    def candidates(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
+    def candidates_of(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
         """Every strategy with its streams and kernels; one that refuses says why when it is made."""
         for slices in (1, *(n for n in self.slices if self.row.M % (n * self.ranks) == 0)):
-            found = candidates(fusion_of(self.fusion(slices)), platform, all_that_run=True)
+            found = candidates_of(fusion_of(self.fusion(slices)), platform, for_testing=True)
             wanted = [name for name in only if slices == 1 or name == "pipeline"]
             for each in found.impossible:
                 if each.candidate.strategy in wanted and slices == 1:
@@ -379,7 +379,7 @@ class Bench:
         self.row_ends = float("inf")
         self.clock = Clock(joined.device, given.repeats)
         self.modes = MODES if joined.device.type == "cuda" else (EAGER,)
-        self.platform = here(CUDA if joined.device.type == "cuda" else GLOO, joined.size)
+        self.platform = platform_here(CUDA if joined.device.type == "cuda" else GLOO, joined.size)
         self.console = Console(quiet=joined.rank > 0, highlight=False, soft_wrap=True)
         self.failed: dict[str, str] = {}  # of the row being measured: why a candidate has no score
 

@@ -42,7 +42,7 @@ GIVEN = {
 }  # users construct none
 INTERNAL = {  # public to other parts of hostir
     "Choice": {"from_json", "to_json"},
-    "Ranges": {"candidate", "plain", "program", "representative", "representatives", "to_json"},
+    "Ranges": {"candidate", "first_program", "program", "representative", "representatives", "to_json"},
     "DeviceMesh": {"axis_name"},
     "Fusion": {"operate", "size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},

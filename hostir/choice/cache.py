@@ -28,12 +28,15 @@ FORMAT = 1
 
 
 class CacheWarning(UserWarning):
-    """A file of the tuning cache is ignored."""
+    """Warning: a file of the tuning cache is ignored."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The measurement of one candidate, of the program with this digest: microseconds, or why there are none."""
+    """The measurement of one candidate: its times in microseconds, or the reason why it has no times.
+
+    It is valid only for the host program with this `digest`.
+    """
 
     digest: str
     eager: float | None = None
@@ -45,30 +48,30 @@ Entries = Mapping[Candidate, Entry]
 
 
 def folder() -> Path:
-    """Return where measurements are kept: the knob HOSTIR_CACHE, else the platform's folder for caches."""
-    chosen = CACHE.get()
-    if chosen is not None:
-        return chosen / "tuning"
+    """Return the folder of the measurements: in HOSTIR_CACHE if that is set, else in the user's folder for caches."""
+    directory = CACHE.get()
+    if directory is not None:
+        return directory / "tuning"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "hostir" / "tuning"
 
 
 def key_of(fusion: Program, sizes: Mapping[str, int], platform: Platform) -> dict[str, Any]:
-    """Return what a measurement is valid for. The fusion's text includes its dtypes and constant sizes."""
+    """Return the key of a measurement: the fusion, sizes and platform that it is valid for."""
     return {"fusion": fusion.digest, "sizes": dict(sorted(sizes.items())), **platform.identity}
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    """Return the file of a key."""
+    """Return the path of the file with the measurements of a key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     return folder() / f"{digest}.json"
 
 
 def read(key: Mapping[str, Any]) -> Entries:
-    """Read what was measured for a key; nothing if the file cannot be used."""
+    """Return the measurements of a key; an empty mapping if the file does not exist or cannot be used."""
     path = path_of(key)
-    if path.exists() and not path.is_file():  # to read a FIFO, or a device, may never end
-        return _ignored(path, "it is no regular file")
+    if path.exists() and not path.is_file():  # reading a FIFO or a device may never end
+        return _ignored(path, "it is not a regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -80,9 +83,9 @@ def read(key: Mapping[str, Any]) -> Entries:
         if data["format"] != FORMAT:
             return _ignored(path, f"it has format {data['format']}, not {FORMAT}")
         if data["key"] != json.loads(json.dumps(key)):
-            return _ignored(path, "it is of something else")
-        return {Candidate(**it["candidate"]): _entry(it) for it in data["entries"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the last: nested too deeply
+            return _ignored(path, "its measurements are for something else")
+        return {Candidate(**row["candidate"]): _entry(row) for row in data["entries"]}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: nested too deeply
         return _ignored(path, "it is damaged")
 
 
@@ -101,21 +104,22 @@ def _time(value: Any) -> float | None:
     return float(value)
 
 
-def _ignored(path: Path, why: str) -> Entries:
-    message = f"The measurements in {path} are ignored: {why}."
-    warn_once((path, message), message, "'hostir tune' writes them anew", CacheWarning)
+def _ignored(path: Path, reason: str) -> Entries:
+    """Warn once that a file is ignored, and return no measurements."""
+    message = f"The measurements in {path} are ignored: {reason}."
+    warn_once((path, message), message, "'hostir tune' measures again", CacheWarning)
     return {}
 
 
 def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
-    """Add measurements to those of a key; `name` is for people who read the file.
+    """Add measurements to the file of a key, and return its path. `name` helps people who read the file.
 
-    Raises HostIRError where the folder cannot be written.
+    Raises HostIRError if the folder cannot be written.
     """
     path = path_of(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.parent):
+        with _locked(path.parent):
             _replace(path, key, name, {**read(key), **entries})
     except OSError as problem:
         raise error(
@@ -126,8 +130,8 @@ def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
 
 
 def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) -> None:
-    listed = [{"candidate": asdict(candidate), **asdict(entry)} for candidate, entry in entries.items()]
-    data = {"format": FORMAT, "program": name, "key": key, "entries": listed}
+    rows = [{"candidate": asdict(candidate), **asdict(entry)} for candidate, entry in entries.items()]
+    data = {"format": FORMAT, "program": name, "key": key, "entries": rows}
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -140,11 +144,10 @@ def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) ->
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Hold a file lock: one writer at a time, of whatever job."""
-    lock = os.open(
-        place / "lock", os.O_RDWR | os.O_CREAT, 0o666
-    )  # opened to write alone, a FIFO would wait for a reader
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock file of the cache: only one writer of all jobs at a time."""
+    # Open for reading as well: opening a FIFO for writing only would wait for a reader.
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

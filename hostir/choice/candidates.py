@@ -1,8 +1,8 @@
-"""The candidates to run a fusion on a platform: each with its host program, or the reason why it is impossible."""
+"""The candidates of a fusion on a platform: each has a host program, or a reason why it is impossible."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hostir.choice.choices import Candidate, Impossible
@@ -19,64 +19,77 @@ NOTHING_TO_OVERLAP = "no communication to overlap"
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates of a fusion that can be taken, with their programs, and those that cannot, with the reasons.
+    """The candidates of a fusion.
 
-    `whole` has clauses that say why a communication is not overlapped by any candidate.
+    Fields:
+        programs: the possible candidates, with their host programs.
+        impossible: the impossible candidates, with the reasons.
+        not_overlapped: for each communication that no candidate overlaps, a clause that says why.
     """
 
     programs: dict[Candidate, Program]
     impossible: tuple[Impossible, ...]
-    whole: tuple[str, ...] = ()
+    not_overlapped: tuple[str, ...] = ()
 
 
 def uses_peers(program: Program) -> bool:
-    """Whether a program accesses peers' memory."""
+    """Return True if a program accesses peers' memory."""
     return any(s.one_sided for s in program.walk())
 
 
-def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, all_that_run: bool = False) -> Candidates:
-    """Lower a fusion in every way that a platform allows.
+def candidates_of(
+    fusion: Program, platform: Platform, kernels: str = "auto", *, for_testing: bool = False
+) -> Candidates:
+    """Lower a fusion by every strategy that a platform allows.
 
     Args:
         fusion: a program in the fusion phase.
-        platform: where it will run.
-        kernels: `aten`, `cublas` or `triton` for these alone, `auto` for what makes sense there.
-        all_that_run: also what runs on the platform but is there for testing, as a measurement may ask for.
+        platform: the platform that it will run on.
+        kernels: the only kernels to consider: `aten`, `cublas` or `triton`; `auto` for those that suit the platform.
+        for_testing: include candidates that run on the platform only for testing, so that they can be measured.
     """
     programs: dict[Candidate, Program] = {}
     impossible: list[Impossible] = []
-    for candidate, lowered in _lowered(fusion, platform, kernels):
-        if isinstance(lowered, HostIRError):
-            impossible.append(Impossible(candidate, lowered.diagnostics[0].message))
+    for candidate, program in _lowered(fusion, platform, kernels):
+        if isinstance(program, HostIRError):
+            impossible.append(Impossible(candidate, program.diagnostics[0].message))
             continue
-        refused = _refused(candidate, lowered, programs, platform, all_that_run)
-        if isinstance(refused, Impossible):
-            impossible.append(refused)
-        elif refused:
-            programs[candidate] = lowered
-    return Candidates(programs, tuple(_merged(impossible)), _whole(programs))
+        equal = [c.strategy for c, p in programs.items() if c.kernels == candidate.kernels and p.body == program.body]
+        if candidate.strategy in equal:
+            continue
+        if equal:
+            impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
+        elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
+            continue  # always slower: cuBLAS's matmuls leave the signals no SM, so they wait for a wave of tiles
+        elif uses_peers(program) and platform.refuses and not (for_testing and platform.runs_all):
+            impossible.append(Impossible(candidate, platform.refuses, warn=True))
+        else:
+            programs[candidate] = program
+    return Candidates(programs, tuple(_one_a_reason(impossible)), _never_overlapped(programs))
 
 
-def _whole(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
-    """Return the reasons that every program but the sequential ones gives for the same communication."""
-    said = [left_whole(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
-    return tuple(clause for place, clause in said[0].items() if all(place in of for of in said)) if said else ()
+def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
+    """Return a clause for each communication that no program overlaps, apart from the sequential programs."""
+    clauses = [not_overlapped(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
+    if not clauses:
+        return ()
+    return tuple(clause for place, clause in clauses[0].items() if all(place in others for others in clauses))
 
 
-def left_whole(program: Program) -> dict[tuple[str, Span | None], str]:
-    """Return clauses that say why communications are not overlapped, by their kind and source line."""
+def not_overlapped(program: Program) -> dict[tuple[str, Span | None], str]:
+    """Return a clause for each communication that is not overlapped, by its keyword and source line: it says why."""
     start = f"{NOT_OVERLAPPED}: "
-    left = [s for s in program.walk() if s.note.startswith(start)]
-    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in left}
+    statements = [s for s in program.walk() if s.note.startswith(start)]
+    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in statements}
 
 
-def _clause(s: Statement, why: str) -> str:
+def _clause(s: Statement, reason: str) -> str:
     place = f" at {s.span}" if s.span else ""
-    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {why}"
+    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {reason}"
 
 
 def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
-    """Yield the program of each candidate, or the error with which it does not lower."""
+    """Yield the program of each candidate, or the error that its strategy raises."""
     for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
         program: Program | HostIRError
         try:
@@ -85,76 +98,49 @@ def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tupl
             program = refusal
         if isinstance(program, Program):
             streams = max(program.streams, 1)
-        for each in _kernels(fusion, platform, kernels):
-            yield Candidate(strategy, streams, each), program
+        for family in _kernel_families(fusion, platform, kernels):
+            yield Candidate(strategy, streams, family), program
 
 
-def _kernels(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
+def _kernel_families(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
+    """Return the families of kernels to consider for a fusion."""
     if kernels != "auto":
         return (kernels,)
     if platform.computes != "cuda":
         return ("aten",)
     if any(s.contracts for s in fusion.body):
-        return ("cublas", "triton")  # with cuBLAS sums are Triton's, too: ATen's read and write several times as much
+        return ("cublas", "triton")  # both sum in Triton: ATen's sums read and write several times as many bytes
     return ("triton",) if any(value.tensor.partial for value in fusion.inputs) else ("aten",)
-
-
-def _refused(
-    candidate: Candidate,
-    program: Program,
-    known: dict[Candidate, Program],
-    platform: Platform,
-    all_that_run: bool,
-) -> Impossible | bool:
-    """Return why a candidate cannot be taken, False to leave it out silently, or True if it can be taken.
-
-    Left out are candidates that equal another one, or that are slower in any case.
-    """
-    same = [c for c, other in known.items() if c.kernels == candidate.kernels and _same(other, program)]
-    if any(c.strategy == candidate.strategy for c in same):
-        return False
-    if same:
-        other = same[0].strategy
-        why = _why_sequential(program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
-        return Impossible(candidate, why)
-    if candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
-        return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
-    if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
-        return Impossible(candidate, platform.refuses, warn=True)
-    return True
 
 
 def _signals_by_sms(program: Program) -> bool:
     return any(s.needs_reserved_sm for s in program.walk())
 
 
-def _same(a: Program, b: Program) -> bool:
-    return a.body == b.body
-
-
-def _why_sequential(program: Program) -> str:
-    """Return why a strategy lowers to the sequential program."""
-    return next(iter(left_whole(program).values()), NOTHING_TO_OVERLAP)
+def _equal_reason(program: Program, strategy: str) -> str:
+    """Return the reason against a candidate with the same program as an earlier candidate of another strategy."""
+    if strategy == SEQUENTIAL:
+        return next(iter(not_overlapped(program).values()), NOTHING_TO_OVERLAP)
+    return f"it lowers to the same program as '{strategy}'"
 
 
 def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
-    """Return what a program by a strategy that was asked for is, and notes on what it does not overlap.
+    """Return the candidate for a strategy that the caller asked for, and notes on what its program does not overlap.
 
-    A program that uses neither worker streams nor peers' memory is the sequential one, whatever was asked for.
+    If the program uses neither worker streams nor peers' memory, the candidate's strategy is `sequential`.
     """
     if strategy == SEQUENTIAL:
         return Candidate(SEQUENTIAL, 1, kernels), ()
-    notes = tuple(left_whole(program).values())
+    notes = tuple(not_overlapped(program).values())
     if program.streams or uses_peers(program):
         return Candidate(strategy, max(program.streams, 1), kernels), notes
-    why = "" if notes else f": {NOTHING_TO_OVERLAP}"
-    return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{why}")
+    reason = "" if notes else f": {NOTHING_TO_OVERLAP}"
+    return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{reason}")
 
 
-def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
-    """Yield one of those that differ in streams or kernels only."""
-    seen: set[tuple[str, str]] = set()
-    for it in found:
-        if (it.candidate.strategy, it.reason) not in seen:
-            seen.add((it.candidate.strategy, it.reason))
-            yield it
+def _one_a_reason(impossible: Sequence[Impossible]) -> Iterable[Impossible]:
+    """Return the first impossible candidate for each strategy and reason; others differ in streams or kernels only."""
+    first: dict[tuple[str, str], Impossible] = {}
+    for refused in impossible:
+        first.setdefault((refused.candidate.strategy, refused.reason), refused)
+    return first.values()

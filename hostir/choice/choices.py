@@ -13,31 +13,31 @@ MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for",
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a fusion: strategy, streams and kernels."""
+    """One way to run a fusion: a strategy, a number of worker streams, and kernels."""
 
     strategy: str
     streams: int
     kernels: str
 
     @property
-    def on_streams(self) -> bool:
-        """Whether candidates of its strategy differ in the number of worker streams."""
+    def shows_streams(self) -> bool:
+        """True if the candidate's text must say how many worker streams it has, because its strategy allows several."""
         counts = STRATEGIES[self.strategy].stream_counts if self.strategy in STRATEGIES else (1,)
         return max(counts) > 1 and (self.streams > 1 or 1 not in counts)
 
     def __str__(self) -> str:
-        streams = f", {self.streams} stream{'s' * (self.streams != 1)}" if self.on_streams else ""
+        streams = f", {self.streams} stream{'s' * (self.streams != 1)}" if self.shows_streams else ""
         return f"{self.strategy}{streams}, {self.kernels}"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a call, in microseconds, and the memory that it takes.
+    """The time of one call of a candidate, in microseconds, and its symmetric memory.
 
     Fields:
-        us: what candidates are ranked by, one of the other two; see `hostir.lower.CALLS`.
-        eager: every statement issued anew.
-        graph: the replay of a CUDA graph; None where there is none.
+        us: the time that candidates are ranked by: `eager` or `graph`, depending on `calls` (see `hostir.lower.CALLS`).
+        eager: the time of a call that issues every statement anew.
+        graph: the time of a replay of a CUDA graph; None if the candidate cannot be replayed.
         symmetric: the bytes of symmetric memory on a rank.
     """
 
@@ -49,16 +49,20 @@ class Timing:
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
-    """Return the time that counts for calls made so; None if it is not known."""
+    """Return the time that candidates are ranked by for this value of `calls`; None if it is unknown.
+
+    `captured_by_caller`: with `calls="out"` the executor captures no graph of the program; only its caller can.
+    """
     replayed = calls == "graph" or (calls == "out" and not captured_by_caller)
     return graph if replayed and graph is not None else eager
 
 
 @dataclass(frozen=True)
 class Impossible:
-    """A candidate that cannot be taken, and why.
+    """A candidate that cannot be chosen, and the reason.
 
-    `warn` if the reason is the machine or the sizes, not what the fusion computes: with others it might be possible.
+    `warn` is True if the reason is the machine or the sizes: on another machine or for other sizes the candidate may
+    be possible. It is False if the reason is what the fusion computes.
     """
 
     candidate: Candidate
@@ -68,17 +72,17 @@ class Impossible:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way in which a fusion runs, and why it was chosen.
+    """The candidate that a fusion runs as, and why it was chosen.
 
     Fields:
-        fusion: its name.
-        taken: the candidate.
-        source: `measured`, here or earlier; `estimated` by the cost model; `asked for` by the caller; `fallback` where
-            nothing else was possible.
-        machine: in words, what the times are of.
-        timings: of the candidates, the fastest first.
-        impossible: those that could not be taken, with the reasons.
-        notes: what else there is to know, such as what cannot be overlapped.
+        fusion: the name of the fusion.
+        taken: the chosen candidate.
+        source: why it was chosen: it was the fastest as `measured` (now or earlier) or as `estimated` by the cost
+            model; it was `asked for` by the caller; or it is a `fallback`, because nothing else was possible.
+        machine: a description of the machine that the times are valid for.
+        timings: the times of the candidates, the fastest first.
+        impossible: the candidates that could not be chosen, with the reasons.
+        notes: further remarks, such as communications that cannot be overlapped.
     """
 
     fusion: str
@@ -103,37 +107,37 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The clauses of a fallback warning: strategies that are not possible here, with the reason of each."""
+        """The clauses of a fallback warning: for each reason, the strategies that it makes impossible here."""
         strategies: dict[str, dict[str, None]] = {}
-        for it in self.impossible:
-            if it.warn or self.source == FALLBACK:
-                strategies.setdefault(it.reason, {})[it.candidate.strategy] = None
-        return tuple(f"{_listed(list(names))} not possible here: {reason}" for reason, names in strategies.items())
+        for impossible in self.impossible:
+            if impossible.warn or self.source == FALLBACK:
+                strategies.setdefault(impossible.reason, {})[impossible.candidate.strategy] = None
+        return tuple(f"{_with_verb(list(names))} not possible here: {reason}" for reason, names in strategies.items())
 
     def __str__(self) -> str:
         times = {timing.candidate: timing.us for timing in self.timings}
-        took = f" {times[self.taken]:.0f} us" if self.taken in times else ""
-        return f"@{self.fusion} runs '{self.taken}' ({self.source}{took}) on {self.machine}"
+        time = f" {times[self.taken]:.0f} us" if self.taken in times else ""
+        return f"@{self.fusion} runs '{self.taken}' ({self.source}{time}) on {self.machine}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice as data for tools, and for the other ranks."""
+        """Return the choice as a JSON object, for tools and for the other ranks."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Choice:
-        """The inverse of `to_json`. Raises KeyError or TypeError for anything else."""
+        """Make a choice from the result of `to_json`. Raises KeyError or TypeError for other data."""
         return Choice(
             data["fusion"],
             Candidate(**data["taken"]),
             data["source"],
             data["machine"],
-            tuple(Timing(**{**it, "candidate": Candidate(**it["candidate"])}) for it in data["timings"]),
-            tuple(Impossible(**{**it, "candidate": Candidate(**it["candidate"])}) for it in data["impossible"]),
+            tuple(Timing(**{**row, "candidate": Candidate(**row["candidate"])}) for row in data["timings"]),
+            tuple(Impossible(**{**row, "candidate": Candidate(**row["candidate"])}) for row in data["impossible"]),
             tuple(data["notes"]),
         )
 
 
-def _listed(names: list[str]) -> str:
-    """Join names with their verb: `ring is`, or `ring, fused and push are`."""
+def _with_verb(names: list[str]) -> str:
+    """Join names and add a verb: `ring is`, or `ring, fused and push are`."""
     *others, last = names
     return f"{', '.join(others)} and {last} are" if others else f"{last} is"

@@ -1,22 +1,17 @@
-"""Platforms that programs run on: GPUs, links, versions, and the constants of known machines."""
+"""Platforms that programs run on: GPUs, links and versions, and what ranks cannot do there."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform as python_platform
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of
 from hostir.ir.source import error
-
-if TYPE_CHECKING:
-    from hostir.runtime.session import Session
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 FOR_TESTING = "copies and flags between CPU processes are there for testing"
@@ -27,14 +22,15 @@ class Platform:
     """The machine that ranks run on: GPU or CPU, number of ranks, links and versions.
 
     Fields:
-        machine: what executes: `cuda`, `gloo` or `local`; `elsewhere` for one that is known by its constants only.
-        name: of the GPU, or of the CPU.
-        ranks: how many there are.
-        link: between them: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU), `alone`.
-        versions: of all that a time depends on.
+        machine: the machine of the executor: `cuda`, `gloo` or `local`; `elsewhere` if only its constants are known.
+        name: the name of the GPU, or of the CPU.
+        ranks: the number of ranks.
+        link: the link between ranks: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU) or
+            `alone`.
+        versions: the versions of everything that a time depends on.
         hardware: the constants that estimates use.
-        refuses: why ranks should not reach into each other's memory here; empty where they may.
-        runs_all: whether what it refuses would still run, as for a test.
+        refuses: why ranks should not access each other's memory here; empty if they may.
+        runs_all: True if programs that access peers' memory still run here, for testing.
     """
 
     machine: str
@@ -53,12 +49,12 @@ class Platform:
 
     @property
     def computes(self) -> str:
-        """The device type of its kernels: `cuda`, or `cpu`, on which ranks are simulated too."""
+        """The device type of the kernels: `cuda` or `cpu`. Simulated ranks run on the CPU, too."""
         return "cuda" if self.machine in (CUDA, ELSEWHERE) and self.hardware is not CPU else "cpu"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that a measurement depends on besides program and sizes."""
+        """Everything that a measurement depends on besides the program and its sizes."""
         return {
             "machine": self.machine,
             "name": self.name,
@@ -71,25 +67,28 @@ class Platform:
     def note(self) -> str:
         """A remark on the estimates, for the user."""
         known = hardware_of(self.name) if self.machine == CUDA else self.hardware
-        return "" if known else f"there are no constants of {self.name}: estimates use those of {self.hardware.name}"
+        return (
+            ""
+            if known
+            else f"there are no constants for {self.name}: estimates use the constants of {self.hardware.name}"
+        )
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """Return a platform of which only the constants are known."""
+    """Return a platform that is known only by its constants."""
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 
 def simulated(ranks: int) -> Platform:
-    """Return the platform of simulated ranks, which have no speed: the choice is that of the reference machine."""
+    """Return the platform of simulated ranks. They have no speed: choices are made for the reference machine."""
     return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
 
 
-def here(machine: str, ranks: int, group: object = None) -> Platform:
-    """Return this process's platform, for a program of `ranks` ranks.
+def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
+    """Return this process's platform for a program of `ranks` ranks; `machine` and `group` are as for an `Executor`.
 
-    Under torchrun all ranks of the group come here together, and `ranks` is how many there are; `machine` and `group`
-    are as for an `Executor`.
-    Outside torchrun the GPUs of this host stand for the ranks' (`cuda`), or its CPU (`gloo`).
+    Under torchrun all ranks of the group call it together, and `ranks` is the size of the group. Outside torchrun,
+    each rank stands for one GPU of this host (`cuda`), or all ranks for its CPU (`gloo`).
     """
     if machine == SIMULATED:
         return simulated(ranks)
@@ -97,17 +96,13 @@ def here(machine: str, ranks: int, group: object = None) -> Platform:
 
     session = session_of(group, "cuda" if machine == CUDA else "cpu")
     if session is None:
-        return _platform([_facts(machine, rank) for rank in range(ranks)])
-    number = next(_rounds.setdefault(session, itertools.count()))
-    mine = json.dumps(_facts(machine, session.device.index or 0))
-    return _platform([json.loads(text) for text in session.exchange(f"platform {number}", mine)])
+        return platform_of([_device_facts(machine, rank) for rank in range(ranks)])
+    facts = json.dumps(_device_facts(machine, session.device.index or 0))
+    return platform_of([json.loads(text) for text in session.exchange("platform", facts)])
 
 
-_rounds: WeakKeyDictionary[Session, itertools.count[int]] = WeakKeyDictionary()
-
-
-def _facts(machine: str, device: int) -> dict[str, Any]:
-    """Return what one rank knows of its own device."""
+def _device_facts(machine: str, device: int) -> dict[str, Any]:
+    """Return the facts about one rank's device: host, name, versions, links, and why it refuses peer accesses."""
     import torch
 
     from hostir.runtime.cuda.memory import why_not
@@ -123,26 +118,28 @@ def _facts(machine: str, device: int) -> dict[str, Any]:
         )
     versions |= {"triton": _version("triton"), "driver": str(_driver()), "nccl": _nccl()}
     others = [n for n in range(torch.cuda.device_count()) if n != device]
-    blocked = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]
+    unreachable = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]
     facts["refuses"] = why_not(torch.device("cuda", device))
-    return {**facts, "name": torch.cuda.get_device_name(device), "peers": _link(blocked)}
+    return {**facts, "name": torch.cuda.get_device_name(device), "peers": _link(unreachable)}
 
 
-def _link(blocked: Sequence[int]) -> str:
-    if blocked:
+def _link(unreachable: Sequence[int]) -> str:
+    """Return the link of a GPU to the other GPUs of its host; `unreachable` are GPUs that it cannot access."""
+    if unreachable:
         return "no peer access"
     return "nvlink" if _over_nvlink() else "peer access"
 
 
 def _over_nvlink() -> bool:
-    """Whether all GPUs of this host are joined by NVLink, as far as torch can tell."""
+    """Return True if torch reports NVLink between all GPUs of this host."""
     from torch._C import _autograd, _distributed_c10d
 
-    detect, kinds = getattr(_distributed_c10d, "_detect_dma_connectivity", None), getattr(_autograd, "DeviceType", None)
-    if detect is None or kinds is None:
+    detect = getattr(_distributed_c10d, "_detect_dma_connectivity", None)
+    device_types = getattr(_autograd, "DeviceType", None)
+    if detect is None or device_types is None:
         return False
     try:
-        matrix = detect(kinds.CUDA, "nvlink").matrix
+        matrix = detect(device_types.CUDA, "nvlink").matrix
     except (AttributeError, RuntimeError):
         return False
     return all(count > 0 for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j)
@@ -161,7 +158,7 @@ def _nccl() -> str:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # here, as it takes its time to load
+    from importlib.metadata import PackageNotFoundError, version  # imported here because it loads slowly
 
     try:
         return version(package)
@@ -169,20 +166,20 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _platform(facts: Sequence[dict[str, Any]]) -> Platform:
-    """Combine what all ranks know into one platform, the same on every rank."""
+def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
+    """Combine the facts about all ranks' devices into one platform, which is the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
-    one_host = len({it["host"] for it in facts}) == 1
+    one_host = len({device["host"] for device in facts}) == 1
     if first["machine"] == GLOO:
         link = "one host" if one_host else "several hosts"
-        runs = "" if one_host else "processes of several hosts share no memory"
-        return Platform(GLOO, first["name"], ranks, link, versions, CPU, runs or FOR_TESTING, runs_all=one_host)
-    names = sorted({it["name"] for it in facts})
-    link = _links([it["peers"] for it in facts], one_host) if ranks > 1 else "alone"
-    refuses = next((it["refuses"] for it in facts if it["refuses"]), "") or REFUSALS.get(link, "")
+        refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"
+        return Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host)
+    names = sorted({device["name"] for device in facts})
+    link = _weakest_link([device["peers"] for device in facts], one_host) if ranks > 1 else "alone"
+    refusal = next((device["refuses"] for device in facts if device["refuses"]), "") or REFUSALS.get(link, "")
     hardware = hardware_of(names[0]) or REFERENCE
-    return Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refuses)
+    return Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal)
 
 
 REFUSALS = {
@@ -191,7 +188,7 @@ REFUSALS = {
 }
 
 
-def _links(peers: Sequence[str], one_host: bool) -> str:
+def _weakest_link(links: Sequence[str], one_host: bool) -> str:
     if not one_host:
         return "several hosts"
-    return next(link for link in ("no peer access", "peer access", "nvlink") if link in peers)
+    return next(link for link in ("no peer access", "peer access", "nvlink") if link in links)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from hostir.choice import cache
-from hostir.choice.candidates import SEQUENTIAL, candidates
+from hostir.choice.candidates import SEQUENTIAL, candidates_of
 from hostir.choice.choices import Choice, Timing
 from hostir.choice.decision import Decider, check_ranks, check_sizes, choose, decide
-from hostir.choice.hardware import REFERENCE, named
+from hostir.choice.hardware import REFERENCE, parse_machine
 from hostir.choice.measure import PATIENCE, Progress, measure, steps
 from hostir.choice.overlaps import overlap_clauses
-from hostir.choice.platforms import Platform, here, reference
+from hostir.choice.platforms import Platform, platform_here, reference
 from hostir.choice.ranges import Range, Ranges, free_sizes
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
@@ -80,7 +80,7 @@ def describe_ranges(ranges: Ranges) -> str:
 
 def _of_range(ranges: Ranges, it: Range) -> list[str]:
     choice, (name,) = it.choice, ranges.free
-    streams = str(choice.streams) if choice.taken.on_streams else "-"
+    streams = str(choice.streams) if choice.taken.shows_streams else "-"
     at = ranges.representative({name: it.first})[name]
     best = choice.timings[0]
     symmetric = amount(best.symmetric) if best.symmetric else "-"
@@ -99,7 +99,7 @@ def _times(choice: Choice) -> str:
 
 def _row(timing: Timing, best: float) -> list[str]:
     c = timing.candidate
-    streams = str(c.streams) if c.on_streams else "-"
+    streams = str(c.streams) if c.shows_streams else "-"
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
     times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
     return [c.strategy, streams, c.kernels, *times, amount(timing.symmetric) if timing.symmetric else "-"]
@@ -157,15 +157,15 @@ def chosen(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Cho
 
 
 def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
-    """Return the named machine; else this one, if it has the GPUs or was asked for; else a known one."""
+    """Return the parse_machine machine; else this one, if it has the GPUs or was asked for; else a known one."""
     if machine is not None:
-        hardware, ranks = named(machine)
+        hardware, ranks = parse_machine(machine)
         return reference(hardware, ranks or fusion.ranks)
     if launched():
-        return here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
+        return platform_here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
     if device is None and torch.cuda.device_count() < fusion.ranks:
         return reference(REFERENCE, fusion.ranks)
-    return here("gloo" if device == "cpu" else "cuda", fusion.ranks)
+    return platform_here("gloo" if device == "cpu" else "cuda", fusion.ranks)
 
 
 # Measuring all candidates ---------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
     """Return the case for each of the sizes that `hi.compile` chooses for, if a size is free."""
     if not free_sizes(case.fusion, case.sizes):
         return [case]
-    platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+    platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
     check_ranks(case.fusion, platform)
     ranges = Ranges(Decider(case.fusion, platform, KERNELS.get(options.kernels)), case.sizes)
     every = ranges.representatives
@@ -228,10 +228,10 @@ def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
 def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:
     """Measure a case unless the cache holds all of it; return its row of the table, which rank 0 prints."""
     kernels = KERNELS.get(options.kernels)
-    platform = here("cuda" if job.device.type == "cuda" else "gloo", job.size)
+    platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
     check_ranks(case.fusion, platform)
     key = cache.key_of(case.fusion, case.sizes, platform)
-    found = candidates(case.fusion, platform, kernels, all_that_run=True)
+    found = candidates_of(case.fusion, platform, kernels, for_testing=True)
     known = {} if options.again else cache.read(key)
     missing = any(c not in known or known[c].digest != p.digest for c, p in found.programs.items())
     measures = _from_rank_0(job, "measure" if missing else "") == "measure"

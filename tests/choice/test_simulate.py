@@ -11,9 +11,9 @@ import hostir as hi
 from examples import patterns
 from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, tasks_of
 from hostir.choice.decision import decide
-from hostir.choice.hardware import H200, named
+from hostir.choice.hardware import H200, parse_machine
 from hostir.choice.platforms import reference
-from hostir.choice.simulation import EAGER, GRAPH, SMALL, Costs, Simulation, flops
+from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration
 from tests.choice.fusions import scattered_rows
@@ -90,7 +90,7 @@ def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
     before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
     signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
     late = alone(f"{before}  set_stream 0\n{MATMUL}\n{signal}  set_stream %user\n  wait_signal %there[0] >= 1")
-    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL)  # which puts the flag back
+    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL_KERNEL)  # which puts the flag back
 
 
 def test_what_waits_for_another_stream_goes_on_a_little_later() -> None:
@@ -114,7 +114,7 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
     by_sms = f"  set_stream 1\n  synchronize 0\n{plain[:-1]} by 1 sms\n  set_stream 0\n"
     copy = rounds(plain, 1) - H200.signal
     assert rounds(by_sms, 1) == pytest.approx(copy + H200.kernel_signal)
-    copy -= SMALL  # which puts flags back
+    copy -= SMALL_KERNEL  # which puts flags back
     assert rounds(plain, 5) - rounds(plain, 1) == pytest.approx(4 * (copy + H200.signal))
     assert rounds(by_sms, 5) - rounds(by_sms, 1) == pytest.approx(4 * copy)
 
@@ -263,11 +263,11 @@ def test_symbols_are_bound_by_sizes() -> None:
 
 
 def test_machines_are_named_with_or_without_ranks() -> None:
-    assert named("h200x8") == (H200, 8)
-    assert named("H200") == (H200, None)
+    assert parse_machine("h200x8") == (H200, 8)
+    assert parse_machine("H200") == (H200, None)
     for text in ("h20", "h200x0", "h200xx8", "x8", ""):
         with pytest.raises(HostIRError, match="unknown machine"):
-            named(text)
+            parse_machine(text)
 
 
 def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
@@ -281,7 +281,7 @@ fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
     program = hi.lower(hi.parse(text), "fused")
 
     def copies(rows: int) -> int:
-        return sum(isinstance(task.what, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
+        return sum(isinstance(task.work, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
 
     few, many = (1, MIN_OWN_ROWS - 1), (MIN_OWN_ROWS, 8 * MIN_OWN_ROWS)
     assert {copies(rows) - copies(4096) for rows in few} == {2}  # one a rank
@@ -309,7 +309,7 @@ PRODUCT = Gemm(8192, 4096, 4096, "bf16")
 
 def raising(count: int, what: Gemm | Traffic = PRODUCT, **how: object) -> CostTask:
     """A computation that raises flags behind so many blocks of its result."""
-    return CostTask(0, what, raises=[CostTask(0, Pause(kind="signal")) for _ in range(count)], **how)
+    return CostTask(0, what, raises=[CostTask(0, Pause(sender="stream")) for _ in range(count)], **how)
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
@@ -320,7 +320,7 @@ def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_e
     c = costs(kernels)
     end, flags = c.by_blocks(raising(8, what), 100.0, [])
     assert list(flags) == sorted(flags)
-    assert flags[-1] == pytest.approx(end, abs=SMALL)
+    assert flags[-1] == pytest.approx(end, abs=SMALL_KERNEL)
     took = [(flag - 100) / (end - 100) for flag in flags]
     assert took == pytest.approx([(i + 1) / 8 for i in range(8)], abs=0.15)
     assert c.alone(raising(8, what)) == pytest.approx(end - 100)
@@ -329,9 +329,9 @@ def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_e
 def test_flags_of_triton_cost_the_matmul_nothing_and_torch_runs_a_product_for_each() -> None:
     triton, torch = costs("triton"), costs("aten")
     assert triton.alone(raising(8)) == triton.gemm(PRODUCT)
-    assert torch.alone(raising(8)) > torch.gemm(PRODUCT) + 7 * H200.turn
+    assert torch.alone(raising(8)) > torch.gemm(PRODUCT) + 7 * H200.flag_wait
     of_block = replace(PRODUCT, m=1024)
-    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemm(of_block) + 7 * H200.turn)
+    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemm(of_block) + 7 * H200.flag_wait)
 
 
 def test_blocks_that_no_tile_divides_end_with_the_last_tile_that_holds_rows_of_them() -> None:
@@ -358,7 +358,7 @@ def test_a_sum_adds_each_block_when_it_has_come_from_all_sources(kernels: str) -
     whole = c.alone(CostTask(0, what))
     early, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0] * 4)
     late, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0, 0.0, 0.0, 1000.0])
-    assert whole <= early < whole + 4 * SMALL + H200.poll
+    assert whole <= early < whole + 4 * SMALL_KERNEL + H200.poll
     assert 1000 < late < 1000 + whole / 2
 
 
@@ -375,7 +375,7 @@ def test_blocks_travel_while_the_others_are_computed(kernels: str) -> None:
     assert model.alone(matmul) < took < model.alone(matmul) + all_copies / 3
     raised = [run.ended[flag] for flag in matmul.raises]
     assert raised == sorted(raised)
-    copies = [t for t in tasks if isinstance(t.what, CostCopy) and t.rank == 0]
+    copies = [t for t in tasks if isinstance(t.work, CostCopy) and t.rank == 0]
     assert [raised[i] < run.ended[copy] for i, copy in enumerate(copies)] == [True] * 6
     assert run.ended[copies[0]] < raised[2]
 
@@ -384,11 +384,11 @@ def test_own_blocks_come_last_and_a_sum_waits_for_all_sources_but_its_own() -> N
     tasks = [t for t in tasks_of(SCATTERED, {}) if t.rank == 1]
     (matmul,), (added,) = [t for t in tasks if t.raises], [t for t in tasks if t.blocks]
     assert len(matmul.raises) == 8
-    waited = [t.after[-1] for t in tasks if isinstance(t.what, Nothing) and t.after and t.after[-1] in matmul.raises]
+    waited = [t.after[-1] for t in tasks if isinstance(t.work, Nothing) and t.after and t.after[-1] in matmul.raises]
     assert waited == matmul.raises[:6]
     assert [[signal.rank for signal in block] for block in added.blocks] == [[0, 2, 3]] * 2
-    assert isinstance(added.what, Traffic)
-    assert added.what.bytes == (4 + 1) * 1024 * 8192 * 2
+    assert isinstance(added.work, Traffic)
+    assert added.work.bytes == (4 + 1) * 1024 * 8192 * 2
 
 
 def test_flags_rise_later_where_a_collective_takes_sms_from_the_matmul() -> None:
@@ -434,10 +434,10 @@ def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_
     tasks = tasks_of(program, {})
     apart = tasks_of(program, {})
     for task in apart:
-        if isinstance(task.what, CostCopy):
-            assert task.what.in_product
-            task.what = replace(task.what, in_product=False)
-    for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL)):
+        if isinstance(task.work, CostCopy):
+            assert task.work.in_matmul
+            task.work = replace(task.work, in_matmul=False)
+    for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL_KERNEL)):
         assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(spared, abs=0.01)
     hosts = [Costs(H200, "triton", 0.0).host(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
@@ -452,8 +452,8 @@ def test_aten_is_charged_every_pass_of_a_sum_whose_own_rows_are_apart() -> None:
     tasks = tasks_of(
         hi.lower(patterns.row_parallel_scattered(ranks=2, S=1, M=4096, K=7168, N=8192, dtype="bf16"), "fused"), {}
     )
-    (total,) = {t.what for t in tasks if isinstance(t.what, Traffic) and t.what.in_aten}
+    (total,) = {t.work for t in tasks if isinstance(t.work, Traffic) and t.work.aten_bytes}
     elements = 4096 * 8192 // 2
-    assert (total.bytes, total.passes, total.in_aten) == (6 * elements, 3, 22 * elements)
-    times = {kernels: Costs(H200, kernels, 0.0).moving(total) for kernels in ("aten", "cublas", "triton")}
+    assert (total.bytes, total.aten_kernels, total.aten_bytes) == (6 * elements, 3, 22 * elements)
+    times = {kernels: Costs(H200, kernels, 0.0).traffic(total) for kernels in ("aten", "cublas", "triton")}
     assert times["cublas"] == times["triton"] == pytest.approx(times["aten"] * 6 / 22)
