@@ -160,54 +160,14 @@ class Shared:
     meetings: dict[tuple[Any, ...], list[CostTask]] = field(default_factory=dict)
 
 
-class RankTasks:
-    """Builds the tasks of one rank from its unrolled program."""
+class Registers:
+    """The registers of one rank's unrolled program: their bytes and flags, and the work of computations on them."""
 
-    def __init__(self, unrolled: UnrolledProgram, shared: Shared) -> None:
+    def __init__(self, unrolled: UnrolledProgram) -> None:
         self.unrolled = unrolled
-        self.shared = shared
-        self.tasks: list[CostTask] = []
-        self.last: dict[Any, CostTask] = {}  # the latest task of each lane
-        self.communications: dict[int, CostTask] = {}  # by the handle of the communication
-        self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
-        self.stream = CALLER
-        self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
         self.bytes = {NONE: 0} | {
             register: prod(x.shape) * unrolled.dtypes[x.buffer].bytes for register, x in unrolled.layouts.items()
         }
-        runs = Pushes.of(unrolled)
-        self.pushes = {id(op): run for run in runs for op in run.ops}
-        self.in_matmuls = {id(op) for product in PushedProduct.of(unrolled, runs) for op in product.pushes.ops}
-        self.pushed: dict[int, CostTask] = {}  # by stream: the first copy of the latest kernel that copies
-        for op in unrolled.ops:
-            TASKS[type(op)](self, op)
-        if unrolled.symmetric:  # a kernel resets flags at the end of a call
-            self.issue(CALLER, Traffic(0), launch="compute")
-
-    def issue(self, lane: Any, work: Work, *joins: CostTask | None, launch: str = "") -> CostTask:
-        """Add a task after the latest one of its lane, and after `joins`."""
-        if isinstance(lane, int) and lane != self.stream:
-            self.stream = lane
-            self.launch("stream")
-        self.launch(launch)
-        after = [self.last[lane]] if lane in self.last else []
-        others = [t for t in joins if t is not None and t not in after]
-        task = CostTask(self.unrolled.rank, work, after, others, launches=self.launches)
-        self.launches = {}
-        self.tasks.append(task)
-        self.last[lane] = task
-        return task
-
-    def meet(self, task: CostTask, *key: Any) -> None:
-        """Make a task begin together with the tasks that other ranks issue for the same collective or barrier."""
-        self.counts[key] += 1
-        partners = self.shared.meetings.setdefault((*key, self.counts[key]), [])
-        partners.append(task)
-        task.partners = partners
-
-    def launch(self, operation: str) -> None:
-        """Count an operation that the host issues before the next task, or for it."""
-        self.launches[operation] = self.launches.get(operation, 0) + 1
 
     def total(self, registers: Sequence[int]) -> int:
         """Return the bytes of several registers together."""
@@ -218,32 +178,6 @@ class RankTasks:
         row = self.unrolled.layouts[flags]
         home = self.unrolled.symmetric[row.buffer]
         return home.rank, home.home, row.offset + slot * row.strides[0]
-
-    def allocate(self, op: AllocateOp) -> None:
-        self.launch("allocate")
-
-    def view(self, op: ViewOp) -> None:
-        if op.x not in self.unrolled.symmetric:  # views of symmetric buffers are made before the first call
-            self.launch("view")
-
-    def free(self, op: FreeOp) -> None:
-        self.launch("view")
-
-    def nothing(self, op: SymmetricOp) -> None:
-        """Do nothing: symmetric buffers exist before a call."""
-
-    def compute(self, op: ComputeOp) -> None:
-        contracts, ready = op.place.statement.contracts, op.ready
-        local = NONE if ready is None or ready.own is None else ready.own
-        local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
-        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # the kernel copies so few rows to the other rows
-            self.issue(op.stream, Traffic(2 * self.bytes[local]), launch="compute")
-        work = self.gemm(op, local_rows) if contracts else self.traffic(op)
-        task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
-        if ready is not None:
-            self.wait_for_blocks(task, op, ready)
-        if op.done is not None:
-            self.raise_flags(task, op, op.done)
 
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
         """Return the matmul of an operation. Its `local_rows` are stored apart from the rows of other ranks."""
@@ -282,6 +216,80 @@ class RankTasks:
             return name
         return "f8" if op.options["fast"] and layouts[scales[0]].shape[-1] == 1 else "f8s"
 
+
+class RankTasks:
+    """Builds the tasks of one rank from its unrolled program."""
+
+    def __init__(self, unrolled: UnrolledProgram, shared: Shared) -> None:
+        self.unrolled = unrolled
+        self.registers = Registers(unrolled)
+        self.shared = shared
+        self.tasks: list[CostTask] = []
+        self.last: dict[Any, CostTask] = {}  # the latest task of each lane
+        self.communications: dict[int, CostTask] = {}  # by the handle of the communication
+        self.counts: Counter[Any] = Counter()  # the number of collectives and barriers of each team so far
+        self.stream = CALLER
+        self.launches: dict[str, int] = {}  # the operations that the host has issued since the latest task
+        runs = Pushes.of(unrolled)
+        self.pushes = {id(op): run for run in runs for op in run.ops}
+        self.in_matmuls = {id(op) for product in PushedProduct.of(unrolled, runs) for op in product.pushes.ops}
+        self.pushed: dict[int, CostTask] = {}  # by stream: the first copy of the latest kernel that copies
+        for op in unrolled.ops:
+            TASKS[type(op)](self, op)
+        if unrolled.symmetric:  # a kernel resets flags at the end of a call
+            self.issue(CALLER, Traffic(0), launch="compute")
+
+    def issue(self, lane: Any, work: Work, *joins: CostTask | None, launch: str = "") -> CostTask:
+        """Add a task after the latest one of its lane, and after `joins`."""
+        if isinstance(lane, int) and lane != self.stream:
+            self.stream = lane
+            self.launch("stream")
+        self.launch(launch)
+        after = [self.last[lane]] if lane in self.last else []
+        others = [t for t in joins if t is not None and t not in after]
+        task = CostTask(self.unrolled.rank, work, after, others, launches=self.launches)
+        self.launches = {}
+        self.tasks.append(task)
+        self.last[lane] = task
+        return task
+
+    def meet(self, task: CostTask, *key: Any) -> None:
+        """Make a task begin together with the tasks that other ranks issue for the same collective or barrier."""
+        self.counts[key] += 1
+        partners = self.shared.meetings.setdefault((*key, self.counts[key]), [])
+        partners.append(task)
+        task.partners = partners
+
+    def launch(self, operation: str) -> None:
+        """Count an operation that the host issues before the next task, or for it."""
+        self.launches[operation] = self.launches.get(operation, 0) + 1
+
+    def allocate(self, op: AllocateOp) -> None:
+        self.launch("allocate")
+
+    def view(self, op: ViewOp) -> None:
+        if op.x not in self.unrolled.symmetric:  # views of symmetric buffers are made before the first call
+            self.launch("view")
+
+    def free(self, op: FreeOp) -> None:
+        self.launch("view")
+
+    def nothing(self, op: SymmetricOp) -> None:
+        """Do nothing: symmetric buffers exist before a call."""
+
+    def compute(self, op: ComputeOp) -> None:
+        contracts, ready = op.place.statement.contracts, op.ready
+        local = NONE if ready is None or ready.own is None else ready.own
+        local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
+        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # the kernel copies so few rows to the other rows
+            self.issue(op.stream, Traffic(2 * self.registers.bytes[local]), launch="compute")
+        work = self.registers.gemm(op, local_rows) if contracts else self.registers.traffic(op)
+        task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
+        if ready is not None:
+            self.wait_for_blocks(task, op, ready)
+        if op.done is not None:
+            self.raise_flags(task, op, op.done)
+
     def wait_for_blocks(self, task: CostTask, op: ComputeOp, ready: Ready) -> None:
         """Let a task wait for the flags of its blocks while it runs."""
         task.overlapped_sms, task.reserved_sms = ready.overlapped_sms, ready.reserved_sms
@@ -291,7 +299,7 @@ class RankTasks:
         task.blocks = [[] for _ in ready.order]
         for turn, block in enumerate(ready.order):
             for slot in ready.needed(block):
-                self.shared.waits.append((task, turn, self.flag(ready.flags, slot), ready.epoch))
+                self.shared.waits.append((task, turn, self.registers.flag(ready.flags, slot), ready.epoch))
 
     def raise_flags(self, task: CostTask, op: ComputeOp, done: Done) -> None:
         """Let a task raise its flags, each after a block of its result."""
@@ -303,14 +311,16 @@ class RankTasks:
             flag = CostTask(task.rank, Pause(sender="stream"))
             self.tasks.append(flag)
             task.raises.append(flag)
-            self.shared.flags.setdefault(self.flag(done.flags, slot), []).append((done.epoch, flag))
+            self.shared.flags.setdefault(self.registers.flag(done.flags, slot), []).append((done.epoch, flag))
 
     def collective(self, op: CollectiveOp) -> None:
-        task = self.communicate(op, CostTransfer(op.kind, max(self.bytes[op.x], self.bytes[op.out]), len(op.team)))
+        task = self.communicate(
+            op, CostTransfer(op.kind, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team))
+        )
         self.meet(task, "communication", op.team)
 
     def messages(self, op: MessagesOp) -> None:
-        largest = max(self.total(op.reads), self.total(op.writes))  # links are full duplex
+        largest = max(self.registers.total(op.reads), self.registers.total(op.writes))  # links are full duplex
         self.communicate(op, CostTransfer("messages", largest, len(op.team)), op.collective)
 
     def communicate(self, op: CollectiveOp | MessagesOp, transfer: CostTransfer, collective: bool = True) -> CostTask:
@@ -331,13 +341,13 @@ class RankTasks:
         source, target = self.unrolled.owner(op.x), self.unrolled.owner(op.out)
         to_peer = source == self.unrolled.rank
         if not op.sms and source == target:  # a kernel copies within the rank's memory
-            self.issue(op.stream, Traffic(2 * self.bytes[op.x]), launch="compute")
+            self.issue(op.stream, Traffic(2 * self.registers.bytes[op.x]), launch="compute")
         elif not op.sms:
-            copy = CostCopy(self.bytes[op.x], target if to_peer else source, to_peer)
+            copy = CostCopy(self.registers.bytes[op.x], target if to_peer else source, to_peer)
             self.issue(op.stream, copy, launch="copy")
         else:
             first = op is self.pushes[id(op)].ops[0]
-            copy = CostCopy(self.bytes[op.x], target, to_peer, op.sms, first, id(op) in self.in_matmuls)
+            copy = CostCopy(self.registers.bytes[op.x], target, to_peer, op.sms, first, id(op) in self.in_matmuls)
             task = self.issue(op.stream, copy, launch="push" if first else "")
             if first:
                 self.pushed[op.stream] = task
@@ -352,11 +362,11 @@ class RankTasks:
             task = self.issue(op.stream, Pause(sender="copies"))
         else:
             task = self.issue(op.stream, Pause(sender="stream"), launch="signal")
-        self.shared.flags.setdefault(self.flag(op.flags, op.slot), []).append((op.epoch, task))
+        self.shared.flags.setdefault(self.registers.flag(op.flags, op.slot), []).append((op.epoch, task))
 
     def wait_signal(self, op: WaitSignalOp) -> None:
         task = self.issue(op.stream, Nothing(), launch="signal")
-        self.shared.waits.append((task, None, self.flag(op.flags, op.slot), op.epoch))
+        self.shared.waits.append((task, None, self.registers.flag(op.flags, op.slot), op.epoch))
 
     def barrier(self, op: BarrierOp) -> None:
         self.meet(self.issue(op.stream, CostBarrier(len(op.team)), launch="barrier"), "barrier", op.team)

@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from math import inf, log2
 
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, Work
-from hostir.choice.hardware import Hardware
+from hostir.choice.hardware import Hardware, Kernels
 from hostir.runtime.kernels.tiles import Gemm, Grid, Tile, block_ends, choose, duration
 
 EPSILON = 1e-9
@@ -39,7 +39,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
     """
     costs = Costs(hardware, kernels, flops(tasks))
     device = Simulation(tasks, costs).run()
-    return {GRAPH: device, EAGER: max(device, costs.host(tasks) - hardware.host_lead)}
+    return {GRAPH: device, EAGER: max(device, HostCosts(costs).call(tasks) - hardware.host_lead)}
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
@@ -51,44 +51,79 @@ def flops(tasks: Sequence[CostTask]) -> float:
     return max(total.values(), default=0.0)
 
 
+class GemmCosts:
+    """The times of one program's matmuls. They depend on its `total_flops`, because power limits the GPU's clock."""
+
+    def __init__(self, hardware: Hardware, family: Kernels, total_flops: float) -> None:
+        self.hardware = hardware
+        self.family = family
+        doublings = max(0.0, log2(total_flops / UNTHROTTLED_FLOPS)) if total_flops else 0.0
+        rates = family.rates.scaled(max(1 - hardware.throttle * doublings, LEAST_PEAK))
+        self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes: a matmul stores as well
+
+    def time(self, gemm: Gemm) -> float:
+        """Return the microseconds of a matmul with its fastest tile if its rows are ready; at least `streaming`."""
+        gemm = replace(gemm, block=None, separate=False, overlapped=False)
+        return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm))
+
+    def time_on(self, gemm: Gemm, sms: int) -> float:
+        """Return the microseconds of a matmul that uses its fastest tile, but only so many SMs."""
+        tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
+        tile = choose(gemm, sms, (tile,), self.family.rates)
+        return self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
+
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # a program has few different matmuls, and every step uses them
+    def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
+        """Return the fastest tile for a matmul, with its best split, on `sms` SMs; by default on all."""
+        return choose(gemm, sms or self.hardware.sms, self.family.tiles[gemm.dtype], self.family.rates)
+
+    @lru_cache(maxsize=1 << 10)  # noqa: B019  # as above
+    def tiles(self, gemm: Gemm, tile: Tile, sms: int | None = None) -> float:
+        """Return the microseconds of all tiles of a matmul if its rows are ready."""
+        return duration(tile, gemm, sms or self.hardware.sms, self.rates)[1]
+
+    def streaming(self, gemm: Gemm) -> float:
+        """Return the microseconds in which memory loads a matmul's operands and stores its result."""
+        bytes_moved = (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) * gemm.itemsize
+        return bytes_moved / self.hardware.memory / 1e3
+
+    def filled(self, gemm: Gemm) -> float:
+        """Return the share of the SMs that the tiles of a matmul keep busy, on average over its time."""
+        tile = self.fastest(gemm)
+        busy = Grid.of(tile, gemm).tiles * self.rates.whole(tile, gemm)
+        return busy / (self.hardware.sms * self.tiles(gemm, tile))
+
+    def fits_one_wave(self, gemm: Gemm) -> bool:
+        """Return True if a matmul has no more tiles than there are SMs."""
+        return Grid.of(self.fastest(gemm), gemm).tiles <= self.hardware.sms
+
+    def by_tiles(
+        self, task: CostTask, gemm: Gemm, start: float, arrivals: Sequence[float]
+    ) -> tuple[float, tuple[float, ...]]:
+        """Return the same times as `Costs.by_blocks`, for a matmul in one Triton kernel."""
+        h, count = self.hardware, len(task.raises)
+        start += self.family.start
+        if not arrivals:
+            tile, streaming = self.fastest(gemm), self.streaming(gemm)
+            flags = block_ends(tile, gemm, h.sms, self.rates, [start], count)
+            end = start + max(self.tiles(gemm, tile), streaming)
+            return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
+        sms = h.sms - task.overlapped_sms - task.reserved_sms
+        rates = self.rates.scaled(h.beside_push) if task.overlapped_sms else self.rates
+        poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
+        begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
+        flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
+        return duration(tile, gemm, sms, rates, begins)[0], flags
+
+
 class Costs:
-    """The times of one program's tasks. They depend on its `total_flops`, because power limits the GPU's clock."""
+    """The times of one program's tasks on the device."""
 
     def __init__(self, hardware: Hardware, kernels: str, total_flops: float) -> None:
         self.hardware = hardware
         self.in_triton = kernels == "triton"
         self.sums_in_triton = kernels != "aten"
-        self.family = hardware.kernels["triton" if self.in_triton else "aten"]
-        doublings = max(0.0, log2(total_flops / UNTHROTTLED_FLOPS)) if total_flops else 0.0
-        rates = self.family.rates.scaled(max(1 - hardware.throttle * doublings, LEAST_PEAK))
-        self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes: a matmul stores as well
-
-    def launch(self, operation: str) -> float:
-        """Return the microseconds in which the host issues an operation."""
-        name = "triton matmul" if self.in_triton and operation == "matmul" else operation
-        return self.hardware.launch.get(name, 0.0)
-
-    def host(self, tasks: Sequence[CostTask]) -> float:
-        """Return the microseconds in which the host issues a call, on the rank that issues most."""
-        by_rank: dict[int, float] = {}
-        for task in tasks:
-            by_rank[task.rank] = by_rank.get(task.rank, self.launch("call")) + self.issue(task)
-        return max(by_rank.values(), default=0.0)
-
-    def issue(self, task: CostTask) -> float:
-        """Return the microseconds in which the host issues a task."""
-        skipped = "push" if self.in_matmul(task.work) else ""
-        time = sum(n * self.launch(operation) for operation, n in task.launches.items() if operation != skipped)
-        if isinstance(task.work, Traffic):
-            time += (self.kernel_count(task.work) - 1) * self.launch("compute")
-        if self.polls(task.work):
-            time += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
-        elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
-            # One kernel for each block, between stream operations that wait and signal.
-            operation = "matmul" if isinstance(task.work, Gemm) else "compute"
-            flags = sum(map(len, task.blocks)) + len(task.raises)
-            time += (parts - 1) * self.launch(operation) + flags * self.launch("signal")
-        return time
+        self.gemms = GemmCosts(hardware, hardware.kernels["triton" if self.in_triton else "aten"], total_flops)
 
     @cache  # noqa: B019  # the object lives as long as one simulation, which calls this at each event
     def alone(self, task: CostTask) -> float:
@@ -97,7 +132,7 @@ class Costs:
         if task.raises:
             return self.by_blocks(task, 0.0, [])[0]
         if isinstance(work, Gemm):
-            return self.gemm(work)
+            return self.gemms.time(work)
         if isinstance(work, Traffic):
             return SMALL_KERNEL * self.kernel_count(work) + self.traffic(work)
         if isinstance(work, CostTransfer):
@@ -144,58 +179,31 @@ class Costs:
         h, rate = self.hardware, self.hardware.rates.get(transfer.collective, self.hardware.link)
         return min(h.collective + bytes_moved / rate / 1e3, h.low_latency + bytes_moved / (rate / 3) / 1e3)
 
-    def gemm(self, gemm: Gemm) -> float:
-        """Return the microseconds of a matmul with its fastest tile if its rows are ready; at least `streaming`."""
-        gemm = replace(gemm, block=None, separate=False, overlapped=False)
-        return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm))
-
-    @lru_cache(maxsize=1 << 10)  # noqa: B019  # a program has few different matmuls, and every step uses them
-    def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
-        """Return the fastest tile for a matmul, with its best split, on `sms` SMs; by default on all."""
-        return choose(gemm, sms or self.hardware.sms, self.family.tiles[gemm.dtype], self.family.rates)
-
-    @lru_cache(maxsize=1 << 10)  # noqa: B019  # as above
-    def tiles(self, gemm: Gemm, tile: Tile, sms: int | None = None) -> float:
-        """Return the microseconds of all tiles of a matmul if its rows are ready."""
-        return duration(tile, gemm, sms or self.hardware.sms, self.rates)[1]
-
-    def streaming(self, gemm: Gemm) -> float:
-        """Return the microseconds in which memory loads a matmul's operands and stores its result."""
-        bytes_moved = (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) * gemm.itemsize
-        return bytes_moved / self.hardware.memory / 1e3
-
     @cache  # noqa: B019  # as above
     def speed_during(self, task: CostTask, collective: str) -> float:
         """Return the speed of a computation beside a collective, relative to its speed alone."""
-        gemm, sms = task.work, self.hardware.sms - self.family.busy_sms.get(collective, 0)
-        if not isinstance(gemm, Gemm):
+        sms = self.hardware.sms - self.gemms.family.busy_sms.get(collective, 0)
+        if not isinstance(task.work, Gemm):
             return sms / self.hardware.sms
-        tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
-        tile = choose(gemm, sms, (tile,), self.family.rates)
-        time = self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
-        return self.alone(task) / time
+        return self.alone(task) / self.gemms.time_on(task.work, sms)
 
     @cache  # noqa: B019  # as above
     def width(self, task: CostTask) -> float:
         """Return the share of the SMs, or of the memory's rate if that is larger, that a computation can use."""
-        gemm = task.work
-        if not isinstance(gemm, Gemm):
+        if not isinstance(task.work, Gemm):
             return 1.0
-        tile = self.fastest(gemm)
-        busy = Grid.of(tile, gemm).tiles * self.rates.whole(tile, gemm)
-        filled = busy / (self.hardware.sms * self.tiles(gemm, tile))
-        return min(1.0, max(filled, self.streaming(gemm) / self.alone(task)))
+        return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))
 
     def share(self, task: CostTask, idle: float) -> float:
         """Return the share of all SMs that a computation gets if the share `idle` is free.
 
         If it can use more than `idle`, a matmul of a single wave gets nothing: it would not end earlier.
         """
-        work, width = task.work, self.width(task)
+        width = self.width(task)
         if width <= idle + EPSILON:
             return width
-        single_wave = isinstance(work, Gemm) and Grid.of(self.fastest(work), work).tiles <= self.hardware.sms
-        return 0.0 if single_wave else LEFTOVER * idle
+        waits = isinstance(task.work, Gemm) and self.gemms.fits_one_wave(task.work)
+        return 0.0 if waits else LEFTOVER * idle
 
     def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """Return the time at which a computation ends, and the times at which it raises its flags.
@@ -207,12 +215,12 @@ class Costs:
         """
         work, count = task.work, len(task.raises)
         if isinstance(work, Gemm) and self.in_triton:
-            return self.by_tiles(task, work, start, arrivals)
+            return self.gemms.by_tiles(task, work, start, arrivals)
         if task.overlapped_sms and not self.polls(work):
             arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.flag_wait]
         parts = len(arrivals) or count or 1
         if isinstance(work, Gemm):
-            gap, part_time = self.hardware.flag_wait, self.gemm(replace(work, m=-(-work.m // parts)))
+            gap, part_time = self.hardware.flag_wait, self.gemms.time(replace(work, m=-(-work.m // parts)))
         else:
             assert isinstance(work, Traffic)
             gap = 0.0 if self.sums_in_triton else SMALL_KERNEL * work.aten_kernels
@@ -226,23 +234,39 @@ class Costs:
             ends.append(max(ends[-1], arrival) + (gap if number else 0.0) + part_time)
         return ends[-1], tuple(ends[-(-(i + 1) * parts // count)] for i in range(count))
 
-    def by_tiles(
-        self, task: CostTask, gemm: Gemm, start: float, arrivals: Sequence[float]
-    ) -> tuple[float, tuple[float, ...]]:
-        """Return the same times as `by_blocks`, for a matmul in one Triton kernel."""
-        h, count = self.hardware, len(task.raises)
-        start += self.family.start
-        if not arrivals:
-            tile, streaming = self.fastest(gemm), self.streaming(gemm)
-            flags = block_ends(tile, gemm, h.sms, self.rates, [start], count)
-            end = start + max(self.tiles(gemm, tile), streaming)
-            return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
-        sms = h.sms - task.overlapped_sms - task.reserved_sms
-        rates = self.rates.scaled(h.beside_push) if task.overlapped_sms else self.rates
-        poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
-        begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
-        flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
-        return duration(tile, gemm, sms, rates, begins)[0], flags
+
+class HostCosts:
+    """The times in which the host issues one program's tasks, if no CUDA graph replays them."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+
+    def call(self, tasks: Sequence[CostTask]) -> float:
+        """Return the microseconds in which the host issues a call, on the rank that issues most."""
+        by_rank: dict[int, float] = {}
+        for task in tasks:
+            by_rank[task.rank] = by_rank.get(task.rank, self.launch("call")) + self.issue(task)
+        return max(by_rank.values(), default=0.0)
+
+    def launch(self, operation: str) -> float:
+        """Return the microseconds in which the host issues an operation."""
+        name = "triton matmul" if self.costs.in_triton and operation == "matmul" else operation
+        return self.costs.hardware.launch.get(name, 0.0)
+
+    def issue(self, task: CostTask) -> float:
+        """Return the microseconds in which the host issues a task."""
+        skipped = "push" if self.costs.in_matmul(task.work) else ""
+        time = sum(n * self.launch(operation) for operation, n in task.launches.items() if operation != skipped)
+        if isinstance(task.work, Traffic):
+            time += (self.costs.kernel_count(task.work) - 1) * self.launch("compute")
+        if self.costs.polls(task.work):
+            time += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
+        elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
+            # One kernel for each block, between stream operations that wait and signal.
+            operation = "matmul" if isinstance(task.work, Gemm) else "compute"
+            flags = sum(map(len, task.blocks)) + len(task.raises)
+            time += (parts - 1) * self.launch(operation) + flags * self.launch("signal")
+        return time
 
 
 class Activity:

@@ -91,7 +91,7 @@ def test_estimates_of_blocks_sent_as_they_are_done_are_near_what_they_took() -> 
         program = scattered_rows(row["ranks"], *shape)
         tasks = tasks_of(program, {})
         # Its matmul is another kernel. What its two barriers and memsets take, the program does not do.
-        alone = simulation.Costs(H200, "triton", simulation.flops(tasks)).gemm(Gemm(*shape, "bf16"))
+        alone = simulation.Costs(H200, "triton", simulation.flops(tasks)).gemms.time(Gemm(*shape, "bf16"))
         beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + simulation.SMALL_KERNEL)
         ratios[row["ranks"], shape] = simulation.estimates(tasks, H200, "triton")["graph"] / (alone + beside)
     assert len(ratios) == 18

@@ -13,7 +13,7 @@ from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause,
 from hostir.choice.decision import decide
 from hostir.choice.hardware import H200, parse_machine
 from hostir.choice.platforms import reference
-from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, Simulation, flops
+from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, HostCosts, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration
 from tests.choice.fusions import scattered_rows
@@ -121,7 +121,7 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
 
 def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
-    model.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
+    model.gemms.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
     without, with_one = (model.by_blocks(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0])[0] for n in (0, 1))
     assert with_one > 1.8 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
@@ -160,7 +160,7 @@ def test_launches_count_only_where_no_graph_replays_them() -> None:
 def test_torch_launches_a_matmul_for_each_block_and_triton_one_for_all() -> None:
     fusion = patterns.allgather_matmul(ranks=8, S=1, M=64, N=64, K=64, dtype="bf16")
     tasks = tasks_of(hi.lower(fusion, "fused"), {})
-    torch, triton = costs("aten").host(tasks), costs("triton").host(tasks)
+    torch, triton = HostCosts(costs("aten")).call(tasks), HostCosts(costs("triton")).call(tasks)
     assert torch > triton + 7 * H200.launch["matmul"]
 
 
@@ -178,15 +178,15 @@ def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
     family = H200.kernels["aten"]
     model = replace(H200, kernels={"aten": replace(family, tiles={"bf16": family.tiles["bf16"][:1]})})
     one = Costs(model, "aten", 1e11)
-    full = one.gemm(gemm)
-    assert one.gemm(replace(gemm, m=128 * 11)) == full
-    assert one.gemm(replace(gemm, m=128 * 13)) > 1.8 * full
+    full = one.gemms.time(gemm)
+    assert one.gemms.time(replace(gemm, m=128 * 11)) == full
+    assert one.gemms.time(replace(gemm, m=128 * 13)) > 1.8 * full
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str) -> None:
     gemm, c = Gemm(8192, 3584, 8192, "bf16"), costs(kernels)
-    whole = c.gemm(gemm)
+    whole = c.gemms.time(gemm)
     task = waiting(gemm, 8)
     at_once = c.by_blocks(task, 0.0, [0.0] * 8)[0]
     late = c.by_blocks(task, 0.0, [50.0 * i for i in range(8)])[0]
@@ -200,22 +200,22 @@ def test_the_cost_model_takes_the_tile_that_the_kernel_takes_and_the_time_of_its
     model, start = costs("triton"), H200.kernels["triton"].start
     thin = Gemm(2048, 6656, 16384, "bf16")
     tile = choose(thin, 132, candidates("bf16"))
-    assert model.fastest(thin) == tile
+    assert model.gemms.fastest(thin) == tile
     assert tile.split == 20, "of 416 tiles of 128 x 256 those of the last wave, in 6 parts each"
-    assert model.gemm(thin) == start + duration(tile, thin, 132, model.rates)[0]
+    assert model.gemms.time(thin) == start + duration(tile, thin, 132, model.gemms.rates)[0]
     coming = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)
     tile = choose(coming, 132, candidates("bf16"))
     assert tile.early_blocks
-    end = duration(tile, coming, 132, model.rates, [start + H200.poll] * 8)[0]
+    end = duration(tile, coming, 132, model.gemms.rates, [start + H200.poll] * 8)[0]
     assert model.by_blocks(CostTask(0, coming), 0.0, [0.0] * 8)[0] == end
-    assert not costs("aten").fastest(thin).split, "cuBLAS splits none in the model"
+    assert not costs("aten").gemms.fastest(thin).split, "cuBLAS splits none in the model"
 
 
 def test_splitting_the_first_and_the_last_tiles_pays_where_rows_come_late() -> None:
     gemm = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)  # 224 tiles of 128 x 256: 92 in the last wave
     whole, split = costs("triton"), costs("triton")
     family = H200.kernels["triton"]
-    whole.family = replace(family, rates=replace(family.rates, split=None))
+    whole.gemms.family = replace(family, rates=replace(family.rates, split=None))
     arrivals = [0.0, *(15 + 13.2 * i for i in range(1, 8))]  # 4 MiB each, from a copy engine
     ends = [c.by_blocks(CostTask(0, gemm), 0.0, arrivals)[0] for c in (whole, split)]
     assert 5 < ends[0] - ends[1] < 30
@@ -225,7 +225,7 @@ def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
     gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
     together = c.by_blocks(waiting(gemm, 8), 0.0, [100.0] * 8)[0]
     assert together == c.by_blocks(waiting(gemm, 8), 0.0, [0.0] * 7 + [100.0])[0]
-    assert together < 100 + H200.poll + 2 * c.gemm(gemm)
+    assert together < 100 + H200.poll + 2 * c.gemms.time(gemm)
 
 
 def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:
@@ -328,19 +328,19 @@ def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_e
 
 def test_flags_of_triton_cost_the_matmul_nothing_and_torch_runs_a_product_for_each() -> None:
     triton, torch = costs("triton"), costs("aten")
-    assert triton.alone(raising(8)) == triton.gemm(PRODUCT)
-    assert torch.alone(raising(8)) > torch.gemm(PRODUCT) + 7 * H200.flag_wait
+    assert triton.alone(raising(8)) == triton.gemms.time(PRODUCT)
+    assert torch.alone(raising(8)) > torch.gemms.time(PRODUCT) + 7 * H200.flag_wait
     of_block = replace(PRODUCT, m=1024)
-    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemm(of_block) + 7 * H200.flag_wait)
+    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemms.time(of_block) + 7 * H200.flag_wait)
 
 
 def test_blocks_that_no_tile_divides_end_with_the_last_tile_that_holds_rows_of_them() -> None:
     tile, gemm = replace(candidates("bf16")[0], split=0), Gemm(1000, 256, 4096, "bf16")  # 8 tiles of 128 rows
     model = costs("triton")
-    ends = block_ends(tile, gemm, 1, model.rates, [0.0], 5)  # of 200 rows each
-    one = model.rates.whole(tile, gemm)
+    ends = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 5)  # of 200 rows each
+    one = model.gemms.rates.whole(tile, gemm)
     assert [round(end / one) for end in ends] == [2, 4, 5, 7, 8]
-    more = block_ends(tile, gemm, 1, model.rates, [0.0], 16)
+    more = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 16)
     assert [round(end / one) for end in more] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
 
 
@@ -439,7 +439,7 @@ def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_
             task.work = replace(task.work, in_matmul=False)
     for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL_KERNEL)):
         assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(spared, abs=0.01)
-    hosts = [Costs(H200, "triton", 0.0).host(each) for each in (apart, tasks)]
+    hosts = [HostCosts(Costs(H200, "triton", 0.0)).call(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
 
 
