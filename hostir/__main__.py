@@ -31,8 +31,8 @@ COMMANDS = {
     "lower": "hostir.cli.lower:main",
     "check": "hostir.cli.check:main",
     "run": "hostir.cli.run:main",
-    "tune": "hostir.cli.tune:tune_main",
-    "explain": "hostir.cli.tune:explain_main",
+    "tune": "hostir.cli.tune:main",
+    "explain": "hostir.cli.explain:main",
     "ops": "hostir.cli.ops:main",
 }
 FORMAT = warnings.formatwarning  # Python's own

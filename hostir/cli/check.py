@@ -13,7 +13,8 @@ from pathlib import Path
 from hostir.check import check_calls, check_structure
 from hostir.check.proof import Analysis, Finding, analyse, analyse_quickly
 from hostir.check.repair import difference, redundant, repair
-from hostir.cli.loading import STANDARD, load_to_lower, lowered, write
+from hostir.cli.loading import STANDARD, write
+from hostir.cli.lowering import load_to_lower, lowered
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
@@ -78,7 +79,7 @@ def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) ->
     if not any(isinstance(found, Finding) and found.level == "error" for found in analysis.findings):
         return analysis.findings
 
-    from hostir.cli.run import witnesses  # loads torch
+    from hostir.cli.witnesses import witnesses  # loads torch
 
     shown = witnesses(program, analysis.findings, analysis.sizes, analysis.calls)
     noted: list[Diagnostic] = []

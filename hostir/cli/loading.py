@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 from hostir.dsl import Fusion
 from hostir.ir import parse
-from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS
 from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here, is_first_rank
-from hostir.lower import AUTO, lower, passes_of
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 # Texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
@@ -267,7 +265,6 @@ def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:
     return fusion
 
 
-# Programs that a command line names -----------------------------------------------------------------------------------
 def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
     """Load the program that FILE or FILE:NAME names, and the sizes that `--set` gives."""
     file, colon, name = options.file.rpartition(":")
@@ -299,49 +296,7 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
     return program, sizes
 
 
-def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
-    """Load as `load_named` does, for commands that lower fusions."""
-    program, sizes = load_named(options)
-    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
-        option = "--streams" if options.strategy is None else "--strategy"
-        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
-    if options.strategy == AUTO and options.streams is not None:
-        raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
-    if program.phase is not Phase.HOST and options.strategy != AUTO:
-        passes_of(**lowering_of(options))  # what is misspelt is wrong usage, and no finding about the program
-    return program, sizes
-
-
 def print_once(text: str) -> None:
     """Print a message to stderr, once a job."""
     if is_first_rank():
         print(text, file=sys.stderr)
-
-
-def lowering_of(options: Namespace) -> dict[str, Any]:
-    """Return the lowering options that were given."""
-    given = {"strategy": options.strategy, "streams": options.streams}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
-    """Return the host program: as the file has it, or lowered from its fusion."""
-    if program.phase is Phase.HOST:
-        return program
-    choose_strategy(program, sizes, options)
-    return lower(program, **lowering_of(options))
-
-
-def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
-    """Replace the strategy `auto` by the chosen one, and print which."""
-    if options.strategy != AUTO:
-        return
-    from hostir.cli.tune import chosen
-
-    choice = chosen(program, sizes, options)
-    for reason in (*choice.fallbacks, *choice.notes):
-        print_once(f"note: {reason}")
-    print_once(f"note: {choice}")
-    options.strategy, options.streams = choice.strategy, choice.streams
-    if options.command == "run":
-        options.kernels = choice.kernels

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable
 
-from hostir.cli.loading import choose_strategy, load_to_lower, lowering_of, write
+from hostir.cli.loading import write
+from hostir.cli.lowering import choose_strategy, load_to_lower, lowering_of
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal

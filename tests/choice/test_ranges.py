@@ -18,7 +18,7 @@ from hostir.choice.cache import Entry
 from hostir.choice.decision import Decider
 from hostir.choice.hardware import CPU, H200
 from hostir.choice.platforms import Platform, reference
-from hostir.cli.tune import describe_ranges
+from hostir.cli.explain import describe_ranges
 from hostir.ir import source as notices
 from hostir.ir.source import HostIRError
 from tests.choice.test_choose import unfit

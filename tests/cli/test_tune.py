@@ -18,7 +18,9 @@ from hostir.choice.cache import Entry
 from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Choice
 from hostir.choice.decision import choose
-from hostir.cli.tune import _combinations, platform_of, table
+from hostir.cli.auto import platform_of
+from hostir.cli.explain import table
+from hostir.cli.tune import _combinations
 from hostir.ir import source as notices
 
 ROOT = Path(__file__).parents[2]
