@@ -94,7 +94,7 @@ def test_a_scope_holds_in_its_own_thread_only() -> None:
         ("HOSTIR_TIMEOUT", "nan", "HOSTIR_TIMEOUT='nan'\n  expected: a number of seconds greater than 0"),
         ("HOSTIR_TIMEOUT", "inf", "HOSTIR_TIMEOUT='inf'\n  expected: a number of seconds greater than 0"),
         ("HOSTIR_TIMEOUT", "30s", "HOSTIR_TIMEOUT='30s'\n  expected: a number of seconds greater than 0"),
-        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton'\n  expected: auto, triton or aten"),
+        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton'\n  expected: auto, triton, cublas or aten"),
     ],
 )
 def test_a_bad_variable_is_named_with_what_was_expected(

@@ -17,7 +17,7 @@ from hostir.runtime.session import joined, launched
 
 
 def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
-    """Return the choice for a command: for `run`, made by the ranks that will run it; else the one of `explain`.
+    """Return the choice for a command: for `run`, the ranks that will run it choose; else it is as in `explain`.
 
     No warning is issued for fallbacks: the caller prints them.
     """

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-from hostir.choice.choices import Choice, Timing
+from hostir.choice.choices import Candidate, Choice, Timing
 from hostir.choice.decision import Decider, check_ranks, check_sizes
 from hostir.choice.overlaps import overlap_clauses
 from hostir.choice.ranges import Range, Ranges, free_sizes
@@ -20,17 +20,18 @@ from hostir.runtime.unroll import unroll
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns as wide as they need to be; numbers are aligned right."""
+    """Return an aligned table of plain text; numbers are aligned right."""
     widths = [max(len(line[i]) for line in (headers, *rows)) for i in range(len(headers))]
     return "\n".join(_line(line, widths) for line in (headers, *rows))
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cell.rjust(w) if _number(cell) else cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
+    padded = [cell.rjust(w) if _is_numeric(cell) else cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
     return ("  " + "  ".join(padded)).rstrip()
 
 
-def _number(cell: str) -> bool:
+def _is_numeric(cell: str) -> bool:
+    """Return True for a number, and for the header of a column of numbers."""
     return (
         cell.replace(".", "").isdecimal()
         or cell == "-"
@@ -39,12 +40,12 @@ def _number(cell: str) -> bool:
 
 
 def describe(choice: Choice) -> str:
-    """Return a choice in full: what was taken, the times of the candidates, and why others were not possible."""
+    """Return the full text of a choice: the candidate, the times of all candidates, the reasons of impossible ones."""
     parts = [f"{choice}"]
     if choice.timings:
         parts += ["", _times(choice)]
     if choice.impossible:
-        rows = [[it.candidate.strategy, it.candidate.kernels, it.reason] for it in choice.impossible]
+        rows = [[i.candidate.strategy, i.candidate.kernels, i.reason] for i in choice.impossible]
         parts += ["", "not possible:", *(_line(row, _widths(rows)) for row in rows)]
     if choice.notes:
         parts += ["", *(f"note: {note}" for note in choice.notes)]
@@ -52,24 +53,32 @@ def describe(choice: Choice) -> str:
 
 
 def describe_ranges(ranges: Ranges) -> str:
-    """Return in full which candidate runs at which sizes, and how long it takes at one of them."""
+    """Return the full text of ranges: a table with each range's candidate, and its time at one size of the range."""
     if len(ranges.free) > 1:
         return f"{ranges}\n\nbind all of them but one to see its ranges: --set {ranges.free[0]}=..."
     (name,) = ranges.free
-    rows = [[str(it.first), "-" if it.last is None else str(it.last), *_of_range(ranges, it)] for it in ranges.ranges]
+    rows = [_range_row(ranges, row) for row in ranges.ranges]
     headers = [f"{name} from", "to", "strategy", "streams", "kernels", "times", f"at {name}=", "us", "symmetric"]
-    notes = dict.fromkeys(note for it in ranges.ranges for note in (*it.choice.fallbacks, *it.choice.notes))
-    said = "".join(f"\nnote: {note}" for note in notes)
-    return f"{str(ranges).splitlines()[0]}\n\n{table(headers, rows)}" + (f"\n{said}" if said else "")
+    notes = dict.fromkeys(note for row in ranges.ranges for note in (*row.choice.fallbacks, *row.choice.notes))
+    note_lines = "".join(f"\nnote: {note}" for note in notes)
+    return f"{str(ranges).splitlines()[0]}\n\n{table(headers, rows)}" + (f"\n{note_lines}" if note_lines else "")
 
 
-def _of_range(ranges: Ranges, it: Range) -> list[str]:
-    choice, (name,) = it.choice, ranges.free
-    streams = str(choice.streams) if choice.taken.shows_streams else "-"
-    at = ranges.representative({name: it.first})[name]
+def _range_row(ranges: Ranges, row: Range) -> list[str]:
+    choice, (name,) = row.choice, ranges.free
+    last = "-" if row.last is None else str(row.last)
+    size = ranges.representative({name: row.first})[name]
     best = choice.timings[0]
-    symmetric = amount(best.symmetric) if best.symmetric else "-"
-    return [choice.strategy, streams, choice.kernels, choice.source, str(at), _us(best.us), symmetric]
+    times = [choice.source, str(size), _us(best.us), _symmetric(best)]
+    return [str(row.first), last, choice.strategy, _streams(choice.taken), choice.kernels, *times]
+
+
+def _streams(candidate: Candidate) -> str:
+    return str(candidate.streams) if candidate.shows_streams else "-"
+
+
+def _symmetric(timing: Timing) -> str:
+    return amount(timing.symmetric) if timing.symmetric else "-"
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -84,10 +93,9 @@ def _times(choice: Choice) -> str:
 
 def _row(timing: Timing, best: float) -> list[str]:
     c = timing.candidate
-    streams = str(c.streams) if c.shows_streams else "-"
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
     times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
-    return [c.strategy, streams, c.kernels, *times, amount(timing.symmetric) if timing.symmetric else "-"]
+    return [c.strategy, _streams(c), c.kernels, *times, _symmetric(timing)]
 
 
 def _us(time: float | None) -> str:
@@ -101,7 +109,9 @@ def explain_command(program: Program, sizes: Mapping[str, int], options: Namespa
     if not free:
         check_sizes(fusion, dict(sizes))
     if options.machine is not None and options.device is not None:
-        raise error("--machine names another machine, and --device this one's", hint="leave one of them out")
+        raise error(
+            "--machine names another machine, and --device a device of this machine", hint="leave one of them out"
+        )
     platform = platform_of(fusion, options.device, options.machine)
     check_ranks(fusion, platform)
     decider = Decider(fusion, platform, KERNELS.get(options.kernels), options.calls, SYMMETRIC_LIMIT.get())

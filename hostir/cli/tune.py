@@ -25,12 +25,12 @@ from hostir.knobs import KERNELS
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.session import Session, launched, session
 
-Begin = Callable[[str, int], Progress]  # a case, by its label and how many steps it has
+Begin = Callable[[str, int], Progress]  # called with the label of a case and its number of steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fusion with its sizes; `label` names the values that were set."""
+    """One fusion with its sizes. `label` names the sizes for people."""
 
     label: str
     fusion: Program
@@ -38,17 +38,17 @@ class Case:
 
 
 def check_started(command: str) -> None:
-    """Raise outside torchrun, where there are no ranks to measure."""
+    """Raise HostIRError outside torchrun, because there are no ranks to measure."""
     if not launched():
         raise error(
-            "'hostir tune' measures real ranks, and this process is alone",
+            "'hostir tune' measures real ranks, and this process is the only one",
             expected="to be started by torchrun, one process a GPU",
             hint=f"torchrun --nproc-per-node 8 -m hostir tune {command}",
         )
 
 
 def tune_command(cases: Sequence[Case], options: Namespace) -> int:
-    """Measure each case that the cache does not hold yet, and print what is fastest; return the exit code."""
+    """Measure the cases that the cache does not hold, and print the fastest candidates; return the exit code."""
     if options.runs is not None and options.runs < 1:
         raise error(f"--runs {options.runs}", expected="at least 1")
     for case in cases:
@@ -56,7 +56,7 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
             check_sizes(fusion_of(case.fusion), dict(case.sizes))
     with session(options.device) as job:
         assert job is not None
-        cases = [each for case in cases for each in _bound(case, job, options)]
+        cases = [bound for case in cases for bound in _bound(case, job, options)]
         with _progress(job) as begin:
             rows = [_tune(case, job, options, begin) for case in cases]
         if job.rank == 0:
@@ -66,32 +66,31 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
 
 
 def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
-    """Return the case for each of the sizes that `hi.compile` chooses for, if a size is free."""
+    """Return the case with every size that `hi.compile` chooses for; the case itself, if no size is free."""
     if not free_sizes(case.fusion, case.sizes):
         return [case]
     platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
     check_ranks(case.fusion, platform)
     ranges = Ranges(Decider(case.fusion, platform, KERNELS.get(options.kernels)), case.sizes)
-    every = ranges.representatives
-    for sizes in every:
+    for sizes in ranges.representatives:
         check_sizes(case.fusion, sizes)
     (name,) = ranges.free
-    return [Case(f"{case.label} {name}={sizes[name]}".strip(), case.fusion, sizes) for sizes in every]
+    return [Case(f"{case.label} {name}={sizes[name]}".strip(), case.fusion, sizes) for sizes in ranges.representatives]
 
 
 def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:
-    """Measure a case unless the cache holds all of it; return its row of the table, which rank 0 prints."""
+    """Measure a case unless the cache holds all its candidates; return its row of the table, on rank 0."""
     kernels = KERNELS.get(options.kernels)
     platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
     check_ranks(case.fusion, platform)
     key = cache.key_of(case.fusion, case.sizes, platform)
-    found = candidates_of(case.fusion, platform, kernels, for_testing=True)
-    known = {} if options.again else cache.read(key)
-    missing = any(c not in known or known[c].digest != p.digest for c, p in found.programs.items())
+    programs = candidates_of(case.fusion, platform, kernels, for_testing=True).programs
+    cached = {} if options.again else cache.read(key)
+    missing = any(c not in cached or cached[c].digest != p.digest for c, p in programs.items())
     measures = _from_rank_0(job, "measure" if missing else "") == "measure"
     if measures:
-        progress = begin(case.label, steps(len(found.programs)))
-        entries = measure(found.programs, case.sizes, job, runs=options.runs, progress=progress)
+        progress = begin(case.label, steps(len(programs)))
+        entries = measure(programs, case.sizes, job, runs=options.runs, progress=progress)
         _keep(job, key, case.fusion.name, entries)
     if job.rank:
         return []
@@ -100,13 +99,13 @@ def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[st
 
 
 def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
-    plain = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
+    sequential = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
     streams = str(choice.streams) if choice.streams > 1 else "-"
-    return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", plain, when]
+    return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", sequential, when]
 
 
 def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
-    """Save results to the cache on rank 0. All ranks raise if that fails."""
+    """Save measurements to the cache, on rank 0. All ranks raise HostIRError if that fails."""
     problem = ""
     if job.rank == 0:
         try:
@@ -117,11 +116,9 @@ def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entrie
         raise error(problem, hint="HOSTIR_CACHE names another folder")
 
 
-def _from_rank_0(job: Session, mine: str) -> str:
-    return job.exchange(f"tune {next(_turns)}", mine, PATIENCE)[0]
-
-
-_turns = itertools.count()
+def _from_rank_0(job: Session, text: str) -> str:
+    """Return the text of rank 0. All ranks call it together."""
+    return job.exchange("tuning", text, PATIENCE)[0]
 
 
 @contextlib.contextmanager
@@ -138,8 +135,8 @@ def _progress(job: Session) -> Iterator[Begin]:
         def begin(label: str, total: int) -> Progress:
             task = bar.add_task(label, total=total)
 
-            def step(doing: str) -> None:
-                bar.update(task, advance=1, description=f"{label}: {doing}")
+            def step(description: str) -> None:
+                bar.update(task, advance=1, description=f"{label}: {description}")
 
             return step
 
@@ -150,17 +147,17 @@ def main(options: Namespace) -> int:
     """Run `hostir tune`; return its exit code."""
     check_started(options.file)
     cases = []
-    for given in _combinations(options.given):
-        options.given = list(given)
+    for assignments in _combinations(options.assignments):
+        options.assignments = list(assignments)
         program, sizes = load_named(options)
-        cases.append(Case(" ".join(given) or program.name, program, sizes))
+        cases.append(Case(" ".join(assignments) or program.name, program, sizes))
     return tune_command(cases, options)
 
 
-def _combinations(given: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield every choice of one value for each `--set NAME=VALUE,VALUE,...`."""
-    lists = []
-    for item in given:
-        name, equals, values = item.partition("=")
-        lists.append([f"{name}{equals}{value}" for value in values.split(",")])
-    return itertools.product(*lists)
+def _combinations(assignments: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield every combination of the values of `--set NAME=VALUE,VALUE,...`, as `NAME=VALUE` assignments."""
+    alternatives = []
+    for assignment in assignments:
+        name, equals, values = assignment.partition("=")
+        alternatives.append([f"{name}{equals}{value}" for value in values.split(",")])
+    return itertools.product(*alternatives)

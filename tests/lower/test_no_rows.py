@@ -136,4 +136,4 @@ def test_check_says_of_no_rows_what_holds(capsys: pytest.CaptureFixture[str], tm
     with open(file, "w") as out:
         out.write(str(p))
     assert main(["check", file, "--set", "M=0"]) == 0
-    assert "nothing to report for M=0; what has no elements is neither made nor moved" in capsys.readouterr().out
+    assert "nothing to report for M=0; tensors without elements are neither made nor moved" in capsys.readouterr().out
