@@ -1,19 +1,19 @@
-"""All-gather + matmul: every strategy of ours and what torch offers, against the floor, in one process run.
+"""All-gather + matmul: every strategy of hostir, NCCL + cuBLAS and torch's operators, scored against the floor.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.allgather_matmul --out benchmarks/results/allgather_matmul
     python -m benchmarks.chart benchmarks/results/allgather_matmul.json docs/images/allgather_matmul.svg
 
-Rows are the first weights of the MLPs of Llama 3 8B, 70B and 405B as tensor parallel 8 has them (N of a rank stays the
-same on fewer), and the shape that nvFuser published. floor = max(cuBLAS alone, best all-gather alone), where the
-all-gather is NCCL's or bare copies from the peers, eager or from a graph; a score is floor/time, and 1 the end of the
-road. Eager calls and CUDA graphs are timed apart; one-sided strategies replay their own graph where they are given
-`out=`. Slices of a pipeline are an axis of A and of the result, outside of the ranks.
+Rows are the first weights of the MLPs of Llama 3 8B, 70B and 405B with tensor parallelism 8 (on fewer ranks, N of a
+rank stays the same), and the shape that nvFuser published. floor = max(cuBLAS alone, best all-gather alone). The
+all-gather is NCCL's or bare copies from the peers, eager or from a graph. A score is floor/time; 1 is the best possible
+score. Eager calls and CUDA graphs are timed separately. One-sided strategies replay their own graph in calls with
+`out=`. The slices of a pipeline are an axis of A and of the result, outside of the ranks.
 
-What it is measured against:
+The peers:
 
     NCCL + cuBLAS   all_gather_into_tensor, then torch.matmul
-    torch fused     torch.ops.symm_mem.fused_all_gather_matmul, without the gathered A, which ours lacks as well
-    torch native    its variant with a CUTLASS matmul that waits for shards (bf16, 128 rows or more of each rank)
+    torch fused     torch.ops.symm_mem.fused_all_gather_matmul; it does not return the gathered A, nor does hostir
+    torch native    its variant with a CUTLASS matmul that waits for shards (bf16, at least 128 rows of each rank)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
 from benchmarks import comparison
-from benchmarks.comparison import PIECES, SAMPLE, Entrant, Subject, Variant, Work, compare, lowered, parser
+from benchmarks.comparison import PIECES, SAMPLE, Entrant, Subject, Variant, Work, compare, lowered, options_parser
 from benchmarks.harness import synchronize
 from benchmarks.scores import BY_HAND, GRAPH, TORCH, Row
 from examples import patterns
@@ -59,18 +59,18 @@ class Operands(Subject):
 
     Fields:
         a: `[M / ranks, K]`, this rank's rows; on GPUs in symmetric memory.
-        b: `[K, N]`, stored by columns, as the weight of a linear layer is.
-        whole: `[M, K]`, the rows of all ranks.
-        c: `[M, N]`, for those that are given where to write.
+        b: `[K, N]`, stored by columns, like the weight of a linear layer.
+        gathered: `[M, K]`, the rows of all ranks.
+        c: `[M, N]`, the result of candidates that write to `out`.
     """
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        super().__init__(row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        super().__init__(row, dtype, job)
         self.a = self.shared(row.M // self.ranks, row.K)
         self.b = (torch.randn(row.N, row.K, device=self.device) / row.K**0.5).to(dtype).t()
-        self.whole = torch.empty(row.M, row.K, dtype=dtype, device=self.device)
+        self.gathered = torch.empty(row.M, row.K, dtype=dtype, device=self.device)
         self.c = torch.empty(row.M, row.N, dtype=dtype, device=self.device)
-        self.theirs = [self.of_peer(self.a, peer) for peer in range(self.ranks)] if self.on_gpu else []
+        self.peer_rows = [self.of_peer(self.a, peer) for peer in range(self.ranks)] if self.on_gpu else []
         self.renew()
 
     def renew(self) -> None:
@@ -84,35 +84,33 @@ class Operands(Subject):
     def judge(self) -> Judge:
         return Judge(self)
 
-    # The parts --------------------------------------------------------------------------------------------------------
     def parts(self) -> Mapping[str, Work]:
-        found: dict[str, Work] = {"gemm": self.multiply, "nccl": self.gather}
+        parts: dict[str, Work] = {"gemm": self.multiply, "nccl": self.gather}
         if self.on_gpu:
-            found |= {"copies": self.pull, "triton": partial(triton_matmul, self.whole, self.b, self.c)}
-        return found
+            parts |= {"copies": self.pull, "triton": partial(triton_matmul, self.gathered, self.b, self.c)}
+        return parts
 
     def gather(self) -> None:
-        dist.all_gather_into_tensor(self.whole, self.a)
+        dist.all_gather_into_tensor(self.gathered, self.a)
 
     def pull(self) -> None:
-        """Copy engines bring the rows of all peers, in an order that differs by rank; nothing waits for anything.
+        """Copy the rows of all peers by copy engines, each rank in another order. Nothing waits for anything.
 
-        Less than any all-gather that can be used does: it is there for the floor.
+        It is a lower bound for the floor: a usable all-gather must also synchronize.
         """
-        mine = self.whole.chunk(self.ranks)
+        blocks = self.gathered.chunk(self.ranks)
         for turn in range(1, self.ranks):
             peer = (self.rank + turn) % self.ranks
-            mine[peer].copy_(self.theirs[peer])
+            blocks[peer].copy_(self.peer_rows[peer])
 
     def multiply(self) -> None:
-        torch.matmul(self.whole, self.b, out=self.c)
+        torch.matmul(self.gathered, self.b, out=self.c)
 
-    # The peers --------------------------------------------------------------------------------------------------------
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
         return {BY_HAND: self.by_hand, TORCH: self.fused, NATIVE: self.native}
 
     def peers_in(self, modes: Sequence[str]) -> Iterator[Entrant]:
-        yield from (each for each in super().peers_in(modes) if (each.name, each.mode) != (NATIVE, GRAPH))
+        yield from (peer for peer in super().peers_in(modes) if (peer.name, peer.mode) != (NATIVE, GRAPH))
 
     def by_hand(self) -> torch.Tensor:
         self.gather()
@@ -128,7 +126,6 @@ class Operands(Subject):
         _, c = symm_mem._fused_all_gather_matmul_native(self.a, self.b, dist.group.WORLD.group_name)
         return self.shaped(c)
 
-    # Ours -------------------------------------------------------------------------------------------------------------
     def fusion(self, slices: int) -> hi.Fusion:
         row, dtype = self.row, self.dtype_name
         return patterns.allgather_matmul(ranks=self.ranks, S=slices, M=row.M, K=row.K, N=row.N, dtype=dtype)
@@ -140,16 +137,16 @@ class Operands(Subject):
         return self.shaped(self.c, slices)
 
     def shaped(self, c: torch.Tensor, slices: int = 1) -> torch.Tensor:
-        """`[M, N]` as a fusion in `slices` has it."""
+        """View `[M, N]` with the axes of a fusion in so many slices."""
         return c.view(slices, self.ranks, -1, self.row.N)
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
         yield from self.peers_in(modes)
         yield from self.compiled_in(modes)
         for variant in VARIANTS:
-            same = variant.strategy == "fused" and variant.streams > 1 and self.ranks < 3  # as on one stream
-            here = platform.computes == "cuda" or variant.kernels == "aten"
-            if variant.strategy not in only or same or not here:
+            duplicate = variant.strategy == "fused" and variant.streams > 1 and self.ranks < 3  # it equals one stream
+            has_kernels = platform.computes == "cuda" or variant.kernels == "aten"
+            if variant.strategy not in only or duplicate or not has_kernels:
                 continue
             for mode in modes:
                 yield Entrant(str(variant), mode, partial(self.ours, variant, mode))
@@ -158,41 +155,40 @@ class Operands(Subject):
         return lowered(self, hi.lower(self.fusion(variant.slices), variant.strategy, variant.streams), variant, mode)
 
 
-# Right or wrong ---------------------------------------------------------------------------------------------------
 class Product(Protocol):
-    """What is multiplied: `whole`, `[M, K]`, the rows of so many ranks, and `b`, `[K, N]`."""
+    """The operands of a matmul: `gathered`, `[M, K]`, has the rows of `ranks` ranks; `b` is `[K, N]`."""
 
     row: Row
     ranks: int
-    whole: torch.Tensor
+    gathered: torch.Tensor
     b: torch.Tensor
 
 
 class Judge(comparison.Judge):
-    """Holds results of the present rows of a product, `[slices, ranks, rows, N]`, against float64 and torch."""
+    """Compares results `[slices, ranks, rows, N]` of a product with float64 and torch."""
 
-    def __init__(self, of: Product) -> None:
-        m = of.row.M // of.ranks
-        ends = torch.arange(of.ranks) * m
-        drawn = torch.randint(of.row.M, (SAMPLE,))
-        sample = torch.cat([ends, ends + m - 1, drawn]).unique().to(of.whole.device)
-        exact = of.whole[sample].double() @ of.b.double()
-        in_pieces = [torch.cat([x @ of.b for x in of.whole.chunk(n)]) for n in {*PIECES, of.ranks}]
-        super().__init__(sample, exact, of.whole @ of.b, in_pieces)
+    def __init__(self, product: Product) -> None:
+        a, b = product.gathered, product.b
+        m = product.row.M // product.ranks
+        starts = torch.arange(product.ranks) * m
+        random_rows = torch.randint(product.row.M, (SAMPLE,))
+        sample = torch.cat([starts, starts + m - 1, random_rows]).unique().to(a.device)
+        exact = a[sample].double() @ b.double()
+        in_pieces = [torch.cat([x @ b for x in a.chunk(n)]) for n in {*PIECES, product.ranks}]
+        super().__init__(sample, exact, a @ b, in_pieces)
 
     def rows_of(self, c: torch.Tensor) -> torch.Tensor:
         return c.transpose(0, 1).reshape(self.unfused.shape)
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
-    return parser(__doc__, "allgather").parse_args(arguments)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    return options_parser(__doc__, "allgather").parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(arguments), "allgather", Operands, finest=max(variant.slices for variant in VARIANTS))
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    compare(parse_options(arguments), "allgather", Operands, finest=max(variant.slices for variant in VARIANTS))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""All-gather + matmul as a rank of 8 meets it, on 2 GPUs: the one peer sends the shards of all the others.
+"""All-gather + matmul of one of 8 ranks, emulated on 2 GPUs: the single peer sends the shards of all other ranks.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.arrivals --out benchmarks/results/arrivals
 
-For who has no 8 GPUs. The programs are those of `fused` and `push` for so many ranks, but that every copy goes to the
-same peer, into the place of another rank. Each GPU sends and receives as many shards of the same size, one after
-another, with a signal behind each, and multiplies them as they come, all as among so many ranks. What is not the same:
-barrier and credits are of two ranks, no rank lags behind the others, and there is no NCCL and none of torch's peers to
+It stands in for a measurement on 8 GPUs. The programs are those of `fused` and `push` for 8 ranks, except that every
+copy goes to the same peer, into the place of another rank. As with 8 ranks, each GPU sends and receives the same number
+of shards of the same size, one after another with a signal after each, and multiplies them as they arrive. Three things
+differ: the barrier and the credits are between two ranks, no rank lags behind the others, and there are no peers to
 compare with. The floor is cuBLAS alone, or copies of as many shards alone, from a CUDA graph.
 """
 
@@ -35,7 +35,7 @@ TITLE = "All-gather + matmul as ranks of more GPUs meet it, on 2"
 
 @dataclass(frozen=True)
 class Way:
-    """How shards go, and what multiplies them."""
+    """The way in which shards are sent, and the kernels that multiply them."""
 
     name: str
     kernels: str
@@ -53,17 +53,24 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """Of products of e4m3: the scales of a row of A, 0 for one of all rows; the axes of B's; and `fast`."""
+    """The scales of a matmul of e4m3.
+
+    Fields:
+        groups: the number of scales of each row of A; 0 for a single scale of all rows.
+        scale_b_shape: the shape of B's scales.
+        fast: True for sums in the tensor cores.
+    """
 
     groups: int
-    of_b: tuple[int, int]
+    scale_b_shape: tuple[int, int]
     fast: bool
 
 
-def text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
-    """The program of one of two ranks that stand for `ranks`: the peer, at place 1 - %r, begins behind its own rows.
+def program_text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
+    """Return the program of two ranks that emulate two of `ranks` ranks.
 
-    Scales of rows go ahead of all rows, as `hi.lower` has it.
+    A rank sends to the peer, at place 1 - %r, first the rows of the place after the peer's: the peer multiplies them
+    next after its own rows. Scales of rows are sent before all rows, as in the programs of `hi.lower`.
     """
     m, peer, shape = row.M // ranks, "(%r + 1) % 2", f"{row.M // ranks}, {row.K}"
     dtype, product, ahead = "bf16", "matmul %full, %b", ["barrier of %full over didx"]
@@ -75,26 +82,30 @@ def text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
     copy = [f"%slot = chunk %full[{slot} of {ranks}] axis 1", f"put %a -> %slot at {peer} over didx{by}", signal]
     if way.by_kernel:
         copy = ["set_stream 0", *copy[:2], "set_stream 1", "synchronize 0", f"{signal} by 1 sms"]
-    own = [f"%mine = chunk %full[%r of {ranks}] axis 1", f"put %a -> %mine at %r over didx{by}"]
-    own += ["signal %there[%r] = 1 at %r over didx"]
+    local_copy = [f"%mine = chunk %full[%r of {ranks}] axis 1", f"put %a -> %mine at %r over didx{by}"]
+    local_copy += ["signal %there[%r] = 1 at %r over didx"]
     fork, join = ["set_stream 0", "synchronize %user"], [f"synchronize {int(way.by_kernel)}"]
     apart = " own %a"
     if way.sms:
         fork, join, apart = [], [], ""
     if scaling is not None:
-        each, columns = f"{m}, {scaling.groups}", ", ".join(map(str, scaling.of_b))
-        dtype, of_a = "f8e4m3", f"f32[1, 2@didx, {each}]" if scaling.groups else "f32[1, 1, 1, 1]"
-        operands = f"%a: f8e4m3[1, 2@didx, {shape}], %b: f8e4m3[{row.K}, {row.N}], %scale_a: {of_a}"
+        scale_shape, columns = f"{m}, {scaling.groups}", ", ".join(map(str, scaling.scale_b_shape))
+        dtype, scale_type = "f8e4m3", f"f32[1, 2@didx, {scale_shape}]" if scaling.groups else "f32[1, 1, 1, 1]"
+        operands = f"%a: f8e4m3[1, 2@didx, {shape}], %b: f8e4m3[{row.K}, {row.N}], %scale_a: {scale_type}"
         operands += f", %scale_b: f32[{columns}]"
-        of_rows = "%scales" if scaling.groups else "%scale_a"
+        row_scales = "%scales" if scaling.groups else "%scale_a"
         fast = " accumulate fast" if scaling.fast else ""
-        product = f"scaled_matmul %full, %b scaled {of_rows}, %scale_b to bf16{fast}"
+        product = f"scaled_matmul %full, %b scaled {row_scales}, %scale_b to bf16{fast}"
     if scaling is not None and scaling.groups:
         rounds = f"for %i in 0..{ranks - 1} {{"
         ahead, scales = (
             [],
             [
-                *(f"%scales: f32[1, {ranks}, {each}] = allocate_symmetric", "barrier of %scales over didx", rounds),
+                *(
+                    f"%scales: f32[1, {ranks}, {scale_shape}] = allocate_symmetric",
+                    "barrier of %scales over didx",
+                    rounds,
+                ),
                 f"%scale_slot = chunk %scales[{slot} of {ranks}] axis 1",
                 *(f"put %scale_a -> %scale_slot at {peer} over didx by {SMS} sms", "}"),
                 f"%scale_mine = chunk %scales[%r of {ranks}] axis 1",
@@ -104,7 +115,7 @@ def text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
     lines = [
         *("%user = current_stream", "%r = rank of %a over didx", *scales),
         *(f"%full: {dtype}[1, {ranks}, {shape}] = allocate_symmetric", f"%there: flag[{ranks}] = allocate_symmetric"),
-        *(*fork, *ahead, *(own if way.sms else [])),
+        *(*fork, *ahead, *(local_copy if way.sms else [])),
         *(f"for %i in 0..{ranks - 1} {{", *copy, "}", "set_stream %user"),
         f"%c: bf16[1, {ranks}, {m}, {row.N}] = allocate",
         *(f"{product} -> %c ready %there >= 1 from %r{apart}", *join),
@@ -119,40 +130,40 @@ def text(row: Row, ranks: int, way: Way, scaling: Scaling | None = None) -> str:
 
 @dataclass
 class Rows:
-    """A row's product, as a `Judge` wants it."""
+    """The operands of a row's product, for a `Judge`."""
 
     row: Row
     ranks: int
-    whole: torch.Tensor
+    gathered: torch.Tensor
     b: torch.Tensor
 
 
 class Bench:
-    """One row after another, on both ranks in step."""
+    """Measures rows, one after another, on both ranks in step."""
 
     def __init__(self, ranks: int, repeats: int, device: torch.device) -> None:
         self.ranks, self.clock, self.device = ranks, Clock(device, repeats), device
         self.rank = dist.get_rank()
 
     def measure(self, row: Row) -> dict[str, Any]:
-        """Times in microseconds, of calls that are replayed; every way's result is right before it is timed."""
+        """Return the times of replays, in microseconds. Every way's result is checked before it is timed."""
         m = row.M // self.ranks
         a = symm_mem.empty(m, row.K, dtype=torch.bfloat16, device=self.device)
-        theirs = symm_mem.rendezvous(a, dist.group.WORLD).get_buffer(1 - self.rank, a.shape, a.dtype)
+        peer_rows = symm_mem.rendezvous(a, dist.group.WORLD).get_buffer(1 - self.rank, a.shape, a.dtype)
         a.normal_()
         b = (torch.randn(row.N, row.K, device=self.device) / row.K**0.5).bfloat16().t()
         torch.cuda.synchronize()
         dist.barrier()
-        whole = theirs.repeat(self.ranks, 1)
-        whole[self.rank * m : (self.rank + 1) * m] = a
-        gathered, c = torch.empty_like(whole), torch.empty(row.M, row.N, dtype=torch.bfloat16, device=self.device)
+        gathered = peer_rows.repeat(self.ranks, 1)
+        gathered[self.rank * m : (self.rank + 1) * m] = a
+        copies, c = torch.empty_like(gathered), torch.empty(row.M, row.N, dtype=torch.bfloat16, device=self.device)
 
         def pull() -> None:
-            for part in gathered.chunk(self.ranks)[1:]:
-                part.copy_(theirs)
+            for part in copies.chunk(self.ranks)[1:]:
+                part.copy_(peer_rows)
 
-        judge = Judge(Rows(row, self.ranks, whole, b))
-        works = {"gemm": graphed(partial(torch.matmul, whole, b, out=c)), "copies": graphed(pull)}
+        judge = Judge(Rows(row, self.ranks, gathered, b))
+        works = {"gemm": graphed(partial(torch.matmul, gathered, b, out=c)), "copies": graphed(pull)}
         for way in WAYS:
             candidate = self.candidate(row, way, a, b)
             judge.check(candidate)
@@ -160,18 +171,18 @@ class Bench:
         times = self.clock.race(works)
         host = self.clock.host({way.name: works[way.name] for way in WAYS})
         torch.cuda.synchronize()
-        dist.barrier()  # nobody's symmetric memory goes while others use it
+        dist.barrier()  # no rank frees symmetric memory while the other uses it
         floor = max(times["gemm"], times["copies"])
         best = min((way.name for way in WAYS), key=times.__getitem__)
         about = {"model": row.model, "M": row.M, "N": row.N, "K": row.K, "ranks": self.ranks}
-        scored = {"floor_us": floor, "best": best, "score": round(floor / times[best], 3)}
-        return {**about, "times": times, "host_us": host, **scored}
+        scores = {"floor_us": floor, "best": best, "score": round(floor / times[best], 3)}
+        return {**about, "times": times, "host_us": host, **scores}
 
     def candidate(self, row: Row, way: Way, a: torch.Tensor, b: torch.Tensor) -> Candidate:
-        executor = hi.Executor(hi.parse(text(row, self.ranks, way)), kernels=way.kernels, timeout=PATIENCE)
+        executor = hi.Executor(hi.parse(program_text(row, self.ranks, way)), kernels=way.kernels, timeout=PATIENCE)
         m = row.M // self.ranks
-        mine, c = a.view(1, 1, m, row.K), torch.empty(1, self.ranks, m, row.N, dtype=a.dtype, device=a.device)
-        candidate = Candidate(way.name, GRAPH, True, lambda: executor(mine, b, out=c)[0])
+        rows, c = a.view(1, 1, m, row.K), torch.empty(1, self.ranks, m, row.N, dtype=a.dtype, device=a.device)
+        candidate = Candidate(way.name, GRAPH, True, lambda: executor(rows, b, out=c)[0])
         for _ in range(WARM_CALLS):
             candidate.call()
             torch.cuda.synchronize()
@@ -181,7 +192,7 @@ class Bench:
 
 
 def report(results: list[dict[str, Any]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table with a line for each row."""
     names = ["gemm", "copies", *(way.name for way in WAYS)]
     lines = [
         [
@@ -196,34 +207,36 @@ def report(results: list[dict[str, Any]]) -> str:
     return table(["row", *names, "host of the best", "best score", "to reach on 8"], lines)
 
 
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write OUT_RANKS.json and OUT_RANKS.md")
-    parser.add_argument("--ranks", type=int, default=8, help="that the two stand for (default: %(default)s)")
-    parser.add_argument("--rows", type=rows, default=None, help="such as 8B:2048,70B (default: M from 2048 on)")
-    parser.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=8, help="the number of ranks to emulate (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=rows, default=None, help="the rows, such as 8B:2048,70B (default: M from 2048 on)"
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="timed runs of each program (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options()
-    chosen = given.rows or [Row(model, m, *MODELS[model]) for model in MUST for m in LARGE]
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    options = parse_options()
+    selected = options.rows or [Row(model, m, *MODELS[model]) for model in MUST for m in LARGE]
     results: list[dict[str, Any]] = []
-    with session("cuda") as joined, torch.no_grad():
-        if joined is None or joined.size != 2:
+    with session("cuda") as job, torch.no_grad():
+        if job is None or job.size != 2:
             sys.exit("start it with torchrun, two processes, a GPU each")
-        torch.manual_seed(joined.rank)
-        bench = Bench(given.ranks, given.repeats, joined.device)
-        for row in chosen:
+        torch.manual_seed(job.rank)
+        bench = Bench(options.ranks, options.repeats, job.device)
+        for row in selected:
             results.append(bench.measure(row))
             torch.cuda.empty_cache()
-            if joined.rank == 0:
-                said = "  ".join(f"{name} {t:.0f}" for name, t in results[-1]["times"].items())
-                print(f"{row}: {said}  score {results[-1]['score']:.2f}", flush=True)
-                if given.out:
-                    path = given.out.with_name(f"{given.out.name}_{given.ranks}")
+            if job.rank == 0:
+                times = "  ".join(f"{name} {t:.0f}" for name, t in results[-1]["times"].items())
+                print(f"{row}: {times}  score {results[-1]['score']:.2f}", flush=True)
+                if options.out:
+                    path = options.out.with_name(f"{options.out.name}_{options.ranks}")
                     write(path, TITLE, report(results), {"rows": results})
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scores import EAGER, GRAPH, Result, in_order, kind_of
+from benchmarks.scores import EAGER, GRAPH, Result, benchmark_of, in_order
 
 # In pixels.
 BAR, SPACE, BETWEEN = 23, 12, 30  # of a row: each of its two bars; between rows; between models
@@ -100,7 +100,7 @@ def _bars(panels: Sequence[tuple[str, list[Result]]]) -> tuple[list[str], int]:
 
 def _size(row: Result) -> str:
     """The extents of a model, such as `N=1792/rank K=4096`."""
-    _, *names = kind_of(row).shape.split(",")
+    _, *names = benchmark_of(row).shape.split(",")
     said = zip(names, (row["N"], row["K"]), strict=True)
     return " ".join("=".join([name[0], f"{extent}{name[1:]}"]) for name, extent in said if name != "-")
 
@@ -144,7 +144,7 @@ def _others(row: Result, ours: bool, best: float) -> list[float]:
 def _heading(environment: dict[str, Any], rows: Sequence[Result]) -> Iterator[str]:
     first = rows[0]
     gpu = environment.get("gpu", "GPU")
-    kind, where = kind_of(first), f"{first.get('emulated_on', first['ranks'])} x {gpu}"
+    kind, where = benchmark_of(first), f"{first.get('emulated_on', first['ranks'])} x {gpu}"
     title = f"{kind.title} on {where}, {first['dtype']}: floor / time"
     yield f'<text class="title" x="16" y="28">{escape(title)}</text>'
     known = [f"{key} {environment[key]}" for key in ("torch", "nccl", "triton", "date", "commit") if key in environment]

@@ -1,8 +1,9 @@
-"""Compares ours with the peers, row by row, on all ranks in step.
+"""Compare hostir with its peers, row by row, on all ranks in step.
 
-Every candidate first has to be right; then all are timed in turn, and have to be right again on other data. What fails
-on one rank is left out on all, with the reason. Rows are written as they come. CPU processes, which have neither graphs
-nor torch's symmetric memory, are there to find mistakes in a benchmark.
+The result of every candidate is checked; then all candidates are timed in turn, and their results are checked again on
+other data. A candidate that fails on one rank is left out on all ranks, with the reason. Each row is written as soon as
+it is measured. CPU processes have neither CUDA graphs nor torch's symmetric memory; they only serve to find mistakes in
+a benchmark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,9 +33,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import hostir as hi
 from benchmarks.harness import Clock, graphed, synchronize, write
-from benchmarks.scores import COMPILED, EAGER, GRAPH, KINDS, MODES, Result, Row, file_name, line, report, scored
-from hostir.choice.decision import candidates
-from hostir.choice.platforms import CUDA, GLOO, Platform, here
+from benchmarks.scores import BENCHMARKS, COMPILED, EAGER, GRAPH, MODES, Result, Row, file_name, line, report, scored
+from hostir.choice.candidates import candidates_of
+from hostir.choice.platforms import CUDA, GLOO, Platform, platform_here
 from hostir.ir.comm_ops import Communication
 from hostir.lower import STRATEGIES
 from hostir.lower.strategies import fusion_of
@@ -42,27 +43,27 @@ from hostir.runtime.session import Session, session
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 ALARM = 120  # seconds that a step may take before the process ends with a traceback of each thread
-WARM_CALLS = 4  # of a new candidate; an executor replays its graph from the third on
-PATIENCE = 20  # seconds that ours wait for another rank
-LONGEST = 200  # characters of why a candidate was left out
-SAMPLE = 256  # rows of the result that are held against float64
-MARGIN = 1.1  # how much more than torch's a candidate's error may be
-ROW_MARGIN = 4.0  # how many of torch's errors a single row may be away from torch's
-PIECES = (1, 2, 4)  # that a matmul's rows are taken in, besides those of a rank
+WARM_CALLS = 4  # calls of a new candidate before it is timed; an executor replays its graph from the third call on
+PATIENCE = 20  # seconds that an executor waits for another rank
+LONGEST = 200  # the most characters of the reason why a candidate was left out
+SAMPLE = 256  # rows of the result that are compared with float64
+MARGIN = 1.1  # a candidate's error may be so many times as large as torch's error
+ROW_MARGIN = 4.0  # a single row may differ from torch's row by so many times torch's error
+PIECES = (1, 2, 4)  # numbers of pieces into which the rows of a matmul are cut, besides one for each rank
 T = TypeVar("T")
 Work = Callable[[], Any]
 
 
-# Candidates -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Candidate:
-    """Something to measure.
+    """A candidate to measure.
 
     Fields:
-        name, mode: what it is called, and `eager` or `graph`.
-        ours: or a peer.
-        call: runs it, and gives the result.
-        choice: what `hi.compile` chose, where a call with `out=` of what it gives is just this; else empty.
+        name: its name in the tables.
+        mode: `eager` or `graph`.
+        ours: True for hostir, False for a peer.
+        call: runs it, and returns the result.
+        choice: the choice of `hi.compile`, if a plain call with `out=` of its executor runs in this mode; else empty.
     """
 
     name: str
@@ -86,18 +87,18 @@ class Variant:
 
     def __str__(self) -> str:
         slices = f" {self.slices} slices" if self.slices > 1 else ""
-        streams = f" {self.streams} streams" if self.slices > 1 or self.told_apart else ""
+        streams = f" {self.streams} streams" if self.slices > 1 or self.has_more_streams else ""
         return f"{self.strategy}{slices}{streams} {self.kernels}"
 
     @property
-    def told_apart(self) -> bool:
-        """Whether its streams are more than those of another variant."""
+    def has_more_streams(self) -> bool:
+        """True if another variant of the strategy has fewer streams."""
         return self.streams > min(STRATEGIES[self.strategy].stream_counts)
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate to be; `make` raises where it is not possible."""
+    """A candidate that `make` makes; it raises if the candidate is not possible."""
 
     name: str
     mode: str
@@ -105,24 +106,24 @@ class Entrant:
 
 
 class Subject(ABC):
-    """A row's tensors on this rank, and what is compared on them.
+    """A row's tensors on this rank, and the candidates that are compared on them.
 
     Fields:
-        row: what it is.
-        rank, ranks: this rank, and all that share the row.
-        device, dtype: of its tensors.
-        slices: that pipelines have.
+        row: the row.
+        rank, ranks: the number of this rank, and the number of all ranks.
+        device, dtype: the device and the dtype of the tensors.
+        slices: the numbers of slices that pipelines have.
     """
 
     slices: tuple[int, ...] = ()
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        self.row, self.dtype, self.device = row, dtype, joined.device
-        self.rank, self.ranks = joined.rank, joined.size
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        self.row, self.dtype, self.device = row, dtype, job.device
+        self.rank, self.ranks = job.rank, job.size
 
     @property
     def dtype_name(self) -> str:
-        """As a fusion has it."""
+        """The name of the dtype in a fusion."""
         return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
 
     @property
@@ -130,75 +131,77 @@ class Subject(ABC):
         return self.device.type == "cuda"
 
     def shared(self, *shape: int) -> torch.Tensor:
-        """New memory, which on GPUs is symmetric."""
+        """Return a new tensor; on GPUs it is in symmetric memory."""
         if not self.on_gpu:
             return torch.empty(shape, dtype=self.dtype)
-        made = symm_mem.empty(*shape, dtype=self.dtype, device=self.device)
-        symm_mem.rendezvous(made, dist.group.WORLD)
-        return made
+        tensor = symm_mem.empty(*shape, dtype=self.dtype, device=self.device)
+        symm_mem.rendezvous(tensor, dist.group.WORLD)
+        return tensor
 
     def of_peer(self, x: torch.Tensor, peer: int) -> torch.Tensor:
-        """A peer's part of what `shared` gave."""
+        """Return a peer's tensor that corresponds to a tensor from `shared`."""
         return symm_mem.rendezvous(x, dist.group.WORLD).get_buffer(peer, x.shape, x.dtype)
 
     @abstractmethod
     def renew(self) -> None:
-        """New data on every rank, when nobody reads the old any more."""
+        """Write new random data on every rank, after all ranks have finished reading the old data."""
 
     @abstractmethod
     def judge(self) -> Judge:
-        """What results are held against, for the present data."""
+        """Return the judge of results for the current data."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, Work]:
-        """What the floor is made of, each alone: `gemm` and collectives; and `triton`, its matmul beside cuBLAS's."""
+        """Return the parts of the floor: `gemm` and collectives. The Triton matmul, `triton`, is only shown."""
 
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
-        """What a user of torch would call."""
+        """Return the calls that a user of torch would make instead, by name."""
         return {}
 
     @abstractmethod
     def fusion(self, slices: int) -> hi.Fusion | hi.Program:
-        """What ours compile; with several slices, along a Stream axis."""
+        """Return the fusion that hostir compiles; with several slices it has a Stream axis."""
 
     @abstractmethod
     def inputs(self, slices: int) -> Sequence[torch.Tensor]:
-        """This rank's parts of the fusion's inputs."""
+        """Return this rank's parts of the fusion's inputs."""
 
     @abstractmethod
     def out(self, slices: int) -> torch.Tensor:
-        """Where this rank's part of the result goes."""
+        """Return the tensor for this rank's part of the result."""
 
     def about(self) -> Result:
-        """What else there is to say of the row."""
+        """Return further entries for the row's result."""
         return {}
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
-        """All that may take part: peers, what `hi.compile` gives, and every way that it could choose."""
+        """Yield all candidates: the peers, the choice of `hi.compile`, and every candidate that it could choose."""
         yield from self.peers_in(modes)
         yield from self.compiled_in(modes)
-        yield from self.candidates(modes, only, platform)
+        yield from self.strategies_in(modes, only, platform)
 
     def compiled_in(self, modes: Sequence[str]) -> Iterator[Entrant]:
-        """What `hi.compile` gives."""
+        """Yield the choice of `hi.compile` in each mode."""
         yield from (Entrant(COMPILED, mode, partial(compiled, self, mode)) for mode in modes)
 
     def peers_in(self, modes: Sequence[str]) -> Iterator[Entrant]:
+        """Yield each peer in each mode."""
         for name, call in self.peers().items():
             for mode in modes:
                 yield Entrant(name, mode, partial(peer, name, mode, call))
 
-    def candidates(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
-        """Every strategy with its streams and kernels; one that refuses says why when it is made."""
+    def strategies_in(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
+        """Yield every strategy with its streams and kernels. Making an impossible strategy raises the reason."""
         for slices in (1, *(n for n in self.slices if self.row.M % (n * self.ranks) == 0)):
-            found = candidates(fusion_of(self.fusion(slices)), platform, all_that_run=True)
-            wanted = [name for name in only if slices == 1 or name == "pipeline"]
-            for each in found.impossible:
-                if each.candidate.strategy in wanted and slices == 1:
-                    yield Entrant(each.candidate.strategy, EAGER, partial(_refuse, each.reason))
-            for each, program in found.programs.items():
-                variant = Variant(each.strategy, each.kernels, slices, each.streams)
-                for mode in modes if each.strategy in wanted else ():
+            candidates = candidates_of(fusion_of(self.fusion(slices)), platform, for_testing=True)
+            strategies = [name for name in only if slices == 1 or name == "pipeline"]
+            for impossible in candidates.impossible:
+                strategy = impossible.candidate.strategy
+                if strategy in strategies and slices == 1:
+                    yield Entrant(strategy, EAGER, partial(_refuse, impossible.reason))
+            for candidate, program in candidates.programs.items():
+                variant = Variant(candidate.strategy, candidate.kernels, slices, candidate.streams)
+                for mode in modes if candidate.strategy in strategies else ():
                     yield Entrant(str(variant), mode, partial(lowered, self, program, variant, mode))
 
 
@@ -207,25 +210,24 @@ def _refuse(reason: str) -> Candidate:
 
 
 class NotPossibleError(Exception):
-    """A strategy does not lower the fusion, or does not run here."""
+    """Error: a strategy does not lower the fusion, or does not run here."""
 
 
 class WrongResultError(Exception):
-    """A candidate computed something else."""
+    """Error: the result of a candidate is wrong."""
 
 
-# How candidates are called ----------------------------------------------------------------------------------------
 def warmed(make: Callable[[], Candidate], device: torch.device) -> Candidate:
-    """A new candidate after some calls, each after the one before, so that the next tells what went wrong in it."""
-    made = make()
+    """Make a candidate and call it some times. Wait after each call, so that its errors are raised."""
+    candidate = make()
     for _ in range(WARM_CALLS):
-        made.call()
+        candidate.call()
         synchronize(device)
-    return made
+    return candidate
 
 
 def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The same from a CUDA graph; every call gives the same tensor."""
+    """Capture a call in a CUDA graph; return a function that replays it. Every replay returns the same tensor."""
     results: dict[str, torch.Tensor] = {}
 
     def keep() -> None:
@@ -233,302 +235,308 @@ def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
     replay = graphed(keep)
 
-    def again() -> torch.Tensor:
+    def replay_call() -> torch.Tensor:
         replay()
         return results["last"]
 
-    return again
+    return replay_call
 
 
 def peer(name: str, mode: str, call: Callable[[], torch.Tensor]) -> Candidate:
     return Candidate(name, mode, False, replayed(call) if mode == GRAPH else call)
 
 
-def lowered(of: Subject, program: hi.Program, variant: Variant, mode: str, name: str = "") -> Candidate:
-    """A variant's program. Each mode has an executor of its own, which sees the same addresses every time."""
+def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, name: str = "") -> Candidate:
+    """Return the candidate of a variant. Each mode has its own executor, so that addresses stay the same."""
     name = name or str(variant)
     executor = hi.Executor(program, kernels=variant.kernels, timeout=PATIENCE)
-    inputs, out = of.inputs(variant.slices), of.out(variant.slices)
+    inputs, out = subject.inputs(variant.slices), subject.out(variant.slices)
     if mode == EAGER and not replayed_by_caller(executor):
-        executor.watchdog = None  # a candidate that raises is left out, and does not end the job
+        executor.watchdog = None  # so that a candidate that raises is left out instead of ending the job
         return Candidate(name, mode, True, lambda: executor(*inputs)[0])
     return with_out(name, executor, inputs, out, mode)
 
 
-def compiled(of: Subject, mode: str) -> Candidate:
-    """What `hi.compile` gives by estimates alone, called with `out=`: issued, and replayed by whoever captures it."""
+def compiled(subject: Subject, mode: str) -> Candidate:
+    """Return the choice of `hi.compile` by estimates alone, called with `out=`, eagerly or from a CUDA graph."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as empty, hi.knobs.scope(cache=Path(empty)):
-        warnings.simplefilter("ignore", hi.FallbackWarning)  # the candidates that refuse say why
-        executor = hi.compile(of.fusion(1), timeout=PATIENCE, graphs=mode == GRAPH)
-    made = with_out(COMPILED, executor, of.inputs(1), of.out(1), mode)
-    by_itself = of.on_gpu and not replayed_by_caller(executor)
-    plain = (mode == GRAPH) == by_itself
-    return replace(made, choice=str(executor.choice.taken).replace(",", "")) if plain else made
+        warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible candidates are reported by themselves
+        executor = hi.compile(subject.fusion(1), timeout=PATIENCE, graphs=mode == GRAPH)
+    candidate = with_out(COMPILED, executor, subject.inputs(1), subject.out(1), mode)
+    replays_itself = subject.on_gpu and not replayed_by_caller(executor)
+    if (mode == GRAPH) != replays_itself:
+        return candidate
+    return replace(candidate, choice=str(executor.choice.taken).replace(",", ""))
 
 
 def with_out(
     name: str, executor: hi.Executor, inputs: Sequence[torch.Tensor], out: torch.Tensor, mode: str
 ) -> Candidate:
-    """An executor's calls with `out=`; in a graph, its own or the caller's."""
+    """Return the candidate of an executor's calls with `out=`. In a graph, the executor or the caller captures them."""
     executor.watchdog = None
 
-    def into() -> torch.Tensor:
+    def call() -> torch.Tensor:
         return executor(*inputs, out=out)[0]
 
     if mode == EAGER:
-        return Candidate(name, mode, True, into)
+        return Candidate(name, mode, True, call)
     if replayed_by_caller(executor):
-        return Candidate(name, mode, True, replayed(into))
-    candidate = warmed(lambda: Candidate(name, mode, True, into), out.device)
+        return Candidate(name, mode, True, replayed(call))
+    candidate = warmed(lambda: Candidate(name, mode, True, call), out.device)
     if executor.graph_refusal is not None:
         raise RuntimeError(f"no CUDA graph: {executor.graph_refusal}")
     return candidate
 
 
 def replayed_by_caller(executor: hi.Executor) -> bool:
-    """Whether only the caller can capture it, on all ranks together: it communicates through NCCL."""
+    """Return True if only the caller can capture calls, on all ranks together: the program uses NCCL."""
     return any(isinstance(s, Communication) for s in executor.program.walk())
 
 
-# Right or wrong ---------------------------------------------------------------------------------------------------
 class Judge:
-    """Holds results against float64 in a sample of rows, and against torch in all.
+    """Compares a sample of a result's rows with float64, and all rows with torch.
 
     Args:
-        sample: rows of the result.
-        exact: these in float64.
-        unfused: the result as torch computes it step by step.
-        alike: the same, with rows taken in other pieces: cuBLAS sums up otherwise then, and with half-precision inputs
-            less exactly.
+        sample: the numbers of the sampled rows.
+        exact: the sampled rows in float64.
+        unfused: the result as torch computes it, step by step.
+        in_pieces: the same results with the rows of matmuls cut in pieces. Then cuBLAS sums in another order; with
+            half-precision inputs that is less exact.
     """
 
     def __init__(
-        self, sample: torch.Tensor, exact: torch.Tensor, unfused: torch.Tensor, alike: Sequence[torch.Tensor] = ()
+        self, sample: torch.Tensor, exact: torch.Tensor, unfused: torch.Tensor, in_pieces: Sequence[torch.Tensor] = ()
     ) -> None:
         self.sample, self.exact, self.unfused = sample, exact, unfused
-        errors = [self.error_of(c) for c in (unfused, *alike)]
-        if not all(map(math.isfinite, errors)):  # nothing would be wrong beside it
+        errors = [self.error_of(c) for c in (unfused, *in_pieces)]
+        if not all(map(math.isfinite, errors)):  # any result would seem right
             raise WrongResultError("torch's own result holds NaN or infinity")
         self.error, self.bound = errors[0], MARGIN * max(errors)
 
     def rows_of(self, c: torch.Tensor) -> torch.Tensor:
-        """A candidate's result as rows in the order of `unfused`."""
+        """Return a candidate's result as rows in the order of `unfused`."""
         return c.reshape(self.unfused.shape)
 
     def spoil(self, c: torch.Tensor) -> None:
-        """Overwrites a candidate's result."""
+        """Overwrite a candidate's result with NaN."""
         c.fill_(float("nan"))
 
     def error_of(self, c: torch.Tensor) -> float:
-        """Relative, in the sample."""
-        off = torch.linalg.vector_norm(c[self.sample].double() - self.exact)
-        return float(off / torch.linalg.vector_norm(self.exact))
+        """Return the relative error of the sampled rows."""
+        difference = torch.linalg.vector_norm(c[self.sample].double() - self.exact)
+        return float(difference / torch.linalg.vector_norm(self.exact))
 
     def check(self, candidate: Candidate) -> float:
-        """Calls a candidate on memory that holds NaN; gives its error as a multiple of torch's.
+        """Call a candidate on memory that holds NaN; return its error as a multiple of torch's error.
 
-        Raises WrongResultError where its result is not as good as torch's.
+        Raises WrongResultError if its result is not as good as torch's.
         """
-        self.spoil(candidate.call())  # an eager one gets the same memory again from torch's allocator
+        self.spoil(candidate.call())  # an eager call gets the same memory again from torch's allocator
         c = self.rows_of(candidate.call())
-        if lost := int((~c.isfinite()).any(dim=1).sum()):
-            raise WrongResultError(f"{lost} rows hold NaN or infinity")
+        if count := int((~c.isfinite()).any(dim=1).sum()):
+            raise WrongResultError(f"{count} rows hold NaN or infinity")
         error = self.error_of(c)
         if not error <= self.bound:
             raise WrongResultError(f"error {error:.2e}, and torch's is {self.error:.2e}")
-        away = (c - self.unfused).float().norm(dim=1) / self.unfused.float().norm(dim=1)
-        if far := int((~(away <= ROW_MARGIN * self.bound)).sum()):
-            furthest = f"row {int(away.argmax())} by {float(away.max()):.1e}"
-            raise WrongResultError(f"{far} rows differ from torch's, {furthest}")
+        distances = (c - self.unfused).float().norm(dim=1) / self.unfused.float().norm(dim=1)
+        if count := int((~(distances <= ROW_MARGIN * self.bound)).sum()):
+            worst = f"row {int(distances.argmax())} by {float(distances.max()):.1e}"
+            raise WrongResultError(f"{count} rows differ from torch's, {worst}")
         return error / self.error if self.error else 1.0
 
 
 def summed_rows(
     m: int, ranks: int, rank: int, exact: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sample of this rank's rows of a result of `m` rows that is summed over ranks; and these rows in float64.
+    """Sample this rank's rows of a result of `m` rows that is summed over the ranks.
+
+    Return the numbers of the sampled rows, and these rows in float64.
 
     Args:
-        exact: what this rank adds to some rows of the whole result, in float64.
+        exact: returns this rank's addend of some of the `m` rows, in float64.
     """
-    drawn = torch.randint(m, (SAMPLE,), generator=torch.Generator().manual_seed(m))  # the same on every rank
-    ends = torch.arange(ranks) * (m // ranks)
-    rows = torch.cat([ends, ends + m // ranks - 1, drawn]).unique()
+    random_rows = torch.randint(m, (SAMPLE,), generator=torch.Generator().manual_seed(m))  # the same on every rank
+    starts = torch.arange(ranks) * (m // ranks)
+    rows = torch.cat([starts, starts + m // ranks - 1, random_rows]).unique()
     total = exact(rows.to(device))
     dist.all_reduce(total)
-    mine = rows // (m // ranks) == rank
-    return (rows[mine] - rank * (m // ranks)).to(device), total[mine.to(device)]
+    local = rows // (m // ranks) == rank
+    return (rows[local] - rank * (m // ranks)).to(device), total[local.to(device)]
 
 
-# In step ----------------------------------------------------------------------------------------------------------
 class Bench:
-    """Measures rows on all ranks in step: what fails on one rank is left out on all.
+    """Measures rows on all ranks in step. A candidate that fails on one rank is left out on all ranks.
 
     Args:
-        joined: the job.
-        given: the command line.
-        kind: of its rows, in `KINDS`.
-        subject: what is compared on a row.
+        job: the job of the ranks.
+        options: the command line.
+        benchmark: the name of the benchmark, in `BENCHMARKS`.
+        subject: returns the subject of a row.
     """
 
     def __init__(
-        self, joined: Session, given: argparse.Namespace, kind: str, subject: Callable[[Row], Subject]
+        self, job: Session, options: argparse.Namespace, benchmark: str, subject: Callable[[Row], Subject]
     ) -> None:
-        self.joined, self.given, self.kind, self.subject = joined, given, kind, subject
-        self.begun = time.monotonic()
-        self.row_ends = float("inf")
-        self.clock = Clock(joined.device, given.repeats)
-        self.modes = MODES if joined.device.type == "cuda" else (EAGER,)
-        self.platform = here(CUDA if joined.device.type == "cuda" else GLOO, joined.size)
-        self.console = Console(quiet=joined.rank > 0, highlight=False, soft_wrap=True)
-        self.failed: dict[str, str] = {}  # of the row being measured: why a candidate has no score
+        self.job, self.options, self.benchmark, self.subject = job, options, benchmark, subject
+        self.start = time.monotonic()
+        self.row_deadline = float("inf")
+        self.clock = Clock(job.device, options.repeats)
+        self.modes = MODES if job.device.type == "cuda" else (EAGER,)
+        self.platform = platform_here(CUDA if job.device.type == "cuda" else GLOO, job.size)
+        self.console = Console(quiet=job.rank > 0, highlight=False, soft_wrap=True)
+        self.failed: dict[str, str] = {}  # by candidate of the current row: why it has no score
 
-    def say(self, about: str, mine: str) -> list[str]:
-        """What every rank says. The alarm starts anew."""
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """Return the texts of all ranks, by rank. Restart the alarm."""
         faulthandler.dump_traceback_later(ALARM, exit=True)
-        return self.joined.exchange(f"benchmark, {about}", mine, ALARM)
+        return self.job.exchange(f"benchmark, {topic}", text, ALARM)
 
-    def agree(self, about: str, mine: str) -> str:
-        """What the first rank with something to say said; empty where none has."""
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.say(about, mine)) if text), "")
+    def first_text(self, topic: str, text: str) -> str:
+        """Return the first text of any rank that is not empty, with its rank; an empty string if all are empty."""
+        texts = enumerate(self.exchange(topic, text))
+        return next((f"rank {rank}: {rank_text}" for rank, rank_text in texts if rank_text), "")
 
-    def attempt(self, row: Row, what: str, step: str, work: Callable[[], T]) -> T | None:
-        """What `work` gives where it raises on no rank; else None, and a line that says why."""
-        made, problem = None, ""
+    def attempt(self, row: Row, name: str, step: str, work: Callable[[], T]) -> T | None:
+        """Return the result of `work` if it raises on no rank; otherwise print the reason and return None."""
+        result, problem = None, ""
         try:
-            made = work()
-            synchronize(self.joined.device)
+            result = work()
+            synchronize(self.job.device)
         except Exception as raised:
-            kind = "WRONG" if isinstance(raised, WrongResultError) else type(raised).__name__
-            problem = f"{kind}: {next(iter(str(raised).strip().splitlines()), '')}"[:LONGEST]
-        if said := self.agree(f"{row}, {what}, {step}", problem):
-            self.failed[what] = f"{step}: {said}"
-            self.console.print(f"{row}: {what}: {step}: {said}", markup=False, style="yellow")
+            label = "WRONG" if isinstance(raised, WrongResultError) else type(raised).__name__
+            problem = f"{label}: {next(iter(str(raised).strip().splitlines()), '')}"[:LONGEST]
+        if reason := self.first_text(f"{row}, {name}, {step}", problem):
+            self.failed[name] = f"{step}: {reason}"
+            self.console.print(f"{row}: {name}: {step}: {reason}", markup=False, style="yellow")
             return None
-        return made
+        return result
 
-    def over(self, row: Row, until: float, what: str) -> bool:
-        """Whether a time has come on any rank."""
-        return bool(self.agree(f"{row}, {what}", "over" if time.monotonic() > until else ""))
+    def is_over(self, row: Row, deadline: float, topic: str) -> bool:
+        """Return True if a deadline has passed on any rank."""
+        return bool(self.first_text(f"{row}, {topic}", "over" if time.monotonic() > deadline else ""))
 
-    # One row ----------------------------------------------------------------------------------------------------------
     def measure(self, row: Row) -> Result:
-        """All figures of a row, times in microseconds."""
-        torch.manual_seed(self.joined.rank)
+        """Return all figures of a row; times are in microseconds."""
+        torch.manual_seed(self.job.rank)
         self.failed.clear()
-        self.row_ends = time.monotonic() + self.given.row_seconds
-        of = self.subject(row)
-        parts = self.parts(row, of)
-        found = self.right(row, "before timing", of.judge(), self.made(row, of))
-        raced = self.clock.race(parts | {(c.name, c.mode): c.call for c in found})
-        of.renew()
-        errors = self.right(row, "after timing", of.judge(), found)
-        found = [*errors]
-        host = self.clock.host({(c.name, c.mode): c.call for c in found})
+        self.row_deadline = time.monotonic() + self.options.row_seconds
+        subject = self.subject(row)
+        parts = self.parts(row, subject)
+        candidates = self.correct(row, "before timing", subject.judge(), self.candidates(row, subject))
+        raced = self.clock.race(parts | {(c.name, c.mode): c.call for c in candidates})
+        subject.renew()
+        errors = self.correct(row, "after timing", subject.judge(), candidates)
+        host = self.clock.host({(c.name, c.mode): c.call for c in errors})
         times: dict[str, Result] = {}
         for c, error in self.worst(row, errors).items():
             entry = times.setdefault(c.name, {"ours": c.ours, "error": error})
             entry |= {c.mode: raced[c.name, c.mode], f"host_{c.mode}_us": host[c.name, c.mode]}
             entry["error"] = max(entry["error"], error)
-        best = {part: [raced[part, mode] for mode in self.modes if (part, mode) in parts] for part in of.parts()}
-        plain = [{"compiled": {"mode": c.mode, "choice": c.choice}} for c in found if c.choice]
-        if any(what.startswith(COMPILED) for what in self.failed):  # no candidate is taken for it
-            plain.append({"compiled": {"mode": self.modes[-1], "choice": "failed"}})
-        done = scored(
+        fastest = {
+            part: [raced[part, mode] for mode in self.modes if (part, mode) in parts] for part in subject.parts()
+        }
+        result = scored(
             {
-                **{"kind": self.kind, "model": row.model, "M": row.M, "N": row.N, "K": row.K},
-                **{"ranks": of.ranks, "dtype": self.given.dtype},
-                **{"device": self.joined.device.type, "shrunk": self.given.shrink},
-                **{"gemm_us": None, **{f"{part}_us": min(us, default=None) for part, us in best.items()}},
+                **{"kind": self.benchmark, "model": row.model, "M": row.M, "N": row.N, "K": row.K},
+                **{"ranks": subject.ranks, "dtype": self.options.dtype},
+                **{"device": self.job.device.type, "shrunk": self.options.shrink},
+                **{"gemm_us": None, **{f"{part}_us": min(us, default=None) for part, us in fastest.items()}},
                 "parts": {f"{part}, {mode}": raced[part, mode] for part, mode in parts},
                 "times": times,
                 "failed": dict(self.failed),
-                **of.about(),
-                **(plain[0] if plain else {}),
+                **subject.about(),
+                **self.compiled(errors),
             }
         )
-        for c in found:
-            if self.given.profile and str(c) in (done["best_ours"], done.get("best_candidate")):
+        for c in errors:
+            if self.options.profile and str(c) in (result["best_ours"], result.get("best_candidate")):
                 self.attempt(row, str(c), "profile", partial(self.profile, row, c))
-        synchronize(self.joined.device)
-        dist.barrier()  # nobody's symmetric memory goes while others use it
-        return done
+        synchronize(self.job.device)
+        dist.barrier()  # no rank frees symmetric memory while others use it
+        return result
 
-    def parts(self, row: Row, of: Subject) -> dict[tuple[str, str], Work]:
-        """Those parts that run, by part and mode."""
-        found: dict[tuple[str, str], Work] = {}
-        for part, work in of.parts().items():
+    def compiled(self, candidates: Iterable[Candidate]) -> Result:
+        """Return the result's entry for the choice of `hi.compile`, if there is one."""
+        for c in candidates:
+            if c.choice:
+                return {"compiled": {"mode": c.mode, "choice": c.choice}}
+        if any(name.startswith(COMPILED) for name in self.failed):  # no other candidate may stand for it
+            return {"compiled": {"mode": self.modes[-1], "choice": "failed"}}
+        return {}
+
+    def parts(self, row: Row, subject: Subject) -> dict[tuple[str, str], Work]:
+        """Return the parts of the floor that run, by part and mode."""
+        parts: dict[tuple[str, str], Work] = {}
+        for part, work in subject.parts().items():
             for mode in self.modes:
                 make = partial(graphed, work) if mode == GRAPH else partial(_called, work)
-                if (made := self.attempt(row, f"{part}, {mode}", "made", make)) is not None:
-                    found[part, mode] = made
-        return found
+                if (call := self.attempt(row, f"{part}, {mode}", "made", make)) is not None:
+                    parts[part, mode] = call
+        return parts
 
-    def made(self, row: Row, of: Subject) -> list[Candidate]:
-        """The candidates that can be called, as many as there is time for."""
-        found = []
-        for each in of.entrants(self.modes, self.given.only, self.platform):
-            what = f"{each.name}, {each.mode}"
-            if self.over(row, self.row_ends, f"time for {what}"):
-                self.failed[what] = f"made: no time left of {self.given.row_seconds:.0f} s a row"
+    def candidates(self, row: Row, subject: Subject) -> list[Candidate]:
+        """Return the candidates that can be called, as many as can be made before the row's deadline."""
+        candidates = []
+        for entrant in subject.entrants(self.modes, self.options.only, self.platform):
+            name = f"{entrant.name}, {entrant.mode}"
+            if self.is_over(row, self.row_deadline, f"time for {name}"):
+                self.failed[name] = f"made: no time left of {self.options.row_seconds:.0f} s a row"
                 continue
-            made = self.attempt(row, what, "made", partial(warmed, each.make, self.joined.device))
-            found += [made] if made is not None else []
-        return found
+            candidate = self.attempt(row, name, "made", partial(warmed, entrant.make, self.job.device))
+            candidates += [candidate] if candidate is not None else []
+        return candidates
 
-    def right(
-        self, row: Row, when: str, judge: Judge, found: Sequence[Candidate] | Mapping[Candidate, float]
-    ) -> dict[Candidate, float]:
-        """Those whose results are right on every rank, and this rank's errors."""
-        errors = {c: self.attempt(row, str(c), when, partial(judge.check, c)) for c in found}
+    def correct(self, row: Row, step: str, judge: Judge, candidates: Iterable[Candidate]) -> dict[Candidate, float]:
+        """Return the candidates with correct results on every rank, with their errors on this rank."""
+        errors = {c: self.attempt(row, str(c), step, partial(judge.check, c)) for c in candidates}
         return {c: error for c, error in errors.items() if error is not None}
 
     def worst(self, row: Row, errors: Mapping[Candidate, float]) -> dict[Candidate, float]:
-        """The largest error of any rank."""
-        every = [json.loads(text) for text in self.say(f"{row}, errors", json.dumps([*errors.values()]))]
-        return {c: round(max(each), 4) for c, *each in zip(errors, *every, strict=True)}
+        """Return the largest error over the ranks of each candidate."""
+        by_rank = [json.loads(text) for text in self.exchange(f"{row}, errors", json.dumps([*errors.values()]))]
+        return {c: round(max(rank_errors), 4) for c, *rank_errors in zip(errors, *by_rank, strict=True)}
 
     def profile(self, row: Row, c: Candidate) -> None:
-        """A trace of three calls on rank 0, which begin in step."""
-        first = self.joined.rank == 0
-        watched = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-        with watched if first else nullcontext():
+        """Write a trace of three calls on rank 0; the ranks start each call together."""
+        first = self.job.rank == 0
+        profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        with profiler if first else nullcontext():
             for _ in range(3):
-                synchronize(self.joined.device)
+                synchronize(self.job.device)
                 dist.barrier()
                 c.call()
-            synchronize(self.joined.device)
+            synchronize(self.job.device)
         if first:
-            self.given.profile.mkdir(parents=True, exist_ok=True)
-            name = f"{row} {self.joined.size} ranks {c}".replace("=", "").replace(", ", " ").replace(" ", "-")
-            watched.export_chrome_trace(str(self.given.profile / f"{name}.json"))
+            self.options.profile.mkdir(parents=True, exist_ok=True)
+            name = f"{row} {self.job.size} ranks {c}".replace("=", "").replace(", ", " ").replace(" ", "-")
+            profiler.export_chrome_trace(str(self.options.profile / f"{name}.json"))
 
-    # All rows ---------------------------------------------------------------------------------------------------------
-    def measure_all(self, wanted: Sequence[Row], results: list[Result]) -> list[Row]:
-        """Fills `results`, row by row; gives the rows that there was no time for."""
-        left = list(wanted)
-        while left and not self.over(left[0], self.begun + self.given.budget, "budget"):
+    def measure_all(self, rows: Sequence[Row], results: list[Result]) -> list[Row]:
+        """Append the result of each row to `results`; return the rows for which the time was too short."""
+        left = list(rows)
+        while left and not self.is_over(left[0], self.start + self.options.budget, "budget"):
             row = left.pop(0)
-            done = self.attempt(row, "row", "measured", partial(self.measure, row))
-            gc.collect()  # graphs and symmetric memory
-            if self.joined.device.type == "cuda":
+            result = self.attempt(row, "row", "measured", partial(self.measure, row))
+            gc.collect()  # frees graphs and symmetric memory
+            if self.job.device.type == "cuda":
                 torch.cuda.empty_cache()
-            if done is None:
+            if result is None:
                 continue
-            results.append(done)
-            style = {None: "", True: "green", False: "red"}[done["met"]]
-            self.console.print(line(done), markup=False, style=style)
+            results.append(result)
+            style = {None: "", True: "green", False: "red"}[result["met"]]
+            self.console.print(line(result), markup=False, style=style)
             self.save(results, left)
         return left
 
     def save(self, results: list[Result], left: list[Row]) -> None:
-        out = self.given.out
-        if out is None or self.joined.rank > 0:
+        """Write the results so far, on rank 0."""
+        out = self.options.out
+        if out is None or self.job.rank > 0:
             return
-        name = file_name(out.name, results[0]["ranks"], self.given.dtype)
+        name = file_name(out.name, results[0]["ranks"], self.options.dtype)
         data = {"rows": results, "not_measured": [str(row) for row in left]}
         missing = f"\n\nNot measured: {', '.join(map(str, left))}." if left else ""
-        write(out.with_name(name), f"{KINDS[self.kind].title}: floor/time", report(results) + missing, data)
+        write(out.with_name(name), f"{BENCHMARKS[self.benchmark].title}: floor/time", report(results) + missing, data)
 
 
 def _called(work: Work) -> Work:
@@ -536,83 +544,91 @@ def _called(work: Work) -> Work:
     return work
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def parser(about: str | None, kind: str, *, without: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The options of every comparison; rows are those of a kind, all but some models unless they are named."""
+def options_parser(description: str | None, benchmark: str, *, without: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser of the options of every comparison. Models in `without` are measured only if they are named."""
 
     def rows(text: str) -> list[Row]:
         try:
-            return KINDS[kind].rows(text, without)
+            return BENCHMARKS[benchmark].rows(text, without)
         except ValueError as unknown:
             raise argparse.ArgumentTypeError(str(unknown)) from None
 
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md; other ranks than 8 add their number")
-    parser.add_argument("--rows", type=rows, default="", help="such as 8B:2048,70B (default: all)")
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", type=_strategies, default=(*STRATEGIES,), help="strategies of ours, such as fused,ring"
+        "--out", type=Path, help="write OUT.json and OUT.md; the name gets the number of ranks unless it is 8"
+    )
+    parser.add_argument("--rows", type=rows, default="", help="the rows, such as 8B:2048,70B (default: all)")
+    parser.add_argument(
+        "--only", type=_strategies, default=(*STRATEGIES,), help="the strategies of hostir, such as fused,ring"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: %(default)s)")
-    parser.add_argument("--budget", type=float, default=240, help="start no row after so many seconds (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=30, help="timed runs of each candidate (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=240, help="seconds after which no row is started (%(default)s)")
     parser.add_argument(
-        "--row-seconds", type=float, default=60, help="make no further candidate of a row after so many (%(default)s)"
+        "--row-seconds", type=float, default=60, help="seconds after which no candidate of a row is made (%(default)s)"
     )
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write Chrome traces of our best of each row there")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the benchmark itself")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all extents of a row by this (%(default)s)")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="write Chrome traces of hostir's best candidate of each row to this folder",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the benchmark")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide all extents of a row by this number (%(default)s)"
+    )
     return parser
 
 
 def _strategies(text: str) -> tuple[str, ...]:
     if unknown := set(text.split(",")) - STRATEGIES.keys():
-        raise argparse.ArgumentTypeError(f"no strategy {', '.join(unknown)}: there are {', '.join(STRATEGIES)}")
+        raise argparse.ArgumentTypeError(f"no strategy {', '.join(unknown)}: expected some of {', '.join(STRATEGIES)}")
     return tuple(text.split(","))
 
 
-def shrunk(row: Row, by: int, parts: int) -> Row:
-    """A row of smaller extents, and of rows that still fall into so many parts."""
-    if by == 1:
+def shrunk(row: Row, divisor: int, parts: int) -> Row:
+    """Return a row with its extents divided, but with M still a multiple of `parts`."""
+    if divisor == 1:
         return row
-    return Row(row.model, max(row.M // by // parts, 1) * parts, row.N // by, row.K // by)
+    return Row(row.model, max(row.M // divisor // parts, 1) * parts, row.N // divisor, row.K // divisor)
 
 
 def compare(
-    given: argparse.Namespace,
-    kind: str,
+    options: argparse.Namespace,
+    benchmark: str,
     subject: Callable[[Row, torch.dtype, Session], Subject],
     *,
     finest: int = 1,
     ranks: int = 0,
     any_rows: bool = False,
 ) -> None:
-    """Measures the rows that are asked for, prints a line for each, and writes table and figures on rank 0.
+    """Measure the rows of the command line, print a line for each, and write the table and the figures on rank 0.
 
     Args:
-        given: the command line, as `parser` reads it.
-        kind: of the rows, in `KINDS`.
-        subject: what is compared on a row.
-        finest: the number of slices that rows of each rank have to fall into.
-        ranks: how many there have to be, if that matters.
-        any_rows: whether ranks need not divide the rows.
+        options: the command line, as `options_parser` reads it.
+        benchmark: the name of the benchmark, in `BENCHMARKS`.
+        subject: returns the subject of a row.
+        finest: the largest number of slices; it must divide the rows of each rank.
+        ranks: the required number of ranks; 0 for any.
+        any_rows: True if the number of ranks need not divide the rows.
     """
-    dtype = DTYPES[given.dtype]
+    dtype = DTYPES[options.dtype]
     results: list[Result] = []
-    with session(given.device) as joined, torch.no_grad():
-        if joined is None:
+    with session(options.device) as job, torch.no_grad():
+        if job is None:
             sys.exit("start it with torchrun, one process a GPU")
-        if ranks and joined.size != ranks:
-            sys.exit(f"start it with {ranks} processes, not {joined.size}")
-        parts = 1 if any_rows else joined.size * finest
-        wanted = [shrunk(row, given.shrink, parts) for row in given.rows]
-        uneven = [row for row in wanted if row.M % parts]
-        bench = Bench(joined, given, kind, lambda row: subject(row, dtype, joined))
+        if ranks and job.size != ranks:
+            sys.exit(f"start it with {ranks} processes, not {job.size}")
+        parts = 1 if any_rows else job.size * finest
+        rows = [shrunk(row, options.shrink, parts) for row in options.rows]
+        uneven = [row for row in rows if row.M % parts]
+        bench = Bench(job, options, benchmark, lambda row: subject(row, dtype, job))
         for row in uneven:
             bench.console.print(f"{row}: left out: {row.M} is not a multiple of {parts}, the ranks times the slices")
-        left = bench.measure_all([row for row in wanted if row not in uneven], results) + uneven
-        asked = [row for row in results if row["met"] is not None]
-        told = f"{sum(row['met'] for row in asked)} of {len(asked)} rows reach what they must"
-        bench.console.print(f"{told}; {time.monotonic() - bench.begun:.0f} s")
+        left = bench.measure_all([row for row in rows if row not in uneven], results) + uneven
+        targets = [row["met"] for row in results if row["met"] is not None]
+        summary = f"{sum(targets)} of {len(targets)} rows reach their targets"
+        bench.console.print(f"{summary}; {time.monotonic() - bench.start:.0f} s")
         if left:
             bench.console.print(f"not measured: {', '.join(map(str, left))}", style="yellow")
         faulthandler.cancel_dump_traceback_later()

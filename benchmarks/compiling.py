@@ -32,7 +32,8 @@ from benchmarks.harness import table, write
 from examples import patterns
 from hostir.check import forget
 from hostir.choice.decision import decide
-from hostir.choice.platforms import REFERENCE, reference
+from hostir.choice.hardware import REFERENCE
+from hostir.choice.platforms import reference
 from hostir.ir import HostIRError
 from hostir.lower.strategies import STRATEGIES
 

@@ -1,4 +1,4 @@
-"""Timing on several ranks, fair to everyone: ours and the peers in one process, lined up, L2 flushed, random data."""
+"""Timing on several ranks: hostir and its peers in one process, with aligned starts, a flushed L2 and random data."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ import triton
 
 from hostir.choice.measure import WallClock
 
-L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
+L2_FLUSH = 256 << 20  # bytes written before each run, more than L2 holds
 WARM = 4
-CALLS = 20  # of which the median is a call's host time
+CALLS = 20  # a call's host time is the median of so many calls
 
 Name = TypeVar("Name")
 
 
 @dataclass
 class Clock:
-    """Times work on all ranks: every run starts behind a barrier on the device, so that ranks start together.
+    """Times work on all ranks. A barrier on the device before every run makes the ranks start together.
 
-    The figure is the maximum over ranks of each rank's median, in microseconds; of CPU processes, by wall clock.
+    A time is the maximum over the ranks of the median of all runs, in microseconds. For CPU processes it is wall clock
+    time.
     """
 
     device: torch.device
@@ -47,29 +48,30 @@ class Clock:
         self.line = symm_mem.rendezvous(space, dist.group.WORLD)
 
     def time(self, work: Callable[[], Any]) -> float:
-        """One work alone."""
+        """Return the time of one piece of work, by itself."""
         return self.race({"": work})[""]
 
     def race(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
-        """Several works in turn, one run of each a round, so that drifting clocks and heat touch all alike.
+        """Return the time of each piece of work. They run in turn, so that drifting clocks and heat affect all equally.
 
-        Each round has another order, the same on all ranks: work that keeps the host long makes the next one late.
+        Each round runs every piece once, in a random order that is the same on all ranks: work that keeps the host busy
+        for long delays the next piece.
         """
         for work in works.values():
             for _ in range(WARM):
                 work()
         synchronize(self.device)
         dist.barrier()
-        took: dict[Name, list[Callable[[], float]]] = {name: [] for name in works}
+        elapsed: dict[Name, list[Callable[[], float]]] = {name: [] for name in works}
         order = Random(0)
         for _ in range(self.runs):
             for name in order.sample(list(works), len(works)):
-                took[name].append(self.run(works[name]))
+                elapsed[name].append(self.run(works[name]))
         synchronize(self.device)
-        return self.slowest({name: [each() for each in took[name]] for name in works})
+        return self.slowest({name: [time_of() for time_of in elapsed[name]] for name in works})
 
     def run(self, work: Callable[[], Any]) -> Callable[[], float]:
-        """One run; its microseconds are asked for once the device is done."""
+        """Run once; return a function that gives the microseconds after the device has finished."""
         if self.device.type == "cpu":
             return WallClock().run(work)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -81,32 +83,32 @@ class Clock:
         return lambda: start.elapsed_time(end) * 1e3
 
     def host(self, works: Mapping[Name, Callable[[], Any]]) -> dict[Name, float]:
-        """The time that each work takes of the host, where the device has nothing else to do."""
+        """Return the host time of each piece of work while the device is idle."""
         spans: dict[Name, list[float]] = {name: [] for name in works}
         for name, work in works.items():
             for _ in range(CALLS):
                 synchronize(self.device)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 work()
-                spans[name].append((time.perf_counter() - begun) * 1e6)
+                spans[name].append((time.perf_counter() - start) * 1e6)
         synchronize(self.device)
         return self.slowest(spans)
 
     def slowest(self, times: Mapping[Name, list[float]]) -> dict[Name, float]:
-        """The maximum over ranks of each median."""
-        worst = torch.tensor([statistics.median(each) for each in times.values()], device=self.device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return {name: round(t, 1) for name, t in zip(times, worst.tolist(), strict=True)}
+        """Return the maximum over the ranks of each median."""
+        medians = torch.tensor([statistics.median(runs) for runs in times.values()], device=self.device)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        return {name: round(t, 1) for name, t in zip(times, medians.tolist(), strict=True)}
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that it was given; a CPU has when the calls return."""
+    """Wait until the device has finished its work. A CPU has finished when its calls return."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def graphed(work: Callable[[], Any]) -> Callable[[], None]:
-    """The replay of a CUDA graph of `work`."""
+    """Capture `work` in a CUDA graph; return a function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -124,7 +126,7 @@ def graphed(work: Callable[[], Any]) -> Callable[[], None]:
 
 
 def environment() -> dict[str, Any]:
-    """Return what the figures depend on: date, commit, hardware and versions."""
+    """Return the date, commit, hardware and versions of a measurement."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -137,17 +139,17 @@ def environment() -> dict[str, Any]:
 def commit() -> str:
     """Return the commit of the measured code: `BENCHMARK_COMMIT`, or else the commit that git names.
 
-    A copy of the working tree on another machine lacks the history of the repository, or has one of its own. Whoever
-    measures there passes `BENCHMARK_COMMIT`.
+    A copy of the working tree on another machine may lack the history of the repository, or have another one. To
+    measure there, set `BENCHMARK_COMMIT`.
     """
-    if given := os.environ.get("BENCHMARK_COMMIT"):
-        return given
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "unknown"
+    if name := os.environ.get("BENCHMARK_COMMIT"):
+        return name
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "unknown"
 
 
 def gpus() -> dict[str, Any]:
-    """What figures of a GPU depend on besides."""
+    """Return the GPU, the number of GPUs, and the versions of CUDA and NCCL."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": dist.get_world_size() if dist.is_initialized() else 1,
@@ -157,15 +159,15 @@ def gpus() -> dict[str, Any]:
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table with a first column of words and further columns of numbers."""
     lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write(path: Path, title: str, text: str, data: dict[str, Any]) -> None:
-    """Writes `path`.json and `path`.md, each with the environment."""
-    around = environment()
+    """Write `path`.json and `path`.md, each with the environment."""
+    stamp = environment()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps({"environment": around, **data}, indent=1) + "\n")
-    said = ", ".join(f"{k} {v}" for k, v in around.items())
-    path.with_suffix(".md").write_text(f"# {title}\n\n{said}\n\n{text}\n")
+    path.with_suffix(".json").write_text(json.dumps({"environment": stamp, **data}, indent=1) + "\n")
+    stamp_line = ", ".join(f"{k} {v}" for k, v in stamp.items())
+    path.with_suffix(".md").write_text(f"# {title}\n\n{stamp_line}\n\n{text}\n")

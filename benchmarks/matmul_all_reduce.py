@@ -1,17 +1,17 @@
-"""Matmul + all-reduce: ours against the peers, as scores against what no schedule can beat; and layers of a decoder.
+"""Matmul + all-reduce: hostir and its peers, scored against the floor; and the layers of a decoder.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --out benchmarks/results/ar
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --decode --out benchmarks/results/decode
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_all_reduce --device cpu --shrink 64 --rows 70B:2048
 
-Rows are the second weights of the MLPs of Llama 3 as tensor parallel 8 has them, 70B unless named. floor =
+Rows are the second weights of the MLPs of Llama 3 with tensor parallelism 8, of 70B unless others are named. floor =
 max(cuBLAS alone, the best all-reduce alone), and a score is floor/time, as for `benchmarks.matmul_reduce_scatter`.
-Few rows have to be as fast as the best peer that is issued in the same way.
+With few rows, hostir must be as fast as the best peer of the same mode.
 
-With `--decode`, 80 layers of the MLP with replicated ends one after another, each with weights of its own: the loop of
-a decoder without its attention, in one CUDA graph. Ours is one program that is called for each layer.
+With `--decode`, 80 layers of an MLP with replicated input and output run one after another, each with its own weights:
+the loop of a decoder without its attention, in one CUDA graph. hostir calls one program for each layer.
 
-What it is measured against:
+The peers:
 
     NCCL + cuBLAS      torch.matmul, then all_reduce
     torch one-shot     torch.matmul, then torch.ops.symm_mem.one_shot_all_reduce
@@ -38,38 +38,41 @@ from benchmarks.comparison import (
     Subject,
     Work,
     compare,
-    parser,
+    options_parser,
     peer,
     replayed,
 )
 from benchmarks.harness import synchronize
-from benchmarks.scores import BY_HAND, COMPILED, FIRST, GRAPH, KINDS, ONE_SHOT, TWO_SHOT, Result, Row
+from benchmarks.scores import BENCHMARKS, BY_HAND, COMPILED, FIRST, GRAPH, ONE_SHOT, TWO_SHOT, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
 from hostir.runtime.kernels.matmul import matmul as triton_matmul
 from hostir.runtime.session import Session
 
 LAYERS = 80
-OTHERS = tuple(model for model in KINDS["all_reduce"].models if model != FIRST[0])  # measured where they are named
+OTHERS = tuple(
+    model for model in BENCHMARKS["all_reduce"].models if model != FIRST[0]
+)  # measured only if they are named
 
 
 def one_shot(part: torch.Tensor) -> torch.Tensor:
-    """torch's all-reduce in one step; `part` is symmetric memory."""
+    """All-reduce in one step, as torch does it; `part` is symmetric memory."""
     return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", dist.group.WORLD.group_name)
 
 
 def two_shot(part: torch.Tensor) -> torch.Tensor:
-    """torch's all-reduce in two steps, in place; `part` is symmetric memory."""
+    """All-reduce in two steps and in place, as torch does it; `part` is symmetric memory."""
     return torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", dist.group.WORLD.group_name)
 
 
 def by_nccl(part: torch.Tensor) -> torch.Tensor:
-    """NCCL's all-reduce, in place."""
+    """All-reduce in place by NCCL."""
     dist.all_reduce(part)
     return part
 
 
 REDUCTIONS = {BY_HAND: by_nccl, ONE_SHOT: one_shot, TWO_SHOT: two_shot}
+PARTS = ("nccl", "one_shot", "two_shot")  # the names of these reductions as parts of the floor
 
 
 class Operands(Subject):
@@ -77,16 +80,16 @@ class Operands(Subject):
 
     Fields:
         a: `[M, K]`, this rank's columns.
-        b: `[K, N]`, this rank's rows; stored by columns, as the weight of a linear layer is.
-        part: `[M, N]`, what this rank adds to the result; on GPUs in symmetric memory.
-        zeros: the same, which stay 0 however often they are summed up.
+        b: `[K, N]`, this rank's rows; stored by columns, like the weight of a linear layer.
+        part: `[M, N]`, this rank's partial sum; on GPUs in symmetric memory.
+        zeros: `[M, N]` in symmetric memory, for all-reduces that are timed by themselves; its sums stay 0.
         c: `[M, N]`, the result.
     """
 
     slices = (2, 4)
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        super().__init__(row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        super().__init__(row, dtype, job)
         self.a = torch.empty(row.M, row.K, dtype=dtype, device=self.device)
         self.b = (torch.randn(row.N, row.K, device=self.device) / row.K**0.5).to(dtype).t()
         self.part, self.zeros = self.shared(row.M, row.N), self.shared(row.M, row.N).zero_()
@@ -111,11 +114,11 @@ class Operands(Subject):
         return Judge(sample, exact, in_pieces[0], in_pieces[1:])
 
     def parts(self) -> Mapping[str, Work]:
-        found: dict[str, Work] = {"gemm": self.multiply}
-        found |= {name: partial(reduce, self.zeros) for name, reduce in zip(ALONE, REDUCTIONS.values(), strict=True)}
+        parts: dict[str, Work] = {"gemm": self.multiply}
+        parts |= {name: partial(reduce, self.zeros) for name, reduce in zip(PARTS, REDUCTIONS.values(), strict=True)}
         if self.on_gpu:
-            found["triton"] = partial(triton_matmul, self.a, self.b, self.part)
-        return found
+            parts["triton"] = partial(triton_matmul, self.a, self.b, self.part)
+        return parts
 
     def multiply(self) -> None:
         torch.matmul(self.a, self.b, out=self.part)
@@ -138,30 +141,26 @@ class Operands(Subject):
         return self.c
 
 
-ALONE = ("nccl", "one_shot", "two_shot")  # what these reductions are called where they are timed alone
-
-
-# Layers of a decoder ----------------------------------------------------------------------------------------------
 class Decoder(Subject):
-    """Layers of an MLP one after another, `x + gelu(x @ w1) @ w2`, on few rows.
+    """Layers of an MLP one after another, each `x + gelu(x @ w1) @ w2`, on few rows.
 
     Fields:
         x: `[M, N]`, the same on every rank.
-        weights: for each layer `w1`, `[N, K]`, and `w2`, `[K, N]`: this rank's.
-        part: `[M, N]`, in symmetric memory on GPUs.
-        found: two results of layers, in turn.
+        weights: this rank's `w1`, `[N, K]`, and `w2`, `[K, N]`, of each layer.
+        part: `[M, N]`, a partial sum; on GPUs in symmetric memory.
+        results: two buffers, for the results of every other layer.
     """
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session, *, layers: int) -> None:
-        super().__init__(row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, layers: int) -> None:
+        super().__init__(row, dtype, job)
         self.x = torch.empty(row.M, row.N, dtype=dtype, device=self.device)
         self.weights = [(self.weight(row.K, row.N, 1.0), self.weight(row.N, row.K, 0.1)) for _ in range(layers)]
         self.part = self.shared(row.M, row.N)
-        self.found = [torch.empty_like(self.x) for _ in range(2)]
+        self.results = [torch.empty_like(self.x) for _ in range(2)]
         self.renew()
 
     def weight(self, columns: int, rows: int, scale: float) -> torch.Tensor:
-        """A new one, stored by columns; scaled so that the layers change x a little each."""
+        """Return a random weight, stored by columns. With a small `scale` each layer changes x only a little."""
         return (scale * torch.randn(columns, rows, device=self.device) / rows**0.5).to(self.dtype).t()
 
     def about(self) -> Result:
@@ -207,7 +206,7 @@ class Decoder(Subject):
         def layers() -> torch.Tensor:
             x = self.x
             for i, weights in enumerate(self.weights):
-                (x,) = executor(x, *weights, out=self.found[i % 2])
+                (x,) = executor(x, *weights, out=self.results[i % 2])
             return x
 
         choice = str(executor.choice.taken).replace(",", "") if name == COMPILED and mode == modes_of(self)[-1] else ""
@@ -221,32 +220,31 @@ class Decoder(Subject):
         return self.x, *self.weights[0]
 
     def out(self, slices: int) -> torch.Tensor:
-        return self.found[0]
+        return self.results[0]
 
 
-def modes_of(of: Subject) -> tuple[str, ...]:
-    """The modes in which ours is measured: on CPU processes there are no graphs."""
-    return ("eager", GRAPH) if of.on_gpu else ("eager",)
+def modes_of(subject: Subject) -> tuple[str, ...]:
+    """Return the modes to measure: CPU processes have no CUDA graphs."""
+    return ("eager", GRAPH) if subject.on_gpu else ("eager",)
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
-    known = argparse.ArgumentParser(add_help=False)
-    known.add_argument("--decode", action="store_true", help="layers of a decoder instead of one matmul")
-    decode = known.parse_known_args(arguments)[0].decode
-    options = parser(__doc__, "decode") if decode else parser(__doc__, "all_reduce", without=OTHERS)
-    options.add_argument("--decode", action="store_true", help="layers of a decoder instead of one matmul")
-    options.add_argument("--layers", type=int, default=LAYERS, help="of the decoder (%(default)s)")
-    return options.parse_args(arguments)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    first = argparse.ArgumentParser(add_help=False)  # `--decode` decides which rows there are
+    first.add_argument("--decode", action="store_true")
+    decode = first.parse_known_args(arguments)[0].decode
+    parser = options_parser(__doc__, "decode") if decode else options_parser(__doc__, "all_reduce", without=OTHERS)
+    parser.add_argument("--decode", action="store_true", help="layers of a decoder instead of one matmul")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="the number of layers of the decoder (%(default)s)")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options(arguments)
-    if given.decode:
-        return compare(given, "decode", partial(Decoder, layers=given.layers), any_rows=True)
-    compare(given, "all_reduce", Operands, any_rows=True)
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    options = parse_options(arguments)
+    if options.decode:
+        return compare(options, "decode", partial(Decoder, layers=options.layers), any_rows=True)
+    compare(options, "all_reduce", Operands, any_rows=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Matmul + reduce-scatter: what `hi.compile` gives, all that it could choose and what torch offers, against the floor.
+"""Matmul + reduce-scatter: `hi.compile`, all its candidates, NCCL + cuBLAS and torch, scored against the floor.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_reduce_scatter --out benchmarks/results/rs
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_reduce_scatter --shapes odd
@@ -6,22 +6,22 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.matmul_reduce_scatter --device cpu --shrink 64 --rows 8B:2048
     python -m benchmarks.chart benchmarks/results/rs_2.json rs.svg
 
-Rows are the second weights of the MLPs of Llama 3 8B, 70B and 405B as tensor parallel 8 has them (K of a rank stays the
-same on fewer); with `--shapes odd`, shapes that nothing here was tuned for. floor = max(cuBLAS alone, the best
-reduce-scatter alone), where the reduce-scatter is NCCL's or torch's by copy engines, eager or from a graph; a score is
-floor/time. Ours is what `hi.compile` gives by its estimates, with `out=`: issued by the host where it runs through
-NCCL, else replayed; the peers issued in the same way stand beside it. Slices of a pipeline are an axis of A and of the
-result, outside of the ranks.
+Rows are the second weights of the MLPs of Llama 3 8B, 70B and 405B with tensor parallelism 8 (on fewer ranks, K of a
+rank stays the same). With `--shapes odd` they are shapes that nothing was tuned for. floor = max(cuBLAS alone, the best
+reduce-scatter alone). The reduce-scatter is NCCL's, or torch's by copy engines, eager or from a graph. A score is
+floor/time. hostir's score is that of `hi.compile` by estimates, with `out=`: an eager call if the program uses NCCL,
+else a replay. The table also compares it with the fastest peer of the same mode. The slices of a pipeline are an axis
+of A and of the result, outside of the ranks.
 
-What it is measured against:
+The peers:
 
     NCCL + cuBLAS   torch.matmul, then reduce_scatter_tensor
     torch fused     torch.ops.symm_mem.fused_matmul_reduce_scatter
 
-With `--as-rank-of R`, two GPUs meet what each of R would: each makes the blocks of rows of R ranks and sends all but
-its own to the one peer, one after another with a flag behind each, and adds up as many. What is not the same: barrier
-and credits are of two ranks, no rank lags behind the others, and there is neither NCCL nor any peer. The floor is
-cuBLAS alone, or the copies alone.
+With `--as-rank-of R`, two GPUs emulate two of R ranks. Each computes the blocks of rows of R ranks, sends all blocks
+but its own to the other GPU, one after another with a flag after each, and adds up R blocks. Three things differ from R
+ranks: the barrier and the credits are between two ranks, no rank lags behind the others, and there are no peers to
+compare with. The floor is cuBLAS alone, or the copies alone.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from benchmarks.comparison import (
     Work,
     compare,
     lowered,
-    parser,
+    options_parser,
     summed_rows,
 )
 from benchmarks.harness import synchronize
-from benchmarks.scores import BY_HAND, KINDS, LARGE, ODD, TORCH, Result, Row
+from benchmarks.scores import BENCHMARKS, BY_HAND, LARGE, ODD, TORCH, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
 from hostir.lower.fused import SMS
@@ -59,14 +59,14 @@ from hostir.runtime.session import Session
 
 
 def low_contention(part: torch.Tensor) -> torch.Tensor:
-    """torch's reduce-scatter by copy engines."""
+    """Reduce-scatter by copy engines, as torch does it."""
     group = dist.group.WORLD.group_name
     c = torch.ops.symm_mem._low_contention_reduce_scatter(part, "sum", group)
     return torch.ops._c10d_functional.wait_tensor(c)
 
 
 def row_parallel(ranks: int, M: int, N: int, K: int, dtype: str) -> hi.Fusion:
-    """A and B sharded on K, the result on its rows: plain matrices, and nothing said of slices."""
+    """Return the fusion of plain matrices, without a Stream axis: A and B are sharded on K, the result on its rows."""
     with hi.Fusion("matmul_reduce_scatter") as fusion:
         a, b = hi.tensor("a", [M, K], dtype), hi.tensor("b", [K, N], dtype)
         c = a @ b
@@ -83,15 +83,15 @@ class Operands(Subject):
 
     Fields:
         a: `[M, K]`, this rank's columns.
-        b: `[K, N]`, this rank's rows; stored by columns, as the weight of a linear layer is.
-        part: `[M, N]`, what this rank adds to the result; on GPUs in symmetric memory.
+        b: `[K, N]`, this rank's rows; stored by columns, like the weight of a linear layer.
+        part: `[M, N]`, this rank's partial sum; on GPUs in symmetric memory.
         c: `[M / ranks, N]`, this rank's rows of the result.
     """
 
     slices = (2, 4)
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        super().__init__(row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        super().__init__(row, dtype, job)
         self.a = torch.empty(row.M, row.K, dtype=dtype, device=self.device)
         self.b = (torch.randn(row.N, row.K, device=self.device) / row.K**0.5).to(dtype).t()
         self.part = self.shared(row.M, row.N)
@@ -119,13 +119,12 @@ class Operands(Subject):
             in_pieces.append(self.c.clone())
         return Judge(sample, exact, in_pieces[0], in_pieces[1:])
 
-    # The parts --------------------------------------------------------------------------------------------------------
     def parts(self) -> Mapping[str, Work]:
-        found: dict[str, Work] = {"gemm": self.multiply, "nccl": self.scatter}
-        found["torch"] = partial(low_contention, self.part)
+        parts: dict[str, Work] = {"gemm": self.multiply, "nccl": self.scatter}
+        parts["torch"] = partial(low_contention, self.part)
         if self.on_gpu:
-            found["triton"] = partial(triton_matmul, self.a, self.b, self.part)
-        return found
+            parts["triton"] = partial(triton_matmul, self.a, self.b, self.part)
+        return parts
 
     def multiply(self) -> None:
         torch.matmul(self.a, self.b, out=self.part)
@@ -133,7 +132,6 @@ class Operands(Subject):
     def scatter(self) -> None:
         dist.reduce_scatter_tensor(self.c, self.part)
 
-    # The peers --------------------------------------------------------------------------------------------------------
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
         return {BY_HAND: self.by_hand, TORCH: self.fused}
 
@@ -146,7 +144,6 @@ class Operands(Subject):
         group = dist.group.WORLD.group_name
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, group)
 
-    # Ours -------------------------------------------------------------------------------------------------------------
     def fusion(self, slices: int) -> hi.Fusion:
         row, ranks, dtype = self.row, self.ranks, self.dtype_name
         if slices == 1:
@@ -161,23 +158,22 @@ class Operands(Subject):
         return self.sliced[slices], self.b
 
     def in_slices(self, slices: int) -> torch.Tensor:
-        """A with the rows of each rank in slices, `[slices, ranks, rows, K]`."""
+        """Return A as `[slices, ranks, rows, K]`, with each rank's rows in slices."""
         return self.a.view(self.ranks, slices, -1, self.row.K).transpose(0, 1)
 
     def out(self, slices: int) -> torch.Tensor:
         return self.c if slices == 1 else self.c.view(slices, 1, -1, self.row.N)
 
 
-# As a rank of more ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Way:
-    """How one of two ranks that stand for more makes its blocks of rows and sends them.
+    """The way in which an emulated rank computes its blocks of rows and sends them.
 
     Fields:
-        strategy: `ring`, a matmul for each block, issued by the host; `fused`, one that raises a flag behind each; or
-            `push`, one after which SMs copy.
-        kernels: what multiplies and adds.
-        pieces: that a block is sent in.
+        strategy: `ring`: one matmul for each block; `fused`: one matmul that raises a flag after each block; `push`:
+            one matmul, and then copies by SMs.
+        kernels: the kernels that multiply and add.
+        pieces: the number of pieces in which a block is sent.
     """
 
     strategy: str
@@ -195,11 +191,12 @@ WAYS = tuple(
 )
 
 
-def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product: str = "matmul %a, %b") -> str:
-    """The program of one of two ranks that stand for `ranks`: of `operands` a `product`, a plain one by default.
+def program_text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product: str = "matmul %a, %b") -> str:
+    """Return the program of two ranks that emulate two of `ranks` ranks.
 
-    This rank is at place %r, and makes the blocks for the places behind it first, its own last. All but its own go to
-    the peer, at place 1 - %r: the i-th into the slot of the rank from which place 1 - %r would get its i-th.
+    `operands` and `product` are the inputs and the matmul; by default a plain matmul. A rank at place %r computes the
+    blocks of the following places first, and its own block last. It sends all blocks but its own to the peer at place
+    1 - %r. The i-th block goes to the slot of the rank from which place 1 - %r would get its i-th block.
     """
     m, n, pieces = row.M // ranks, row.N, way.pieces
     block, slot = f"(%r + %i + 1) % {ranks}", f"((%r + 1) % 2 + {ranks - 1} - %i) % {ranks}"
@@ -210,32 +207,45 @@ def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product
         f"signal %there[({slot}) * {pieces} + %p] = 1 at (%r + 1) % 2 over didx",
     ]
     views = [f"%block = chunk %part[{block} of {ranks}] axis 0", f"%slot = select %sent[{slot}]"]
-    rounds, each = f"for %i in 0..{ranks - 1} {{", f"for %p in 0..{pieces} {{"
+    rounds, by_piece = f"for %i in 0..{ranks - 1} {{", f"for %p in 0..{pieces} {{"
     barrier = "barrier of %sent over didx"
     by_rows = [name for name in ("%a", "%scale_a") if f"{name}," in product]
 
     def cut(place: str, suffix: str) -> list[str]:
-        """The product of a block of rows, without where it goes."""
+        """Return the matmul of a block of rows, without its output."""
         views = [f"{name}_{suffix} = chunk {name}[{place} of {ranks}] axis 0" for name in by_rows]
         return [*views, re.sub(r"%(a|scale_a),", rf"%\1_{suffix},", product)]
 
-    fork, own, streams = ["set_stream 0", "synchronize %user", barrier], [], 1
+    fork, local_block, streams = ["set_stream 0", "synchronize %user", barrier], [], 1
     if way.strategy == "ring":
         streams = 2
-        *of_block, multiply = cut(block, "block")
-        send = ["set_stream %i % 2", "synchronize %user", each, *put, "}"]
+        *block_views, multiply = cut(block, "block")
+        send = ["set_stream %i % 2", "synchronize %user", by_piece, *put, "}"]
         body = [*fork, "set_stream 1", "synchronize 0", rounds, "set_stream %user", *views]
-        body += [*of_block, f"{multiply} -> %block", *send, "}"]
-        *of_own, multiply = cut("%r", "mine")
-        own = [*of_own, f"{multiply} -> %mine"]
+        body += [*block_views, f"{multiply} -> %block", *send, "}"]
+        *local_views, multiply = cut("%r", "mine")
+        local_block = [*local_views, f"{multiply} -> %mine"]
     elif way.strategy == "fused":
         flags = f"%part_done: flag[{ranks * pieces}] = allocate_symmetric"
         multiply = f"{product} -> %part done %part_done = 1 from (%r + 1) % {ranks} * {pieces}"
         wait = f"wait_signal %part_done[({block}) * {pieces} + %p] >= 1"
-        body = [flags, *fork, "set_stream %user", multiply, "set_stream 0", rounds, *views, each, wait, *put, "}", "}"]
+        body = [
+            flags,
+            *fork,
+            "set_stream %user",
+            multiply,
+            "set_stream 0",
+            rounds,
+            *views,
+            by_piece,
+            wait,
+            *put,
+            "}",
+            "}",
+        ]
     else:
         streams = 0
-        body = [f"{product} -> %part", barrier, rounds, *views, each, *put, "}", "}"]
+        body = [f"{product} -> %part", barrier, rounds, *views, by_piece, *put, "}", "}"]
     operands = operands or f"%a: {dtype}[{row.M}, {2 * row.K}@didx], %b: {dtype}[{2 * row.K}@didx, {n}]"
     return "\n".join(
         [
@@ -246,7 +256,7 @@ def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product
             f"%sent: {dtype}[{ranks}, {2 * m}@didx, {n}] = allocate_symmetric",
             f"%there: flag[{ranks * pieces}] = allocate_symmetric",
             *body,
-            *("set_stream %user", f"%mine = chunk %part[%r of {ranks}] axis 0", *own),
+            *("set_stream %user", f"%mine = chunk %part[%r of {ranks}] axis 0", *local_block),
             f"%c: {dtype}[{2 * m}@didx, {n}] = allocate",
             "sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine",
             *(f"synchronize {stream}" for stream in range(streams)),
@@ -255,58 +265,59 @@ def text(row: Row, ranks: int, way: Way, dtype: str, operands: str = "", product
     )
 
 
-class StandsForMore(Subject):
-    """What is compared on one of two ranks that stand for more.
+class EmulatedRank(Subject):
+    """The subject of a row on a rank that emulates one of more ranks.
 
     Fields:
-        c: `[M / ranks, N]`, the own block of rows, with all blocks added that the peer sends.
+        c: `[M / ranks, N]`, this rank's block of rows: the sum of its own block and the blocks from the peer.
     """
 
     part: torch.Tensor
     multiply: Callable[[], object]
 
-    def stand_for(self, ranks: int) -> None:
+    def emulate(self, ranks: int) -> None:
+        """Let this rank emulate one of so many ranks."""
         self.ranks = ranks
         self.c = torch.empty(self.row.M // ranks, self.row.N, dtype=self.dtype, device=self.device)
         self.slots = self.shared(ranks, *self.c.shape)
-        self.theirs = self.of_peer(self.slots, 1 - self.rank) if self.on_gpu else torch.empty_like(self.slots)
+        self.peer_slots = self.of_peer(self.slots, 1 - self.rank) if self.on_gpu else torch.empty_like(self.slots)
 
     def product(self) -> torch.Tensor:
-        """What this rank multiplies, `[M, N]`."""
+        """Return this rank's product, `[M, N]`."""
         raise NotImplementedError
 
     def exact_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of it in float64."""
+        """Return some rows of the product in float64."""
         raise NotImplementedError
 
     def program(self, way: Way) -> str:
-        """The text that adds up the blocks."""
+        """Return the text of a program for a row."""
         raise NotImplementedError
 
     def about(self) -> Result:
         return {**super().about(), "emulated_on": 2}
 
     def judge(self) -> Judge:
-        """Against this rank's own block and the blocks of the peer but for that of its own place."""
+        """Return the judge of the sum of this rank's own block and all blocks of the peer but the peer's own."""
         m = self.row.M // self.ranks
-        drawn = torch.randint(m, (32,), generator=torch.Generator().manual_seed(m))  # the same on both ranks
-        sample = torch.cat([torch.tensor([0, m - 1]), drawn]).unique().to(self.device)
+        random_rows = torch.randint(m, (32,), generator=torch.Generator().manual_seed(m))  # the same on both ranks
+        sample = torch.cat([torch.tensor([0, m - 1]), random_rows]).unique().to(self.device)
         rows = torch.cat([place * m + sample for place in range(self.ranks)])
         sums = []
-        for made in (self.product().float(), self.exact_rows(rows)):
-            both = [torch.empty_like(made) for _ in range(2)]
-            dist.all_gather(both, made.contiguous())
-            blocks = [each.chunk(self.ranks) for each in both]
-            added = [block for place, block in enumerate(blocks[1 - self.rank]) if place != 1 - self.rank]
-            sums.append(torch.stack([blocks[self.rank][self.rank], *added]).sum(0))
+        for product in (self.product().float(), self.exact_rows(rows)):
+            products = [torch.empty_like(product) for _ in range(2)]
+            dist.all_gather(products, product.contiguous())
+            blocks = [rank_product.chunk(self.ranks) for rank_product in products]
+            received = [block for place, block in enumerate(blocks[1 - self.rank]) if place != 1 - self.rank]
+            sums.append(torch.stack([blocks[self.rank][self.rank], *received]).sum(0))
         return Judge(sample, sums[1], sums[0].to(self.dtype))
 
     def parts(self) -> Mapping[str, Work]:
         return {"gemm": self.multiply, "copies": self.push}
 
     def push(self) -> None:
-        """Copies of as many blocks to the peer, which nobody waits for."""
-        for block, slot in zip(self.part.chunk(self.ranks)[1:], self.theirs[1:], strict=True):
+        """Copy as many blocks to the peer, without a wait for them."""
+        for block, slot in zip(self.part.chunk(self.ranks)[1:], self.peer_slots[1:], strict=True):
             slot.copy_(block)
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
@@ -320,12 +331,12 @@ class StandsForMore(Subject):
         return lowered(self, hi.parse(self.program(way)), Variant(way.strategy, way.kernels), mode, name=str(way))
 
 
-class AsRankOf(StandsForMore, Operands):
-    """A row's tensors on one of two ranks that stand for more."""
+class EmulatedOperands(EmulatedRank, Operands):
+    """A row's tensors on a rank that emulates one of more ranks."""
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session, *, ranks: int) -> None:
-        super().__init__(row, dtype, joined)
-        self.stand_for(ranks)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, ranks: int) -> None:
+        super().__init__(row, dtype, job)
+        self.emulate(ranks)
 
     def product(self) -> torch.Tensor:
         return self.a @ self.b
@@ -334,31 +345,31 @@ class AsRankOf(StandsForMore, Operands):
         return self.a[rows].double() @ self.b.double()
 
     def program(self, way: Way) -> str:
-        return text(self.row, self.ranks, way, self.dtype_name)
+        return program_text(self.row, self.ranks, way, self.dtype_name)
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
-    options = parser(__doc__, "reduce_scatter", without=ODD)
-    options.add_argument("--shapes", choices=("layers", "odd"), default="layers", help="rows, where none are named")
-    options.add_argument("--as-rank-of", type=int, metavar="R", help="let 2 GPUs stand for one of so many ranks")
-    given = options.parse_args(arguments)
-    if given.shapes == "odd":
-        given.rows = KINDS["reduce_scatter"].rows(",".join(ODD))
-    if given.as_rank_of:
-        given.rows = [row for row in given.rows if row.M in LARGE]
-    return given
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = options_parser(__doc__, "reduce_scatter", without=ODD)
+    parser.add_argument("--shapes", choices=("layers", "odd"), default="layers", help="the rows, if none are named")
+    parser.add_argument("--as-rank-of", type=int, metavar="R", help="let 2 GPUs emulate two of so many ranks")
+    options = parser.parse_args(arguments)
+    if options.shapes == "odd":
+        options.rows = BENCHMARKS["reduce_scatter"].rows(",".join(ODD))
+    if options.as_rank_of:
+        options.rows = [row for row in options.rows if row.M in LARGE]
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options(arguments)
-    if given.as_rank_of is None:
-        return compare(given, "reduce_scatter", Operands)
-    if given.out is not None:
-        given.out = given.out.with_name(f"{given.out.name}_as_rank_of")
-    compare(given, "departures", partial(AsRankOf, ranks=given.as_rank_of), ranks=2, finest=given.as_rank_of)
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    options = parse_options(arguments)
+    if options.as_rank_of is None:
+        return compare(options, "reduce_scatter", Operands)
+    if options.out is not None:
+        options.out = options.out.with_name(f"{options.out.name}_as_rank_of")
+    subject = partial(EmulatedOperands, ranks=options.as_rank_of)
+    compare(options, "departures", subject, ranks=2, finest=options.as_rank_of)
 
 
 if __name__ == "__main__":

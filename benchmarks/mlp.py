@@ -1,15 +1,15 @@
-"""An MLP with sequence-sharded ends, one program: column parallel, activation, row parallel.
+"""An MLP with sequence-sharded input and output as one program: column parallel, activation, row parallel.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --out benchmarks/results/mlp
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --gated
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --device cpu --shrink 64 --rows 70B:2048
 
-Rows are the MLPs of Llama 3 as tensor parallel 8 has them, with gelu; `--gated` has silu(x @ gate) * (x @ up) as Llama
-has. The floor is the computation alone, or all-gather and reduce-scatter alone, one after the other: whichever is
-longer. Ours is what `hi.compile` gives by its estimates, with `out=`; slices of a pipeline are an axis outside of the
-ranks.
+Rows are the MLPs of Llama 3 with tensor parallelism 8, with gelu. With `--gated` the activation is
+silu(x @ gate) * (x @ up), as in Llama. The floor is the computation alone, or the all-gather and the reduce-scatter
+alone, one after the other, whichever takes longer. hostir's score is that of `hi.compile` by estimates, with `out=`.
+The slices of a pipeline are an axis outside of the ranks.
 
-What it is measured against:
+The peers:
 
     NCCL + cuBLAS   all_gather_into_tensor, matmul, activation, matmul, reduce_scatter_tensor
     torch fused     fused_all_gather_matmul, activation, fused_matmul_reduce_scatter of torch.ops.symm_mem
@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
-from benchmarks.comparison import PIECES, Judge, Subject, Work, compare, parser, summed_rows
+from benchmarks.comparison import PIECES, Judge, Subject, Work, compare, options_parser, summed_rows
 from benchmarks.harness import synchronize
-from benchmarks.scores import BY_HAND, FIRST, KINDS, TORCH, Row
+from benchmarks.scores import BENCHMARKS, BY_HAND, FIRST, TORCH, Row
 from hostir.runtime.session import Session
 
-OTHERS = tuple(model for model in KINDS["mlp"].models if model != FIRST[0])  # measured where they are named
+OTHERS = tuple(model for model in BENCHMARKS["mlp"].models if model != FIRST[0])  # measured only if named
 
 
 def mlp(ranks: int, slices: int, M: int, K: int, H: int, dtype: str, *, gated: bool) -> hi.Fusion:
-    """The layers on `[M, K]`; in slices on `[slices, ranks, rows, K]`, with a Stream axis."""
+    """Return the fusion of an MLP on `[M, K]`; with slices on `[slices, ranks, rows, K]`, with a Stream axis."""
     rows = [M] if slices == 1 else [slices, ranks, M // (slices * ranks)]
     with hi.Fusion("mlp") as fusion:
         x = hi.tensor("x", [*rows, K], dtype)
@@ -55,22 +55,23 @@ def mlp(ranks: int, slices: int, M: int, K: int, H: int, dtype: str, *, gated: b
 
 
 class Operands(Subject):
-    """A row's tensors on this rank; of the row, N is the width of the hidden layer on a rank.
+    """A row's tensors on this rank. N of the row is the width of the hidden layer on a rank.
 
     Fields:
         x: `[M / ranks, K]`, this rank's rows; on GPUs in symmetric memory.
-        first: `[K, N]` each: the weights before the activation, stored by columns; parts of `together`.
-        down: `[N, K]`, the weight behind it, stored by columns.
-        whole: `[M, K]`, the rows of all ranks.
-        products: `[M, N * weights]`, before the activation.
-        part: `[M, K]`, what this rank adds to the result.
+        together: `[K, N * weights]`, the weights before the activation, stored by columns.
+        first: views of these weights, each `[K, N]`.
+        down: `[N, K]`, the weight after the activation, stored by columns.
+        gathered: `[M, K]`, the rows of all ranks.
+        products: `[M, N * weights]`, the products before the activation.
+        part: `[M, K]`, this rank's partial sum of the result.
         y: `[M / ranks, K]`, this rank's rows of the result.
     """
 
     slices = (2, 4)
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session, *, gated: bool = False) -> None:
-        super().__init__(row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, gated: bool = False) -> None:
+        super().__init__(row, dtype, job)
         self.gated = gated
         M, H, K = row.M, row.N, row.K
         empty = partial(torch.empty, dtype=dtype, device=self.device)
@@ -78,7 +79,7 @@ class Operands(Subject):
         self.together = (torch.randn(H * (1 + gated), K, device=self.device) / K**0.5).to(dtype).t()
         self.first = self.together.chunk(1 + gated, dim=1)
         self.down = (torch.randn(K, H, device=self.device) / H**0.5).to(dtype).t()
-        self.whole, self.products = empty(M, K), empty(M, H * (1 + gated))
+        self.gathered, self.products = empty(M, K), empty(M, H * (1 + gated))
         self.part, self.y = empty(M, K), empty(M // self.ranks, K)
         self.renew()
 
@@ -93,21 +94,22 @@ class Operands(Subject):
     def judge(self) -> Judge:
         row = self.row
         self.by_hand()
-        sample, exact = summed_rows(row.M, self.ranks, self.rank, self.exactly, self.device)
+        sample, exact = summed_rows(row.M, self.ranks, self.rank, self.exact_part, self.device)
         in_pieces = []
         for n in (1, *(n for n in sorted({*PIECES, self.ranks}) if n > 1)):
-            pieces = [self.activated([x @ w for w in self.first]) @ self.down for x in self.whole.chunk(n)]
+            pieces = [self.activated([x @ w for w in self.first]) @ self.down for x in self.gathered.chunk(n)]
             torch.cat(pieces, out=self.part)
             self.scatter()
             in_pieces.append(self.y.clone())
         return Judge(sample, exact, in_pieces[0], in_pieces[1:])
 
-    def exactly(self, rows: torch.Tensor) -> torch.Tensor:
-        x = self.whole[rows].double()
+    def exact_part(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return some rows of this rank's partial sum, in float64."""
+        x = self.gathered[rows].double()
         return self.activated([x @ w.double() for w in self.first]) @ self.down.double()
 
     def activated(self, products: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-        """The activation of the first layer's products."""
+        """Return the activation of the first layer's products."""
         if not self.gated:
             return (
                 torch.ops.aten.gelu.out(products[0], out=out)
@@ -116,7 +118,6 @@ class Operands(Subject):
             )
         return torch.mul(torch.nn.functional.silu(products[0]), products[1], out=out)
 
-    # The parts --------------------------------------------------------------------------------------------------------
     def parts(self) -> Mapping[str, Work]:
         return {"gemm": self.compute, "nccl": self.communicate}
 
@@ -125,12 +126,12 @@ class Operands(Subject):
         return {"flops": 2 * row.M * row.N * row.K * (2 + self.gated), "gated": self.gated}
 
     def compute(self) -> None:
-        torch.matmul(self.whole, self.together, out=self.products)
+        torch.matmul(self.gathered, self.together, out=self.products)
         hidden = self.activated(self.products.chunk(1 + self.gated, dim=1))
         torch.matmul(hidden, self.down, out=self.part)
 
     def gather(self) -> None:
-        dist.all_gather_into_tensor(self.whole, self.x)
+        dist.all_gather_into_tensor(self.gathered, self.x)
 
     def scatter(self) -> None:
         dist.reduce_scatter_tensor(self.y, self.part)
@@ -139,7 +140,6 @@ class Operands(Subject):
         self.gather()
         self.scatter()
 
-    # The peers --------------------------------------------------------------------------------------------------------
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
         return {BY_HAND: self.by_hand, TORCH: self.fused}
 
@@ -154,7 +154,6 @@ class Operands(Subject):
         _, products = ops.fused_all_gather_matmul(self.x, [*self.first], 0, group, return_A=False)
         return ops.fused_matmul_reduce_scatter(self.activated(products), self.down, "sum", 0, group)
 
-    # Ours -------------------------------------------------------------------------------------------------------------
     def fusion(self, slices: int) -> hi.Fusion:
         row = self.row
         return mlp(self.ranks, slices, row.M, row.K, row.N * self.ranks, self.dtype_name, gated=self.gated)
@@ -167,20 +166,19 @@ class Operands(Subject):
         return self.y if slices == 1 else self.y.view(slices, 1, -1, self.row.K)
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
-    options = parser(__doc__, "mlp", without=OTHERS)
-    options.add_argument("--gated", action="store_true", help="silu(x @ gate) * (x @ up) instead of gelu(x @ up)")
-    return options.parse_args(arguments)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = options_parser(__doc__, "mlp", without=OTHERS)
+    parser.add_argument("--gated", action="store_true", help="silu(x @ gate) * (x @ up) instead of gelu(x @ up)")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    given = options(arguments)
-    if given.gated and given.out is not None:
-        given.out = given.out.with_name(f"{given.out.name}_gated")
-    compare(given, "mlp", partial(Operands, gated=given.gated))
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    options = parse_options(arguments)
+    if options.gated and options.out is not None:
+        options.out = options.out.with_name(f"{options.out.name}_gated")
+    compare(options, "mlp", partial(Operands, gated=options.gated))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from typing import Any, TextIO
 
 import hostir.__main__
 from benchmarks.harness import environment
-from benchmarks.scores import KINDS
+from benchmarks.scores import BENCHMARKS
 from hostir.runtime.session import Session, session
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def compared(job: Job, *, module: str, kind: str, rows: str = "", file: str = ""
     """A benchmark that compares candidates, all its rows as far as there is time.
 
     Args:
-        kind: of its rows, in `KINDS`; of those that the command line names it takes the ones that there are.
+        kind: of its rows, in `BENCHMARKS`; of those that the command line names it takes the ones that there are.
         rows: where the command line names none of them; empty for all.
         file: what it writes, if not called as the module.
     """
@@ -106,7 +106,7 @@ def compared(job: Job, *, module: str, kind: str, rows: str = "", file: str = ""
 
 def known(row: str, kind: str) -> bool:
     try:
-        return bool(KINDS[kind].chosen(row))
+        return bool(BENCHMARKS[kind].select(row))
     except ValueError:
         return False
 

@@ -30,8 +30,11 @@ from benchmarks.matmul_reduce_scatter import row_parallel
 from benchmarks.mlp import mlp
 from benchmarks.reshard import all_gather, summed
 from examples import patterns
-from hostir.choice.decision import SEQUENTIAL, Timing, candidates, estimated
-from hostir.choice.platforms import hardware_of, reference
+from hostir.choice.candidates import SEQUENTIAL, candidates_of
+from hostir.choice.choices import Timing
+from hostir.choice.decision import estimated
+from hostir.choice.hardware import hardware_of
+from hostir.choice.platforms import reference
 from hostir.ir import HostIRError
 from hostir.lower.strategies import fusion_of
 
@@ -129,7 +132,7 @@ def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
     for slices in (1, *several):
         try:
             fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
-            known = [candidates(fusion, platform, kernels) for kernels in KERNELS]
+            known = [candidates_of(fusion, platform, kernels) for kernels in KERNELS]
             timings = [timing for each in known for timing in estimated(each, platform, {}, "graph")[0]]
         except HostIRError:
             continue

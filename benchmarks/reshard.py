@@ -1,12 +1,12 @@
-"""Collectives alone, as `hi.compile` makes them of a change of sharding, against NCCL.
+"""Collectives alone: changes of sharding, compiled by `hi.compile`, compared with NCCL.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.reshard --out benchmarks/results/reshard
     torchrun --standalone --nproc-per-node 2 -m benchmarks.reshard --device cpu --shrink 64
 
-A reduce-scatter of partial sums of 8192 x 16384, all-gathers to 64 and to 256 MiB, and all-reduces of 16 KiB to 64 MiB,
-in bf16. The floor is NCCL alone; of all-reduces the best of NCCL and torch.
+The rows are a reduce-scatter of partial sums of 8192 x 16384, all-gathers to 64 and to 256 MiB, and all-reduces of 16
+KiB to 64 MiB, in bf16. The floor is NCCL alone; for all-reduces it is the faster one of NCCL and torch.
 
-What it is measured against:
+The peers:
 
     NCCL     reduce_scatter_tensor, all_gather_into_tensor, all_reduce
     torch    torch.ops.symm_mem._low_contention_reduce_scatter and _low_contention_all_gather, by copy engines;
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
-from benchmarks.comparison import Judge, Subject, Work, compare, parser, summed_rows
+from benchmarks.comparison import Judge, Subject, Work, compare, options_parser, summed_rows
 from benchmarks.harness import synchronize
-from benchmarks.matmul_all_reduce import ALONE, REDUCTIONS, by_nccl, one_shot
+from benchmarks.matmul_all_reduce import PARTS, REDUCTIONS, by_nccl, one_shot
 from benchmarks.matmul_reduce_scatter import low_contention
 from benchmarks.scores import ONE_SHOT, Row
 from hostir.runtime.session import Session
@@ -39,13 +39,13 @@ fusion @reduced(%x: {dtype}[{M}, {N}] partial(didx)) -> (%y) {{
 
 
 def summed(ranks: int, M: int, N: int, dtype: str, *, scattered: bool) -> hi.Program:
-    """Return the fusion that sums up partial sums; `scattered`: each rank gets its rows of the sum, and not all."""
+    """Return the fusion of an all-reduce of partial sums; of a reduce-scatter, if `scattered` is True."""
     devices, rows = " ".join(map(str, range(ranks))), "@didx" if scattered else ""
     return hi.parse(PARTIAL.format(ranks=devices, dtype=dtype, M=M, N=N, rows=rows))
 
 
 def all_gather(ranks: int, M: int, N: int, dtype: str) -> hi.Fusion:
-    """Return the fusion that gathers the rows of all ranks."""
+    """Return the fusion of an all-gather of rows."""
     with hi.Fusion("all_gather") as fusion:
         x = hi.tensor("x", [M, N], dtype)
         y = hi.reshard(x)
@@ -57,10 +57,10 @@ def all_gather(ranks: int, M: int, N: int, dtype: str) -> hi.Fusion:
 
 
 class Scattered(Subject):
-    """Partial sums `x`, `[M, N]`, in symmetric memory on GPUs; and `y`, this rank's rows of their sum."""
+    """A reduce-scatter of `x`, `[M, N]`, in symmetric memory on GPUs; `y` has this rank's rows of the sum."""
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        super().__init__(row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        super().__init__(row, dtype, job)
         self.x = self.shared(row.M, row.N)
         self.y = torch.empty(row.M // self.ranks, row.N, dtype=dtype, device=self.device)
         self.renew()
@@ -73,8 +73,8 @@ class Scattered(Subject):
         dist.barrier()
 
     def judge(self) -> Judge:
-        found = summed_rows(self.row.M, self.ranks, self.rank, lambda rows: self.x[rows].double(), self.device)
-        return Judge(*found, self.by_nccl().clone())
+        sample, exact = summed_rows(self.row.M, self.ranks, self.rank, lambda rows: self.x[rows].double(), self.device)
+        return Judge(sample, exact, self.by_nccl().clone())
 
     def parts(self) -> Mapping[str, Work]:
         return {"nccl": self.by_nccl}
@@ -101,18 +101,18 @@ class Scattered(Subject):
 
 
 class Gathered(Scattered):
-    """This rank's rows `x`, `[M / ranks, N]`, in symmetric memory on GPUs; and `y`, `[M, N]`, those of all ranks."""
+    """An all-gather of `x`, `[M / ranks, N]`, in symmetric memory on GPUs, to `y`, `[M, N]`."""
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        Subject.__init__(self, row, dtype, joined)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        Subject.__init__(self, row, dtype, job)
         self.x = self.shared(row.M // self.ranks, row.N)
         self.y = torch.empty(row.M, row.N, dtype=dtype, device=self.device)
         self.renew()
 
     def judge(self) -> Judge:
-        whole = self.by_nccl().clone()
+        gathered = self.by_nccl().clone()
         sample = torch.arange(self.rank, self.row.M, self.ranks, device=self.device)
-        return Judge(sample, whole[sample].double(), whole)
+        return Judge(sample, gathered[sample].double(), gathered)
 
     def by_nccl(self) -> torch.Tensor:
         dist.all_gather_into_tensor(self.y, self.x)
@@ -127,14 +127,14 @@ class Gathered(Scattered):
 
 
 class Summed(Scattered):
-    """Partial sums `x`, `[M, N]`, in symmetric memory on GPUs; and `y`, their sum.
+    """An all-reduce of `x`, `[M, N]`, in symmetric memory on GPUs, to `y`.
 
-    The floor's all-reduces work in place, on the zeros of `z`; as a peer, one of these has to copy `x` first.
+    The all-reduces of the floor are in place, on `zeros`, `[M, N]`. The peer NCCL has to copy `x` first.
     """
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        Subject.__init__(self, row, dtype, joined)
-        self.x, self.z = self.shared(row.M, row.N), self.shared(row.M, row.N).zero_()
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        Subject.__init__(self, row, dtype, job)
+        self.x, self.zeros = self.shared(row.M, row.N), self.shared(row.M, row.N).zero_()
         self.y = torch.empty(row.M, row.N, dtype=dtype, device=self.device)
         self.renew()
 
@@ -145,29 +145,28 @@ class Summed(Scattered):
         return Judge(rows, exact, self.copied(by_nccl))
 
     def parts(self) -> Mapping[str, Work]:
-        return {name: partial(call, self.z) for name, call in zip(ALONE, REDUCTIONS.values(), strict=True)}
+        return {name: partial(reduce, self.zeros) for name, reduce in zip(PARTS, REDUCTIONS.values(), strict=True)}
 
     def peers(self) -> Mapping[str, Callable[[], torch.Tensor]]:
         return {"NCCL": partial(self.copied, by_nccl), ONE_SHOT: partial(one_shot, self.x)}
 
     def copied(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The result of a reduction in place, of a copy."""
+        """Return the result of a reduction in place, on a copy of `x`."""
         return reduce(self.y.copy_(self.x))
 
 
-def subject(row: Row, dtype: torch.dtype, joined: Session) -> Subject:
-    return {"reduce_scatter": Scattered, "all_gather": Gathered, "all_reduce": Summed}[row.model](row, dtype, joined)
+def subject(row: Row, dtype: torch.dtype, job: Session) -> Subject:
+    return {"reduce_scatter": Scattered, "all_gather": Gathered, "all_reduce": Summed}[row.model](row, dtype, job)
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
-    return parser(__doc__, "reshard").parse_args(arguments)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    return options_parser(__doc__, "reshard").parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(arguments), "reshard", subject, any_rows=True)
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    compare(parse_options(arguments), "reshard", subject, any_rows=True)
 
 
 if __name__ == "__main__":

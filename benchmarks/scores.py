@@ -1,4 +1,4 @@
-"""What benchmarks measure row by row, and how that is scored: rows, scores, tables. None of it needs a GPU."""
+"""Rows of the comparisons, their scores, and the tables that show them. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.harness import table
 
 EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
-COMPILED = "hi.compile"  # the candidate that is taken untuned
+COMPILED = "hi.compile"  # the candidate that `hi.compile` chooses without measurements
 BY_HAND, TORCH = "NCCL + cuBLAS", "torch fused"  # peers
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
-HOSTIR = "hostir"  # the candidate that is a function of hostir.torch
+HOSTIR = "hostir"  # the candidate that calls a function of hostir.torch
 NVFUSER = "nvFuser"
-# N and K of a rank; for Llama 3 they are those of the first weight of the MLP at tensor parallel 8.
+# N and K of a rank. For Llama 3 they are N and K of the first weight of the MLP with tensor parallelism 8.
 MODELS = {"8B": (1792, 4096), "70B": (3584, 8192), "405B": (6656, 16384), NVFUSER: (8192, 16384)}
 LARGE, SMALL = (2048, 4096, 8192, 16384), (512, 64)
 SIZES: dict[str, tuple[int, ...]] = {model: (*reversed(SMALL), *LARGE) for model in MODELS} | {NVFUSER: (32768,)}
-FIRST = ("70B", "8B", "405B")  # where time is short
+FIRST = ("70B", "8B", "405B")  # the order of the models, in case time is short
 
 # Scores to reach on 8 H200 in bf16.
 MUST = {
@@ -34,10 +34,10 @@ GOAL = {
     "405B": dict(zip(LARGE, (0.95, 0.97, 0.98, 0.98), strict=True)),
 }
 SMALL_GOAL = 0.80
-OF_BEST_PEER = 0.98  # of its score, on small rows
+OF_BEST_PEER = 0.98  # the share of the best peer's score that small rows must reach
 GOAL_OF_BEST_PEER = 1.1
 
-# Scores to reach on 2 or 8 H200 in bf16 by a matmul + reduce-scatter, and the goal on 2.
+# Scores for a matmul + reduce-scatter to reach on 2 or 8 H200 in bf16, and the goal on 2.
 SCATTERED_MUST = {
     2: {
         "8B": dict(zip(LARGE, (0.58, 0.74, 0.78, 0.80), strict=True)),
@@ -55,23 +55,23 @@ SCATTERED_GOAL = {
     "70B": dict(zip(LARGE, (0.92, 0.94, 0.95, 0.96), strict=True)),
     "405B": dict(zip(LARGE, (0.96, 0.97, 0.98, 0.98), strict=True)),
 }
-# The same as a rank of 8 meets it, emulated on 2.
+# The same for a rank of 8 that is emulated on 2 GPUs.
 DEPARTURES_MUST = {
     "8B": dict(zip(LARGE, (0.62, 0.66, 0.72, 0.78), strict=True)),
     "70B": dict(zip(LARGE, (0.76, 0.86, 0.89, 0.90), strict=True)),
     "405B": dict(zip(LARGE, (0.90, 0.92, 0.93, 0.94), strict=True)),
 }
-# Scores to reach on 2 H200 in bf16 by a matmul + all-reduce of many rows; fewer are held against the best peer.
+# Scores for a matmul + all-reduce to reach on 2 H200 in bf16 with many rows. With few rows the best peer counts.
 REDUCED_MUST, REDUCED_GOAL = {2048: 0.75, 8192: 0.80}, {2048: 0.90, 8192: 0.92}
-# The same in fp8, with tensor cores that accumulate.
+# Scores to reach on 2 H200 in fp8, with sums in the tensor cores.
 SCALED_MUST = {
     "gather": dict(zip(LARGE, (0.82, 0.88, 0.90, 0.92), strict=True)),
     "scatter": dict(zip(LARGE, (0.75, 0.80, 0.82, 0.83), strict=True)),
 }
-OF_AXIS_0 = 1.05  # how many times as long rows may take that are gathered or scattered on another axis
-FEW = (1, 16, 64, 128, 512)  # rows
+OF_AXIS_0 = 1.05  # rows that are gathered or scattered on another axis may take so many times as long as on axis 0
+FEW = (1, 16, 64, 128, 512)  # numbers of rows
 DECODED = (1, 16, 64)
-# Shapes that nothing was tuned for: K and N of a rank.
+# Shapes (K and N of a rank) that nothing was tuned for.
 ODD = {
     "K=3696 N=8192": (1536, 6000, 12288),
     "K=2304 N=7168": (4096,),
@@ -79,13 +79,13 @@ ODD = {
     "K=768 N=6144": (8000,),
 }
 
-Result = dict[str, Any]  # a row's figures, as they stand in the JSON
-Asked = tuple[float | None, float | None]  # the score that a row must reach, and the goal
+Result = dict[str, Any]  # a row's figures, as in the JSON of a run
+Target = tuple[float | None, float | None]  # the score that a row must reach, and the goal
 
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: M rows in all, N columns of B on each rank, and K of A on each rank."""
+    """One shape: M rows on all ranks together, N columns of B on each rank, and K columns of A on each rank."""
 
     model: str
     M: int
@@ -97,17 +97,17 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a benchmark measures.
+class Benchmark:
+    """The rows of one comparison, and the scores that they must reach.
 
     Fields:
-        title: of its table.
-        collective: what stands beside the computation in its floor.
-        shape: what the numbers of a row are.
+        title: the title of its table.
+        collective: the name of the collective in its floor.
+        shape: the names of the numbers of a row.
         models: N and K of a rank, by model.
-        sizes: M, by model.
-        asked: what a measured row must reach, and its goal.
-        by_mode: True if ours is held against the fastest peer in each mode; `asked` is then not called.
+        sizes: the values of M, by model.
+        target: returns the score that a measured row must reach, and its goal.
+        by_mode: True if hostir is compared with the fastest peer of each mode. Then `target` is not called.
     """
 
     title: str
@@ -115,43 +115,42 @@ class Kind:
     shape: str
     models: Mapping[str, tuple[int, int]]
     sizes: Mapping[str, tuple[int, ...]]
-    asked: Callable[[Result], Asked] = lambda row: (None, None)
+    target: Callable[[Result], Target] = lambda row: (None, None)
     by_mode: bool = False
 
     def row(self, model: str, m: int) -> Row:
         return Row(model, m, *self.models[model])
 
-    def chosen(self, wanted: str) -> set[tuple[str, int]]:
-        """The rows of a list such as `8B:2048,70B`. Raises ValueError for what is none."""
-        found = set()
-        for part in wanted.split(","):
-            model, _, m = part.partition(":")
+    def select(self, names: str) -> set[tuple[str, int]]:
+        """Return the model and M of each row in a list such as `8B:2048,70B`. Raises ValueError for unknown rows."""
+        selected = set()
+        for name in names.split(","):
+            model, _, m = name.partition(":")
             sizes = [size for size in self.sizes.get(model, ()) if m in ("", str(size))]
             if not sizes:
-                known = "; ".join(f"{name}: {', '.join(map(str, ms))}" for name, ms in self.sizes.items())
-                raise ValueError(f"no row '{part}': models and their M are {known}")
-            found |= {(model, size) for size in sizes}
-        return found
+                valid = "; ".join(f"{model}: {', '.join(map(str, ms))}" for model, ms in self.sizes.items())
+                raise ValueError(f"no row '{name}': models and their M are {valid}")
+            selected |= {(model, size) for size in sizes}
+        return selected
 
-    def rows(self, wanted: str = "", without: Iterable[str] = ()) -> list[Row]:
-        """The rows to measure, in order of importance.
+    def rows(self, names: str = "", without: Iterable[str] = ()) -> list[Row]:
+        """Return the rows to measure, in order of importance.
 
         Args:
-            wanted: models or rows, such as `8B:2048,70B`; empty for all.
-            without: models that are not among all.
+            names: models or rows, such as `8B:2048,70B`; empty for all rows.
+            without: models to leave out unless `names` names them.
 
-        Raises ValueError for what is no row.
+        Raises ValueError for unknown rows.
         """
         first = [model for model in FIRST if model in self.models]
         order = [(model, m) for model in first for m in LARGE]
         order += [(model, m) for m in SMALL for model in first]
         order += [(model, m) for model, sizes in self.sizes.items() for m in sizes if (model, m) not in order]
-        chosen = self.chosen(wanted) if wanted else {(model, m) for model, m in order if model not in without}
-        return [self.row(model, m) for model, m in order if (model, m) in chosen and m in self.sizes[model]]
+        selected = self.select(names) if names else {(model, m) for model, m in order if model not in without}
+        return [self.row(model, m) for model, m in order if (model, m) in selected and m in self.sizes[model]]
 
 
-# What is asked of rows --------------------------------------------------------------------------------------------
-def _of_gathered(row: Result) -> Asked:
+def _gathered_target(row: Result) -> Target:
     if row["ranks"] != 8:
         return None, None
     if row["M"] in SMALL:
@@ -159,35 +158,39 @@ def _of_gathered(row: Result) -> Asked:
     return MUST.get(row["model"], {}).get(row["M"]), GOAL.get(row["model"], {}).get(row["M"])
 
 
-def _of_scattered(row: Result) -> Asked:
+def _scattered_target(row: Result) -> Target:
     model, m, ranks = row["model"], row["M"], row["ranks"]
     if ranks not in SCATTERED_MUST:
         return None, None
     if m in SCATTERED_MUST[ranks].get(model, {}):
         return SCATTERED_MUST[ranks][model][m], SCATTERED_GOAL[model][m] if ranks == 2 else None
-    alike = fastest(row["times"], ours=False, modes=modes_of(row))
-    return _of_peers(row, (alike, OF_BEST_PEER, GOAL_OF_BEST_PEER))
+    peer = fastest(row["times"], ours=False, modes=modes_of(row))
+    return _peer_target(row, (peer, OF_BEST_PEER, GOAL_OF_BEST_PEER))
 
 
-def _of_reduced(row: Result) -> Asked:
+def _reduced_target(row: Result) -> Target:
     m = row["M"]
     if row["ranks"] not in SCATTERED_MUST:
         return None, None
     if m in REDUCED_MUST and (row["model"], row["ranks"]) == ("70B", 2):
         return REDUCED_MUST[m], REDUCED_GOAL[m]
-    return _of_peers(row, (fastest(row["times"], ours=False, modes=modes_of(row)), OF_BEST_PEER, 1.15))
+    return _peer_target(row, (fastest(row["times"], ours=False, modes=modes_of(row)), OF_BEST_PEER, 1.15))
 
 
-def _of_decoded(row: Result) -> Asked:
-    return _of_peers(row, (fastest(row["times"], ours=False, modes=modes_of(row)), 1.0, 1.2))
+def _decoded_target(row: Result) -> Target:
+    return _peer_target(row, (fastest(row["times"], ours=False, modes=modes_of(row)), 1.0, 1.2))
 
 
-def _of_departures(row: Result) -> Asked:
+def _departures_target(row: Result) -> Target:
     return (DEPARTURES_MUST[row["model"]][row["M"]] if row["ranks"] == 8 else None), None
 
 
-def _of_scaled(row: Result, side: str) -> Asked:
-    """What axis 0 takes; of blocks and few rows the best peer's score; else a score, and no less than a peer's."""
+def _scaled_target(row: Result, side: str) -> Target:
+    """Return the target of an fp8 row.
+
+    On another axis than 0, it follows from the time on axis 0. For scales of blocks, and for few rows, it follows from
+    the best peer's score. Otherwise it is a fixed score, or the best peer's score if that is higher.
+    """
     if row["ranks"] != 2:
         return None, None
     if row.get("axis_0_us"):
@@ -195,53 +198,57 @@ def _of_scaled(row: Result, side: str) -> Asked:
         return round(score / OF_AXIS_0, 4), round(score, 4)
     if row["scales"] == "blocks" or row["M"] in SMALL:
         modes = modes_of(row) if row["M"] in SMALL else MODES
-        return _of_peers(row, (fastest(row["times"], ours=False, modes=modes), OF_BEST_PEER, 1.0))
+        return _peer_target(row, (fastest(row["times"], ours=False, modes=modes), OF_BEST_PEER, 1.0))
     return (max(SCALED_MUST[side][row["M"]], row["score_peer"] or 0.0) if row["fast"] else None), None
 
 
-def _of_mlp(row: Result) -> Asked:
+def _mlp_target(row: Result) -> Target:
     peers = {name: {name: t} for name, t in row["times"].items()}
     by_hand = fastest(peers.get(BY_HAND, {}), ours=False, modes=modes_of(row))
     fused = fastest(peers.get(TORCH, {}), ours=False, modes=(GRAPH,))
-    return _of_peers(row, (by_hand, 1.20, 1.35), (fused, 1.03, 1.15))
+    return _peer_target(row, (by_hand, 1.20, 1.35), (fused, 1.03, 1.15))
 
 
-def _of_reshard(row: Result) -> Asked:
+def _reshard_target(row: Result) -> Target:
     if row["model"] == "all_reduce":
         return OF_BEST_PEER, GOAL_OF_BEST_PEER
     nccl = {name: t for name, t in row["times"].items() if name == "NCCL"}
-    return _of_peers(row, (fastest(nccl, ours=False, modes=modes_of(row)), 1.0, 1.1))
+    return _peer_target(row, (fastest(nccl, ours=False, modes=modes_of(row)), 1.0, 1.1))
 
 
-def _of_peers(row: Result, *asked: tuple[tuple[str, str, float] | None, float, float]) -> Asked:
-    """Scores that are so many times as high as peers', each given as `fastest` does."""
-    ran = [(row["floor_us"] / peer[2], must, goal) for peer, must, goal in asked if peer]
-    if not ran:
+def _peer_target(row: Result, *factors: tuple[tuple[str, str, float] | None, float, float]) -> Target:
+    """Return a target relative to peers: for each peer its result of `fastest`, and the factors of must and goal.
+
+    The target is the highest one over all peers that ran.
+    """
+    scores = [(row["floor_us"] / peer[2], must, goal) for peer, must, goal in factors if peer]
+    if not scores:
         return None, None
-    return round(max(score * must for score, must, _ in ran), 4), round(max(score * goal for score, _, goal in ran), 4)
+    must = max(score * must for score, must, _ in scores)
+    return round(must, 4), round(max(score * goal for score, _, goal in scores), 4)
 
 
 def modes_of(row: Result) -> tuple[str, ...]:
-    """The mode in which `hi.compile`'s executor runs a call with `out=`; all where there was none."""
+    """Return the mode of a call with `out=` of `hi.compile`'s executor; all modes if `hi.compile` did not run."""
     return (row["compiled"]["mode"],) if "compiled" in row else MODES
 
 
 SHARDED = {model: (k, n) for model, (n, k) in MODELS.items() if model in FIRST}  # the second weight of the MLP
-TRAINED = {  # a layer's N and K of a rank, forward alone and with its gradients
-    f"{model}-{kind}{trained}": (n, k) if kind == "gather" else (k, n)
+TRAINED = {  # N and K of a rank of a layer, without and with gradients
+    f"{model}-{side}{trained}": (n, k) if side == "gather" else (k, n)
     for model, (n, k) in MODELS.items()
     if model in ("8B", "70B")
-    for kind in ("gather", "scatter")
+    for side in ("gather", "scatter")
     for trained in ("", "-trained")
 }
 SCALED = {
-    f"scaled_{side}{emulated}": Kind(
+    f"scaled_{side}{emulated}": Benchmark(
         f"{title}{' as a rank of more meets it' if emulated else ''}",
         "copies" if emulated else collective,
         shape,
         {"70B": widths["70B"]},
         {"70B": LARGE if emulated else SIZES["70B"]},
-        (lambda _: (None, None)) if emulated else partial(_of_scaled, side=side),
+        (lambda _: (None, None)) if emulated else partial(_scaled_target, side=side),
     )
     for side, title, collective, shape, widths in (
         ("gather", "All-gather + fp8 matmul", "all-gather", "M,N/rank,K", MODELS),
@@ -250,57 +257,57 @@ SCALED = {
     for emulated in ("", "_emulated")
 }
 BESIDE = {f"K={k} N={n}": (n, k) for k, n in ((3696, 8192), (2304, 7168), (4608, 4608), (768, 6144))}
-KINDS = {
-    "allgather": Kind("All-gather + matmul", "all-gather", "M,N/rank,K", MODELS, SIZES, _of_gathered),
-    "reduce_scatter": Kind(
+BENCHMARKS = {
+    "allgather": Benchmark("All-gather + matmul", "all-gather", "M,N/rank,K", MODELS, SIZES, _gathered_target),
+    "reduce_scatter": Benchmark(
         "Matmul + reduce-scatter",
         "reduce-scatter",
         "M,N,K/rank",
         SHARDED | BESIDE,
         {model: SIZES[model] for model in SHARDED} | ODD,
-        _of_scattered,
+        _scattered_target,
     ),
-    "all_reduce": Kind(
+    "all_reduce": Benchmark(
         "Matmul + all-reduce",
         "all-reduce",
         "M,N,K/rank",
         SHARDED,
         dict.fromkeys(SHARDED, (*FEW, *LARGE)),
-        _of_reduced,
+        _reduced_target,
     ),
-    "decode": Kind(
+    "decode": Benchmark(
         "Decoding: MLP layers in one graph",
         "all-reduce",
         "M,N,K/rank",
         {"70B": SHARDED["70B"]},
         {"70B": DECODED},
-        _of_decoded,
+        _decoded_target,
     ),
-    "departures": Kind(
+    "departures": Benchmark(
         "Matmul + reduce-scatter as a rank of more meets it",
         "copies",
         "M,N,K/rank",
         SHARDED,
         dict.fromkeys(SHARDED, LARGE),
-        _of_departures,
+        _departures_target,
     ),
-    "mlp": Kind(
+    "mlp": Benchmark(
         "MLP with sequence-sharded ends",
         "collectives",
         "M,H/rank,K",
         {model: MODELS[model] for model in FIRST},
         dict.fromkeys(FIRST, LARGE),
-        _of_mlp,
+        _mlp_target,
     ),
-    "reshard": Kind(
+    "reshard": Benchmark(
         "Collectives alone",
         "NCCL",
         "M,N,-",
         {"reduce_scatter": (16384, 0), "all_gather": (8192, 0), "all_reduce": (8192, 0)},
         {"reduce_scatter": (8192,), "all_gather": (4096, 16384), "all_reduce": (1, 16, 64, 512, 4096)},
-        _of_reshard,
+        _reshard_target,
     ),
-    "torch_operators": Kind(
+    "torch_operators": Benchmark(
         "Functions for torch",
         "collectives",
         "M,N/rank,K/rank",
@@ -310,26 +317,25 @@ KINDS = {
     ),
     **SCALED,
 }
-GATHERED = KINDS["allgather"]
+GATHERED = BENCHMARKS["allgather"]
 rows = GATHERED.rows
 
 
-def kind_of(row: Result) -> Kind:
-    """What a row is of; the first results did not say it."""
-    return KINDS[row.get("kind", "allgather")]
+def benchmark_of(row: Result) -> Benchmark:
+    """Return the benchmark of a row. The oldest results, which do not name it, are of `allgather`."""
+    return BENCHMARKS[row.get("kind", "allgather")]
 
 
-# Scores -----------------------------------------------------------------------------------------------------------
-def scored(found: Result) -> Result:
-    """A row with its floor, its best times, their scores, and what was to be reached.
+def scored(row: Result) -> Result:
+    """Return a measured row with its floor, its best times, their scores, and its targets.
 
     Args:
-        found: has the microseconds of its parts alone, gemm_us and those of collectives, None where one did not run,
-            and `times`: for each candidate whether it is `ours`, and the microseconds of the modes in which it ran.
-            With `compiled`, the mode of a call of what `hi.compile` gives and its choice, that is what is scored as
-            ours, and the best candidate stands beside it.
+        row: has the microseconds of each part by itself: `gemm_us` and the collectives (None if one did not run).
+            `times` has, for each candidate, whether it is `ours`, and the microseconds of each mode in which it ran.
+            `compiled`, if present, has the choice of `hi.compile` and the mode of its calls. Then that call is scored
+            as `ours`, and the best candidate is scored besides.
     """
-    gemm, collective = found.get("gemm_us") or 0.0, min(_collectives(found).values(), default=0.0)
+    gemm, collective = row.get("gemm_us") or 0.0, min(_collectives(row).values(), default=0.0)
     floor = max(gemm, collective)
     shorter = min(gemm, collective)
     times = {
@@ -337,23 +343,24 @@ def scored(found: Result) -> Result:
             **t,
             **{f"hidden_{m}": round((gemm + collective - t[m]) / shorter, 3) for m in MODES if m in t and shorter},
         }
-        for name, t in found["times"].items()
+        for name, t in row["times"].items()
     }
-    done = {**found, "times": times, "collective_us": collective, "floor_us": floor}
-    for side, best in _sides({**found, "times": times}).items():
-        done[f"best_{side}"] = f"{best[0]}, {best[1]}" if best else None
-        done[f"{side}_us"] = best[2] if best else None
-        done[f"score_{side}"] = round(floor / best[2], 4) if best else None
-    return {**done, **wanted_of(done)}
+    result = {**row, "times": times, "collective_us": collective, "floor_us": floor}
+    for side, best in _sides({**row, "times": times}).items():
+        result[f"best_{side}"] = f"{best[0]}, {best[1]}" if best else None
+        result[f"{side}_us"] = best[2] if best else None
+        result[f"score_{side}"] = round(floor / best[2], 4) if best else None
+    return {**result, **targets_of(result)}
 
 
 def _collectives(row: Result) -> dict[str, float]:
-    """The collectives alone that ran, by name."""
-    found = {name: row.get(f"{name}_us") for name in COLLECTIVES}
-    return {name: us for name, us in found.items() if us is not None}
+    """Return the microseconds of the collectives that ran by themselves, by name."""
+    times = {name: row.get(f"{name}_us") for name in COLLECTIVES}
+    return {name: us for name, us in times.items() if us is not None}
 
 
 def _sides(row: Result) -> dict[str, tuple[str, str, float] | None]:
+    """Return the fastest candidate of each side, as `fastest` does."""
     times, ours = row["times"], fastest(row["times"], ours=True)
     if "compiled" not in row:
         return {"peer": fastest(times, ours=False), "ours": ours}
@@ -369,50 +376,49 @@ def _sides(row: Result) -> dict[str, tuple[str, str, float] | None]:
 def fastest(
     times: Mapping[str, Result], *, ours: bool, modes: tuple[str, ...] = MODES
 ) -> tuple[str, str, float] | None:
-    """Name, mode and time of the fastest of ours or of the peers; None where none ran."""
-    ran = [(name, m, t[m]) for name, t in times.items() if t["ours"] is ours for m in modes if m in t]
-    return min(ran, key=lambda each: each[2], default=None)
+    """Return the name, mode and time of the fastest candidate of hostir, or of the peers; None if no candidate ran."""
+    candidates = [(name, m, t[m]) for name, t in times.items() if t["ours"] is ours for m in modes if m in t]
+    return min(candidates, key=lambda candidate: candidate[2], default=None)
 
 
-def wanted_of(row: Result) -> Result:
-    """The score that a row must reach, the goal, and whether it has been met; None where nothing is asked of it.
+def targets_of(row: Result) -> Result:
+    """Return `must` (the score that a row must reach), `goal`, and `met`; each is None if the row has no target.
 
-    A must above 1 would ask for less time than the floor. It is 1 at most, unless a peer beats the floor. Rows of a
-    kind that is scored by mode have these by mode, and `met` says whether all modes meet theirs.
+    `must` is at most 1, because a higher score would mean less time than the floor; but it may exceed 1 if a peer beats
+    the floor. Benchmarks that are scored by mode have a target for each mode; then `met` is True if all are met.
     """
-    judged = row["dtype"] == "bf16" and row.get("device", "cuda") == "cuda" and row.get("shrunk", 1) == 1
-    if kind_of(row).by_mode:
-        modes = {mode: _wanted_in(row, mode, judged) for mode in MODES}
-        every = [mode["met"] for mode in modes.values() if mode["met"] is not None]
-        return {"modes": modes, "must": None, "goal": None, "met": all(every) if every else None}
-    must, goal = kind_of(row).asked(row) if judged else (None, None)
+    has_target = row["dtype"] == "bf16" and row.get("device", "cuda") == "cuda" and row.get("shrunk", 1) == 1
+    if benchmark_of(row).by_mode:
+        modes = {mode: _target_in(row, mode, has_target) for mode in MODES}
+        met_by_mode = [mode["met"] for mode in modes.values() if mode["met"] is not None]
+        return {"modes": modes, "must": None, "goal": None, "met": all(met_by_mode) if met_by_mode else None}
+    must, goal = benchmark_of(row).target(row) if has_target else (None, None)
     if must is not None:
         must = min(must, max(1.0, row["score_peer"] or 0.0))
     met = None if must is None else row["score_ours"] is not None and row["score_ours"] >= must
     return {"must": must, "goal": goal, "met": met}
 
 
-def _wanted_in(row: Result, mode: str, judged: bool) -> Result:
-    """The scores in a mode: of the fastest peer, and of ours, which must be almost as fast."""
+def _target_in(row: Result, mode: str, has_target: bool) -> Result:
+    """Return the scores of the fastest peer and of hostir in a mode; hostir must be almost as fast as the peer."""
     peer, ours = fastest(row["times"], ours=False, modes=(mode,)), row["times"].get(HOSTIR, {}).get(mode)
-    found: Result = {
+    scores: Result = {
         "best_peer": peer and peer[0],
         "score_peer": round(row["floor_us"] / peer[2], 4) if peer else None,
         "score_ours": round(row["floor_us"] / ours, 4) if ours else None,
     }
-    must = round(OF_BEST_PEER * found["score_peer"], 4) if peer and judged else None
-    met = None if must is None else found["score_ours"] is not None and found["score_ours"] >= must
-    return {**found, "must": must, "met": met}
+    must = round(OF_BEST_PEER * scores["score_peer"], 4) if peer and has_target else None
+    met = None if must is None else scores["score_ours"] is not None and scores["score_ours"] >= must
+    return {**scores, "must": must, "met": met}
 
 
 def in_order(results: Iterable[Result]) -> list[Result]:
-    """By model, then by M."""
-    return sorted(results, key=lambda row: (list(kind_of(row).models).index(row["model"]), row["M"]))
+    """Return the rows by model, then by M."""
+    return sorted(results, key=lambda row: (list(benchmark_of(row).models).index(row["model"]), row["M"]))
 
 
-# Words ------------------------------------------------------------------------------------------------------------
 def cell(value: float | bool | str | None, digits: int = 2) -> str:
-    """A figure for a table."""
+    """Return a figure as text for a table."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -424,13 +430,13 @@ COLLECTIVES = {"nccl": "NCCL", "copies": "copies", "torch": "torch", "one_shot":
 
 
 def cells(row: Result) -> dict[str, str]:
-    """A row of the table of scores, by column."""
-    alone = _collectives(row)
-    which = min(alone, key=alone.__getitem__, default="")
+    """Return the cells of a row of the table of scores, by column."""
+    collectives = _collectives(row)
+    name_of_best = min(collectives, key=collectives.__getitem__, default="")
     columns = {
-        f"model {kind_of(row).shape}": shape(row),
+        f"model {benchmark_of(row).shape}": shape(row),
         "GEMM us": cell(row["gemm_us"], 0),
-        "collective us": f"{row['collective_us']:.0f} {COLLECTIVES[which]}" if which else "-",
+        "collective us": f"{row['collective_us']:.0f} {COLLECTIVES[name_of_best]}" if name_of_best else "-",
         "floor us": cell(row["floor_us"], 0),
     }
     if "modes" in row:
@@ -447,13 +453,13 @@ def cells(row: Result) -> dict[str, str]:
     if "compiled" not in row:
         columns |= {"best of ours": cell(row["best_ours"]), "our score": cell(row["score_ours"], 3)}
         return columns | {"must reach": cell(row["must"], 3), "met": cell(row["met"])}
-    alike = row["alike_us"] / row["ours_us"] if row["alike_us"] and row["ours_us"] else None
+    ratio = row["alike_us"] / row["ours_us"] if row["alike_us"] and row["ours_us"] else None
     return {
         **columns,
         "hi.compile": f"{row['compiled']['choice']}, {row['compiled']['mode']}",
         "our score": cell(row["score_ours"], 3),
         "error": cell(row["times"].get(COMPILED, {}).get("error"), 3),
-        "x the best peer issued alike": cell(alike, 2),
+        "x the best peer issued alike": cell(ratio, 2),
         "best candidate": cell(row["best_candidate"]),
         "candidate's score": cell(row["score_candidate"], 3),
         "must reach": cell(row["must"], 3),
@@ -463,7 +469,7 @@ def cells(row: Result) -> dict[str, str]:
 
 
 def shape(row: Result) -> str:
-    """A row's model and extents."""
+    """Return a row's model and extents."""
     return f"{row['model']} {row['M']},{row['N']},{row['K']}"
 
 
@@ -471,51 +477,51 @@ COLUMNS_OF_CANDIDATES = ["row", "candidate", EAGER, GRAPH, "score", "TFLOP/s", "
 
 
 def line(row: Result) -> str:
-    """A row for the terminal, as soon as it is measured."""
+    """Return a row as a line for the terminal."""
     name, gemm, collective, floor, *figures = cells(row).values()
-    left = f"{name:<22} GEMM {gemm:>5}  {kind_of(row).collective} {collective:>11}  floor {floor:>5}"
+    left = f"{name:<22} GEMM {gemm:>5}  {benchmark_of(row).collective} {collective:>11}  floor {floor:>5}"
     if "modes" in row:
-        said = "{mode}: {2:>5} hostir  {1:>5} {0:<14}  must {3:>5}  met {4}"
+        form = "{mode}: {2:>5} hostir  {1:>5} {0:<14}  must {3:>5}  met {4}"
         return "  |  ".join(
-            [left, *(said.format(*figures[5 * n : 5 * n + 5], mode=mode) for n, mode in enumerate(row["modes"]))]
+            [left, *(form.format(*figures[5 * n : 5 * n + 5], mode=mode) for n, mode in enumerate(row["modes"]))]
         )
-    peer, peers, ours, score, *more = figures
+    peer, peer_score, ours, score, *more = figures
     if "compiled" in row:
-        error, alike, candidate, best, must, goal, met = more
-        right = f"{score:>5} {ours} ({alike} x, error {error})  |  {best:>5} {candidate}  |  "
+        error, ratio, candidate, candidate_score, must, goal, met = more
+        right = f"{score:>5} {ours} ({ratio} x, error {error})  |  {candidate_score:>5} {candidate}  |  "
         right += f"must {must:>5}  goal {goal:>5}  met {met}"
     else:
         right = "{:>5} {:<41}  |  must {:>5}  met {}".format(score, ours, *more)
-    return f"{left}  |  {peers:>5} {peer:<24}  |  {right}"
+    return f"{left}  |  {peer_score:>5} {peer:<24}  |  {right}"
 
 
 def report(results: Iterable[Result]) -> str:
-    """The scores, then every candidate's times, then the matmul kernels alone: Markdown. There is at least one row."""
+    """Return the scores, the times of every candidate, and the times of the matmul kernels, as Markdown."""
     ordered = in_order(results)
-    other = kind_of(ordered[0]).collective
+    collective = benchmark_of(ordered[0]).collective
     parts = [
         _scores(ordered),
         "## Every candidate",
         "Microseconds; the host's are of one call, TFLOP/s of one GPU. *hidden* is the share of the shorter part, GEMM "
-        f"or {other}, that runs behind the other: (GEMM + {other} - time) / shorter; the better mode's.",
+        f"or {collective}, that runs behind the other: (GEMM + {collective} - time) / shorter; the better mode's.",
     ]
-    each = [candidate for row in ordered for candidate in _candidates(row)]
-    errors = any(len(candidate) > len(COLUMNS_OF_CANDIDATES) for candidate in each)
+    lines = [candidate for row in ordered for candidate in _candidates(row)]
+    errors = any(len(candidate) > len(COLUMNS_OF_CANDIDATES) for candidate in lines)
     if errors:
         parts[2] += " *error* is relative to float64, as a multiple of the error of NCCL + cuBLAS."
-    parts.append(table([*COLUMNS_OF_CANDIDATES, *(["error"] if errors else [])], each))
-    if alone := [[str(c) for c in _alone(row)] for row in ordered if row.get("triton_us")]:
-        parts += ["## The matmul alone", table(["row", "cuBLAS us", "Triton us", "Triton/cuBLAS"], alone)]
-    wrong = [f"- {row['model']} M={row['M']}: {what}: {why}" for row in ordered for what, why in row["failed"].items()]
-    if wrong:
-        parts += ["## Not scored", "\n".join(wrong)]
+    parts.append(table([*COLUMNS_OF_CANDIDATES, *(["error"] if errors else [])], lines))
+    if matmuls := [[*_matmul(row)] for row in ordered if row.get("triton_us")]:
+        parts += ["## The matmul alone", table(["row", "cuBLAS us", "Triton us", "Triton/cuBLAS"], matmuls)]
+    failed = [f"- {row['model']} M={row['M']}: {name}: {why}" for row in ordered for name, why in row["failed"].items()]
+    if failed:
+        parts += ["## Not scored", "\n".join(failed)]
     return "\n\n".join(parts)
 
 
 def _scores(ordered: list[Result]) -> str:
     lines = [cells(row) for row in ordered]
-    said = {"our score": "its score", "candidate's score": "its score"}  # beside what they are of
-    return table([said.get(name, name) for name in lines[0]], [list(each.values()) for each in lines])
+    headers = {"our score": "its score", "candidate's score": "its score"}  # the column before names the candidate
+    return table([headers.get(name, name) for name in lines[0]], [list(line.values()) for line in lines])
 
 
 def _candidates(row: Result) -> Iterator[list[str]]:
@@ -531,11 +537,11 @@ def _candidates(row: Result) -> Iterator[list[str]]:
         yield [f"{row['model']} M={row['M']}", name, *figures, score, rate, *hosts, behind, *error]
 
 
-def _alone(row: Result) -> Iterator[str]:
+def _matmul(row: Result) -> Iterator[str]:
     yield shape(row)
     yield from (cell(row["gemm_us"], 0), cell(row["triton_us"], 0), cell(row["triton_us"] / row["gemm_us"], 3))
 
 
 def file_name(stem: str, ranks: int, dtype: str) -> str:
-    """What results are called: 8 ranks and bf16 are understood."""
+    """Return the file name of results. It names the ranks unless they are 8, and the dtype unless it is bf16."""
     return "_".join([stem, *([dtype] if dtype != "bf16" else []), *([str(ranks)] if ranks != 8 else [])])

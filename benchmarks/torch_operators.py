@@ -1,24 +1,25 @@
-"""hostir's functions for torch against torch's own operators and NCCL + cuBLAS: forward, and forward with backward.
+"""hostir's functions for torch, torch's own operators, and NCCL + cuBLAS: forward, and forward with backward.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.torch_operators --out benchmarks/results/torch_operators
     torchrun --standalone --nproc-per-node 2 -m benchmarks.torch_operators --rows 8B-gather:16,70B-scatter-trained
     torchrun --standalone --nproc-per-node 2 -m benchmarks.torch_operators --device cpu --shrink 64 --rows 8B-gather:16
 
-Rows are the first (`gather`) and the second (`scatter`) weight of the MLPs of Llama 3 8B and 70B as tensor parallel 8
-has them, with M from 16 to 16384 tokens; `trained` ones compute the gradients of input and weight as well. Everything
-runs in one process group, eager and in a CUDA graph of the caller's. floor = max(all matmuls by cuBLAS, all collectives
-by NCCL); a score is floor/time. Scores stand by mode: in each, hostir has to reach 0.98 of the fastest peer's score.
+Rows are the first (`gather`) and the second (`scatter`) weight of the MLPs of Llama 3 8B and 70B with tensor
+parallelism 8, with M from 16 to 16384 tokens. `trained` rows compute the gradients of input and weight as well. Every
+call is timed eagerly and in a CUDA graph that the caller captures, all in one process group. floor = max(all matmuls by
+cuBLAS, all collectives by NCCL); a score is floor/time. Each mode has its scores: in each, hostir must reach 0.98 times
+the fastest peer's score.
 
-What is measured:
+The candidates:
 
     hostir          column_parallel_linear or row_parallel_linear
-    hostir out=     all_gather_matmul or matmul_reduce_scatter into a tensor of the caller's; forward only
-    torch fused     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; on CPU what torch says
-                    they compute, by plain collectives
+    hostir out=     all_gather_matmul or matmul_reduce_scatter with `out=`; forward only
+    torch fused     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; on a CPU torch's own
+                    fallbacks, by plain collectives
     NCCL + cuBLAS   all_gather_into_tensor, reduce_scatter_tensor and torch.matmul
 
-The peers' gradients are those of torchtitan's functions: the other operator for the input, and for the weight a matmul
-with what was gathered.
+The peers compute gradients as torchtitan's functions do: the gradient of the input by the other operator, the gradient
+of the weight by a matmul with the gathered tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from benchmarks.comparison import (
     Subject,
     Work,
     compare,
-    parser,
+    options_parser,
     replayed,
     summed_rows,
 )
@@ -55,9 +56,8 @@ from hostir.runtime.session import Session
 from hostir.torch import all_gather_matmul, column_parallel_linear, matmul_reduce_scatter, row_parallel_linear
 
 
-# Peers ------------------------------------------------------------------------------------------------------------
 class ByHand:
-    """NCCL and cuBLAS, one after the other; with `pieces`, rows of products are computed in so many parts."""
+    """NCCL and cuBLAS, one after the other. The rows of products are computed in `pieces` pieces."""
 
     def __init__(self, pieces: int = 1) -> None:
         self.pieces = pieces
@@ -66,13 +66,13 @@ class ByHand:
         return a @ b if self.pieces == 1 else torch.cat([x @ b for x in a.chunk(self.pieces)])
 
     def gather(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The gathered rows of `a`, and their product with `b`."""
+        """Return the gathered rows of `a`, and their product with `b`."""
         full = a.new_empty(a.shape[0] * dist.get_world_size(), a.shape[1])
         dist.all_gather_into_tensor(full, a)
         return full, self.product(full, b)
 
     def scatter(self, a: Tensor, b: Tensor) -> Tensor:
-        """This rank's rows of the sum of `a @ b` over the ranks."""
+        """Return this rank's rows of the sum of `a @ b` over the ranks."""
         y = a.new_empty(a.shape[0] // dist.get_world_size(), b.shape[1])
         dist.reduce_scatter_tensor(y, self.product(a, b))
         return y
@@ -125,28 +125,27 @@ class Scattering(torch.autograd.Function):
         return dx, full.t() @ x, None
 
 
-# Rows -------------------------------------------------------------------------------------------------------------
-Layer = Callable[[Tensor, Tensor], Tensor]  # of the input and the weight
+Layer = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> output
 
 
 class Operands(Subject):
-    """A layer's tensors on this rank. Results are y, or with `trained` the gradients of x and the weight.
+    """A layer's tensors on this rank. The result is y; if `trained`, it is the gradients of x and the weight.
 
     Fields:
-        gathers: whether x is gathered, or y scattered.
-        x: `[M / ranks, K]`, or `[M, K]` if y is scattered.
+        gathers: True if x is gathered, False if y is scattered.
+        x: `[M / ranks, K]` if it is gathered, else `[M, K]`.
         weight: `[N, K]`.
-        dy: the gradient of y: `[M, N]`, or `[M / ranks, N]` if it is scattered.
-        full: what is gathered, of x or dy.
+        dy: the gradient of y: `[M, N]` if x is gathered, else `[M / ranks, N]`.
+        full: the gathered x if x is gathered, else the gathered dy.
     """
 
-    def __init__(self, row: Row, dtype: torch.dtype, joined: Session) -> None:
-        super().__init__(row, dtype, joined)
-        _, kind, *trained = row.model.split("-")
-        self.gathers, self.trained = kind == "gather", bool(trained)
-        mine, new = row.M // self.ranks, {"dtype": dtype, "device": self.device}
-        self.x = torch.empty(mine if self.gathers else row.M, row.K, **new, requires_grad=self.trained)
-        self.dy = torch.empty(row.M if self.gathers else mine, row.N, **new)
+    def __init__(self, row: Row, dtype: torch.dtype, job: Session) -> None:
+        super().__init__(row, dtype, job)
+        _, side, *trained = row.model.split("-")
+        self.gathers, self.trained = side == "gather", bool(trained)
+        local_rows, new = row.M // self.ranks, {"dtype": dtype, "device": self.device}
+        self.x = torch.empty(local_rows if self.gathers else row.M, row.K, **new, requires_grad=self.trained)
+        self.dy = torch.empty(row.M if self.gathers else local_rows, row.N, **new)
         self.weight = (torch.randn(row.N, row.K, device=self.device) / row.K**0.5).to(dtype)
         self.weight.requires_grad_(self.trained)
         self.y = torch.empty_like(self.dy)
@@ -163,39 +162,37 @@ class Operands(Subject):
         dist.all_gather_into_tensor(self.full, self.x if self.gathers else self.dy)
 
     def step(self, layer: Layer) -> Any:
-        """What is timed: y, or the gradients."""
+        """Return the result of a layer: y, or the gradients. This call is timed."""
         if not self.trained:
             return layer(self.x, self.weight)
         with torch.enable_grad():
             return torch.autograd.grad(layer(self.x, self.weight), (self.x, self.weight), self.dy)
 
-    # Right or wrong ---------------------------------------------------------------------------------------------------
     def judge(self) -> Judge:
-        unfused, *alike = (self.step(partial(self.peer, ByHand(n))) for n in sorted({*PIECES, self.ranks}))
+        unfused, *in_pieces = (self.step(partial(self.peer, ByHand(n))) for n in sorted({*PIECES, self.ranks}))
         x, weight, dy = self.x.detach(), self.weight.detach().double(), self.dy
         if not self.trained:
             sample, exact = self.rows(self.full if self.gathers else x, weight.t(), summed=not self.gathers)
-            return Judge(sample, exact, unfused, alike)
+            return Judge(sample, exact, unfused, in_pieces)
         sample, exact = self.rows(dy if self.gathers else self.full, weight, summed=self.gathers)
         columns = torch.randint(self.row.N, (32,), device=self.device).unique()
         dy, x = (dy, self.full) if self.gathers else (self.full, x)
         d_weight = dy[:, columns].double().t() @ x.double()
-        return OfGradients(
+        return GradientJudge(
             torch.cat([sample, len(self.x) + columns]),
             torch.cat([exact, d_weight]),
             torch.cat(unfused),
-            [torch.cat(gradients) for gradients in alike],
+            [torch.cat(gradients) for gradients in in_pieces],
         )
 
     def rows(self, a: Tensor, b: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
-        """A sample of the rows of `a @ b`, and these in float64; of the sum over ranks, this rank's rows."""
+        """Sample rows of `a @ b`, or of this rank's rows of its sum over ranks. Return their numbers and values."""
         if summed:
             return summed_rows(self.row.M, self.ranks, self.rank, lambda rows: a[rows].double() @ b, self.device)
         rows = torch.cat([torch.arange(0, len(a), max(len(a) // 64, 1)), torch.tensor([len(a) - 1])]).unique()
         rows = rows.to(self.device)
         return rows, a[rows].double() @ b
 
-    # The parts --------------------------------------------------------------------------------------------------------
     def parts(self) -> Mapping[str, Work]:
         return {"gemm": self.multiply, "nccl": self.communicate}
 
@@ -213,7 +210,6 @@ class Operands(Subject):
         if self.trained or not self.gathers:
             dist.reduce_scatter_tensor(torch.empty_like(self.part[: self.row.M // self.ranks]), self.part)
 
-    # The candidates ---------------------------------------------------------------------------------------------------
     def peer(self, way: Any, x: Tensor, weight: Tensor) -> Tensor:
         return (Gathering if self.gathers else Scattering).apply(x, weight, way)
 
@@ -226,16 +222,16 @@ class Operands(Subject):
         layer = column_parallel_linear if self.gathers else row_parallel_linear
         calls = {HOSTIR: partial(self.step, lambda x, weight: layer(x, weight, dist.group.WORLD))}
         if not self.trained:
-            calls[f"{HOSTIR} out="] = self.into
+            calls[f"{HOSTIR} out="] = self.with_out
         for name, call in calls.items():
             yield from (Entrant(name, mode, partial(ours, name, mode, call)) for mode in modes)
 
-    def into(self) -> Tensor:
+    def with_out(self) -> Tensor:
         product = all_gather_matmul if self.gathers else matmul_reduce_scatter
         return product(self.x, self.weight.t(), dist.group.WORLD, out=self.y)
 
     def fusion(self, slices: int) -> hi.Fusion:
-        raise NotPossibleError("the functions make their own")
+        raise NotPossibleError("the functions for torch make their own fusions")
 
     def inputs(self, slices: int) -> Sequence[Tensor]:
         return self.x, self.weight
@@ -244,8 +240,8 @@ class Operands(Subject):
         return self.y
 
 
-class OfGradients(Judge):
-    """Holds pairs of gradients, of x and the weight, against theirs as rows one after the other."""
+class GradientJudge(Judge):
+    """Compares the gradients of x and the weight, as rows one after the other."""
 
     def spoil(self, c: Any) -> None:
         for gradient in c:
@@ -256,22 +252,21 @@ class OfGradients(Judge):
 
 
 def ours(name: str, mode: str, call: Callable[[], Any]) -> Candidate:
-    """A function of hostir's, by its own choice from estimates; in a graph, in that of the caller."""
+    """Return the candidate of a function of hostir, which chooses by estimates. In a graph, the caller captures it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hi.FallbackWarning)  # the strategies that refuse say why
+        warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible strategies warn at the first call
         call()
         return Candidate(name, mode, True, replayed(call) if mode == GRAPH else call)
 
 
-# The command line -------------------------------------------------------------------------------------------------
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
-    return parser(__doc__, "torch_operators").parse_args(arguments)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    return options_parser(__doc__, "torch_operators").parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a line a row, and writes table and figures on rank 0."""
-    compare(options(arguments), "torch_operators", Operands)
+    """Measure all rows, print a line for each, and write the table and the figures on rank 0."""
+    compare(parse_options(arguments), "torch_operators", Operands)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from hostir.runtime.started import Started
     from hostir.runtime.trace import Trace
 
-# Loaded at first use: the choice of a strategy; the runtime, and with it torch; the DSL.
-_LATER = {
+# Names that are loaded at first use: from the choice of a strategy, the runtime (which loads torch) and the DSL.
+_LAZY = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "Ranges", "compile"), "hostir.choice"),
     "Executor": "hostir.runtime.executor",
@@ -60,26 +60,26 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(_unknown(name), name=name, obj=None)  # or Python adds a suggestion of its own
-    module = import_module(_LATER[name])
+    if name not in _LAZY:
+        raise AttributeError(_unknown(name), name=name, obj=None)  # with `obj`, Python would add another suggestion
+    module = import_module(_LAZY[name])
     globals()[name] = module if name == "dsl" else getattr(module, name)
     return globals()[name]
 
 
 def _unknown(name: str) -> str:
-    """Return the message for a name that hostir has not; `hasattr` and tools ask for private ones."""
+    """Return the message for an unknown name. It is short for private names, which `hasattr` and tools look up."""
     message = f"module 'hostir' has no attribute '{name}'"
     if name.startswith("_"):
         return message
     if find_spec(f"hostir.{name}") is not None:
         return f"{message}; write 'import hostir.{name}' first"
-    near = did_you_mean(name, __all__)
-    return f"{message}; {f'{near} ' if near else ''}it has {', '.join(__all__)}"
+    hint = did_you_mean(name, __all__)
+    return f"{message}; {f'{hint} ' if hint else ''}it has {', '.join(__all__)}"
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LAZY})
 
 
 def parse(text: str, file: str = "<text>") -> Program:
@@ -90,7 +90,7 @@ def parse(text: str, file: str = "<text>") -> Program:
     if not isinstance(text, str):
         raise error(f"not a text: {described(text)}", user_span(), expected="a string, such as path.read_text()")
     if not isinstance(file, str):
-        raise error(f"not a file's name: {described(file)}", user_span(), expected="a string")
+        raise error(f"not a file name: {described(file)}", user_span(), expected="a string")
     return ir.parse(text, file)
 
 
@@ -108,15 +108,15 @@ def lower(
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        strategy: `sequential` runs each communication and computation as a whole, on the caller's stream. `pipeline`
+        strategy: `sequential` runs each communication and computation unsliced, on the caller's stream. `pipeline`
             slices statements along the Stream axis and runs the slices in a loop over worker streams. Three strategies
-            replace an allgather of the rows of a matmul by copies, and run the rest as a whole: `ring` copies from one
-            peer after another and multiplies each shard; in `fused` and `push` every rank copies its shard to the
-            others, by copy engines or by a few SMs, and one matmul starts on each shard when it arrives. `auto` is the
-            fastest of all, chosen as by `compile`.
-        streams: the maximum number of worker streams, 4 by default; `auto` chooses it too.
-        watch: called after each pass with its name and the program it returned.
-        sizes: values of the fusion's symbols; `auto` chooses for them.
+            replace an allgather of the rows of a matmul by copies, and slice nothing else: `ring` copies from one peer
+            after another and multiplies each shard. With `fused` and `push`, every rank copies its shard to the others,
+            and one matmul starts on each shard when it arrives; copy engines copy in `fused`, a few SMs in `push`.
+            `auto` is the fastest strategy; it is chosen as by `compile`.
+        streams: the maximum number of worker streams; 4 by default. Leave it out with `auto`, which chooses it.
+        watch: called after each pass with the name of the pass and the program that it returned.
+        sizes: values of the fusion's symbols. `auto` chooses for these sizes.
     """
     from hostir.lower.strategies import AUTO, STREAMS, check_strategy, fusion_of
     from hostir.lower.strategies import lower as lower_by
@@ -142,19 +142,19 @@ def check(
     sizes: Mapping[str, int] | None = None,
     calls: int | None = None,
 ) -> list[Diagnostic]:
-    """Return all findings about a fusion or a program, in program order, warnings last; an empty list if it is correct.
+    """Return all findings about a fusion or a program: in program order, warnings last. A correct program has none.
 
-    A host program is also checked for races, deadlocks and misuse of memory (docs/memory-model.md). One without
-    findings gives the same result in every order in which its streams and ranks may run.
+    A host program is also checked for races, deadlocks and misuse of memory (docs/memory-model.md). A host program
+    without findings gives the same result in every order in which its streams and ranks may run.
 
     Args:
         program: the program to check.
-        ranks: the number of ranks that the caller expects; a finding if the program is for another number.
-        sizes: values of symbols; those left out get small values that fit.
-        calls: how many consecutive calls to check, up to 32; by default as many as are needed to represent any number.
+        ranks: the expected number of ranks. It is a finding if the program has another number.
+        sizes: values of symbols. Symbols that are left out get small values that fit.
+        calls: the number of consecutive calls to check, up to 32; by default enough to represent any number of calls.
 
-    Whatever is wrong with the program is a finding, also in a program that was built in Python.
-    Raises HostIRError for wrong arguments: not a program, or sizes or calls that are not integers.
+    Every error in the program is a finding, even if the program was built in Python. Raises HostIRError only for wrong
+    arguments: for an object that is not a program, and for sizes or calls that are not integers.
     """
     from hostir.check import check as check_program
     from hostir.check import check_calls
@@ -165,17 +165,17 @@ def check(
         raise error(f"ranks={described(ranks)}", user_span(), expected="an integer")
     check_calls(calls, f"calls={described(calls)}")
     try:
-        built = program.program() if isinstance(program, Fusion) else program
+        checked = program.program() if isinstance(program, Fusion) else program
     except HostIRError as unfinished:
         return list(unfinished.diagnostics)
-    if not isinstance(built, Program):
+    if not isinstance(checked, Program):
         raise error(f"not a program: {described(program)}", user_span(), expected="a hostir.Fusion or a hostir.Program")
-    if structure := check_structure(built):
+    if structure := check_structure(checked):
         return structure
-    if ranks is not None and ranks != built.ranks:
-        message = f"@{built.name} is for {built.ranks} ranks, not {described(ranks)}"
-        return [Diagnostic(message, expected=f"{built.ranks} ranks")]
-    return check_program(built, sizes=built.given_sizes(sizes), calls=calls)
+    if ranks is not None and ranks != checked.ranks:
+        message = f"@{checked.name} is for {checked.ranks} ranks, not {described(ranks)}"
+        return [Diagnostic(message, expected=f"{checked.ranks} ranks")]
+    return check_program(checked, sizes=checked.given_sizes(sizes), calls=calls)
 
 
 def run(
@@ -191,19 +191,19 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Lower a fusion and run it once on whole tensors; a host program runs as it is.
+    """Lower a fusion and run it once on unsharded tensors; a host program runs as it is.
 
     Outside torchrun the ranks are simulated. Under torchrun every rank passes the same inputs and gets the same
-    outputs; to run more than once, on parts, make an `Executor`. Returns one whole tensor for each output, in order.
-    Raises HostIRError for a fusion that cannot be lowered, a program that is not proved, and inputs that do not fit.
+    outputs. Make an `Executor` to run a program more than once, or on parts of tensors. Returns one unsharded tensor
+    for each output, in order. Raises HostIRError for a fusion that cannot be lowered, a program that cannot be proved
+    correct, and inputs that do not fit.
 
     Args:
         fusion: the fusion or host program to run.
-        inputs: one whole tensor for each input, in order.
-        strategy: as for `lower`.
-        streams: as for `lower`.
+        inputs: one unsharded tensor for each input, in order.
+        strategy, streams: as for `lower`.
         sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`. The strategy `auto` chooses for these
-            sizes and for the shapes of the inputs, among kernels as well unless they are given.
+            sizes and the shapes of the inputs. It chooses the kernels as well, unless `kernels` names them.
     """
     from hostir.choice import chosen_for
     from hostir.lower.strategies import AUTO, check_strategy
@@ -268,4 +268,4 @@ __all__ = [
     "sum",
     "tensor",
 ]
-_LATER |= dict.fromkeys(set(__all__) - globals().keys() - _LATER.keys(), "hostir.dsl")
+_LAZY |= dict.fromkeys(set(__all__) - globals().keys() - _LAZY.keys(), "hostir.dsl")

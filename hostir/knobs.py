@@ -1,15 +1,15 @@
-"""Every environment variable that hostir reads.
+"""Knobs: every environment variable that hostir reads.
 
-A knob is set, the strongest first, by the argument of a call, by a surrounding ``with knobs.scope(...)``, or by the
-environment::
+The value of a knob is the argument of a call; without an argument, the value of a surrounding
+``with knobs.scope(...)``; without a scope, the environment variable::
 
     with knobs.scope(spec=2):
         program = hostir.lower(fusion)  # checks as HOSTIR_SPEC=2 would
-    timeout = knobs.TIMEOUT.get(argument)  # argument, or None where the caller gave none
+    timeout = knobs.TIMEOUT.get(argument)  # `argument` is None if the caller passes no timeout
 
-All three are checked alike, so a bad value is refused in the same words wherever it comes from. A scope holds for the
-thread or task that entered it. Threads do not inherit it: read a knob where the user's call arrives, and pass its value
-on.
+Every value is checked in the same way, so a bad value raises the same message wherever it comes from. A scope is valid
+in the thread or task that entered it. Threads do not inherit it: read a knob in the thread of the user's call, and pass
+its value on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PREFIX = "HOSTIR_"
 
 
 class UnknownVariableWarning(UserWarning):
-    """A variable HOSTIR_... is ignored, as hostir has none of this name."""
+    """Warning: a variable HOSTIR_... is ignored, because hostir has no knob of this name."""
 
 
 _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
@@ -60,10 +60,10 @@ class Knob(Generic[T]):
 
     Args:
         name: the environment variable.
-        default: the value where nothing sets it.
-        expected: the values it accepts, in words, for errors and for the documentation.
-        parse: makes a value from text; raises ValueError for text that it does not accept.
-        doc: what the setting does.
+        default: the value if nothing sets it.
+        expected: a description of the valid values, for errors and for the documentation.
+        parse: converts text to a value; raises ValueError for invalid text.
+        doc: the effect of the setting.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Knob(Generic[T]):
         return self.name.removeprefix(PREFIX).lower()
 
     def get(self, argument: T | str | None = None) -> T:
-        """The value in force: the argument's unless it is None, else the innermost scope's, else the environment's.
+        """Return the value: the argument unless it is None, else the innermost scope's, else the environment's.
 
-        Raises HostIRError for a value that the knob does not accept.
+        Raises HostIRError for an invalid value.
         """
         if argument is not None:
             return self.check(argument, self.keyword, user_span())
@@ -89,16 +89,16 @@ class Knob(Generic[T]):
             return self.check(scoped[self.keyword], self.keyword)
         return self.check(os.environ.get(self.name), self.name)
 
-    def check(self, value: object, given_as: str, span: Span | None = None) -> T:
-        """Return the typed value. None and empty text stand for the default, as in ``HOSTIR_SPEC= hostir ...``.
+    def check(self, value: object, source: str, span: Span | None = None) -> T:
+        """Return the typed value. None and empty text mean the default, as in ``HOSTIR_SPEC= hostir ...``.
 
-        Raises HostIRError for a value that the knob does not accept; the message calls the knob ``given_as``.
+        Raises HostIRError for an invalid value. The message names ``source``: a keyword, or the environment variable.
         """
         try:
             text = "" if value is None else str(value)
             return self.parse(text) if text else self.default
-        except Exception:  # also what the value's own __str__ raises
-            raise error(f"{given_as}={described(value)}", span, expected=self.expected) from None
+        except Exception:  # also an error in the value's __str__
+            raise error(f"{source}={described(value)}", span, expected=self.expected) from None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -150,7 +150,7 @@ SPEC: Knob[int] = Knob(
     1,
     "0, 1 or 2",
     _level,
-    "What lowering verifies: 0 the finished program, 1 the program after every pass, 2 also that each of these prints, "
+    "What lowering verifies: 0 the finished program, 1 the program after every pass, 2 also that each program prints, "
     "parses back equal, and verifies again.",
 )
 TIMEOUT: Knob[float] = Knob(
@@ -158,7 +158,7 @@ TIMEOUT: Knob[float] = Knob(
     30.0,
     "a number of seconds greater than 0",
     _seconds,
-    "Seconds without progress after which every rank of a run ends, each naming the statement at which it waits.",
+    "Seconds without progress after which every rank of a run ends. Each rank names the statement at which it waits.",
 )
 KEEPALIVE: Knob[float] = Knob(
     "HOSTIR_KEEPALIVE",
@@ -173,25 +173,26 @@ KERNELS: Knob[str] = Knob(
     "auto",
     "auto, triton, cublas or aten",
     _one_of("auto", "triton", "cublas", "aten"),
-    "Which kernels compute: Triton; cuBLAS with sums in Triton (cublas); ATen; or (auto) the ones for the device: ATen "
-    "on a CPU. f64 is always ATen's.",
+    "The kernels that compute: Triton; cuBLAS with sums in Triton (cublas); ATen; or (auto) the kernels for the "
+    "device: ATen on a CPU. ATen always computes f64.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",
     None,
     "a directory, or a path where one can be made",
     _directory,
-    "Directory for measurements that are kept, such as those of `hostir tune`; "
-    "if unset, the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
+    "Directory for measurements, such as the times of `hostir tune`. "
+    "If unset, it is the folder `hostir` in $XDG_CACHE_HOME or ~/.cache.",
 )
 SYMMETRIC_LIMIT: Knob[int | None] = Knob(
     "HOSTIR_SYMMETRIC_LIMIT",
     None,
     "a number of bytes",
     _bytes,
-    "The most bytes of symmetric memory that the programs of the job, or of a process group, may take on a rank "
-    "together: what was not used longest makes room. A program that alone takes more is refused; the strategy `auto` "
-    "takes the fastest that takes no more. If unset, there is no limit, and each program keeps up to 4 GiB.",
+    "The most bytes of symmetric memory on a rank for all programs of the job, or of a process group. To stay within "
+    "the limit, programs that were not used for the longest time release their memory. A program that needs more by "
+    "itself is refused; the strategy `auto` takes the fastest program within the limit. If unset, there is no limit, "
+    "and each program keeps up to 4 GiB.",
 )
 
 COMPARE_CALLS: Knob[bool] = Knob(
@@ -199,8 +200,8 @@ COMPARE_CALLS: Knob[bool] = Knob(
     False,
     "1 or 0",
     _truth,
-    "Whether ranks on CUDA compare each call before it runs, and the thread that makes it, as ranks on CPUs always do. "
-    "It costs about 50 us, and turns calls that do not line up into errors instead of wrong results.",
+    "1: ranks on CUDA compare each call before it runs, and the thread that makes it, as ranks on CPUs always do. "
+    "Calls that differ between ranks are then errors instead of wrong results. It costs about 50 us a call.",
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
@@ -209,14 +210,14 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Kn
 
 
 def check_environment() -> None:
-    """Raise HostIRError for a variable with a value that its knob does not accept; warn of HOSTIR_... that is no knob.
+    """Raise HostIRError for an environment variable with an invalid value; warn of unknown variables HOSTIR_...
 
-    Executors and the command line begin with it, so that a mistake is not found only where a knob is first read. An
-    unknown variable may be of another version, or of another program.
+    Executors and the command line call it first, so that a mistake is reported before a knob is read. An unknown
+    variable is only a warning: it may belong to another version, or to another program.
     """
     names = [knob.name for knob in KNOBS]
     for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names):
-        hint = did_you_mean(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in names))
+        hint = did_you_mean(name.removeprefix(PREFIX), (knob_name.removeprefix(PREFIX) for knob_name in names))
         hint = hint.replace("'", f"'{PREFIX}", 1) or f"hostir reads {', '.join(names)}"
         warn_once(name, f"unknown environment variable {name} is ignored", hint, UnknownVariableWarning)
     for knob in KNOBS:
@@ -226,15 +227,15 @@ def check_environment() -> None:
 def scope(**values: object) -> AbstractContextManager[None]:
     """Set knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
-    The names are those of docs/environment.md without HOSTIR_, in lower case. None stands for the default. Raises
-    HostIRError for an unknown name or a value that the knob does not accept, before anything is set.
+    The names are the names in docs/environment.md without HOSTIR_, in lower case. None means the default. Raises
+    HostIRError for an unknown name or an invalid value; then no knob is set.
     """
-    known = {knob.keyword: knob for knob in KNOBS}
+    knobs = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():
-        if keyword not in known:
-            expected, hint = f"one of: {', '.join(known)}", did_you_mean(keyword, known)
+        if keyword not in knobs:
+            expected, hint = f"one of: {', '.join(knobs)}", did_you_mean(keyword, knobs)
             raise error(f"no knob is called '{keyword}'", user_span(), expected=expected, hint=hint)
-        known[keyword].check(value, keyword, user_span())
+        knobs[keyword].check(value, keyword, user_span())
     return _set(values)
 
 
@@ -262,7 +263,7 @@ def table() -> list[Row]:
 
 
 def _default(value: object) -> str:
-    """Return a default as one would type it."""
+    """Return the text of a default, as a user would type it."""
     if isinstance(value, bool):
         return str(int(value))
     return "unset" if value is None else str(value)

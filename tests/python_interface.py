@@ -42,7 +42,7 @@ NOT_CONSTRUCTED = {  # by users
 }
 INTERNAL = {  # used by other parts of hostir only
     "Choice": {"from_json", "to_json"},
-    "Ranges": {"candidate", "plain", "program", "representative", "representatives", "to_json"},
+    "Ranges": {"candidate", "first_program", "program", "representative", "representatives", "to_json"},
     "DeviceMesh": {"axis_name"},
     "Fusion": {"operate", "size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},

@@ -96,7 +96,7 @@ def test_the_command_runs_an_example_on_real_ranks(fusion: str, ended: dict[str,
 
 
 def test_the_fusion_of_ag_matmul_is_for_eight_ranks_by_default() -> None:
-    program = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, given={}, ranks=None).program
+    program = load(str(ROOT / "examples/ag_matmul.py"), name=None, form=None, assignments={}, ranks=None).program
     assert str(program).splitlines()[2] == (
         "fusion @ag_matmul(%a: bf16[4, 8@didx, 128, 1024], %b: bf16[1024, 512]) -> (%c) {"
     )

@@ -111,7 +111,7 @@ def test_a_repair_notes_that_comments_are_dropped(tmp_path: Path, capfd: pytest.
         file.write_text(text)
         assert main(["check", str(file), "--fix", "-o", str(fixed)]) == 0
         assert fixed.read_text() == PROGRAM
-        assert (f"note: the repaired program is without the comments of {file}" in capfd.readouterr().err) == (
+        assert (f"note: the repaired program has lost the comments of {file}" in capfd.readouterr().err) == (
             text == COMMENTED
         )
 

@@ -94,7 +94,7 @@ def test_a_scope_is_local_to_its_thread() -> None:
         ("HOSTIR_TIMEOUT", "nan", "HOSTIR_TIMEOUT='nan'\n  expected: a number of seconds greater than 0"),
         ("HOSTIR_TIMEOUT", "inf", "HOSTIR_TIMEOUT='inf'\n  expected: a number of seconds greater than 0"),
         ("HOSTIR_TIMEOUT", "30s", "HOSTIR_TIMEOUT='30s'\n  expected: a number of seconds greater than 0"),
-        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton'\n  expected: auto, triton or aten"),
+        ("HOSTIR_KERNELS", "Triton", "HOSTIR_KERNELS='Triton'\n  expected: auto, triton, cublas or aten"),
     ],
 )
 def test_an_invalid_variable_is_named_with_the_expected_values(

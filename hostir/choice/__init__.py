@@ -1,6 +1,6 @@
-"""Choose how a fusion is lowered and with which kernels it runs: by measurement if there is one, else by estimate."""
+"""Choose the strategy and the kernels of a fusion: by measurements, or without measurements by estimates."""
 
-from hostir.choice.cache import Candidate, Choice, Impossible, Timing
+from hostir.choice.choices import Candidate, Choice, Impossible, Timing
 from hostir.choice.compiling import chosen_for, compile, lower_auto
 from hostir.choice.decision import choose
 from hostir.choice.ranges import Range, Ranges

@@ -1,4 +1,4 @@
-"""Compile a fusion to an executor, by a given strategy or by the chosen one."""
+"""Compile a fusion to an executor, with the caller's strategy or with the chosen one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hostir.choice.cache import ASKED_FOR, Choice
-from hostir.choice.decision import (
-    asked_for,
-    choose,
-    log_choice,
-    machine_name,
-    program_of,
-    rank_here,
-    warn_fallbacks,
-)
+from hostir.choice.candidates import asked_for
+from hostir.choice.choices import ASKED_FOR, Choice
+from hostir.choice.decision import choose, log_choice, machine_name, program_of, rank_here, warn_fallbacks
 from hostir.choice.ranges import agreed_ranges, free_sizes
 from hostir.ir.program import Program
 from hostir.ir.source import did_you_mean, error, user_span
@@ -34,7 +27,7 @@ if TYPE_CHECKING:
 def lower_auto(
     fusion: HasProgram | Program, streams: int | None, watch: Watcher | None, sizes: Mapping[str, int] | None
 ) -> Program:
-    """Lower a fusion by the strategy that `auto` chooses for these sizes."""
+    """Lower a fusion with the strategy that `auto` chooses for these sizes."""
     _refuse_streams(streams)
     program = fusion_of(fusion)
     choice = choose(program, sizes=sizes)
@@ -54,35 +47,36 @@ def compile(
     symmetric_limit: int | None = None,
     **options: Any,
 ) -> Executor:
-    """Compile a fusion into an executor that runs it as fast as is known; its field `choice` says how and why.
+    """Compile a fusion into an executor. Its field `choice` says which strategy it runs, and why.
 
-    With `auto` the fastest of all strategies is taken: as measured, if `hostir tune` has filled the cache of this
-    machine; else as a cost model estimates. Under torchrun rank 0 decides for all. A `hostir.FallbackWarning` names,
-    once, strategies and overlaps that are not possible on this machine or for these sizes.
+    The strategy `auto` is the fastest one: as measured, if `hostir tune` has filled the cache of this machine; else as
+    a cost model estimates. Under torchrun rank 0 chooses for all ranks. A `hostir.FallbackWarning` names, once, the
+    strategies and overlaps that are not possible on this machine or for these sizes.
 
-    If the fusion has symbols that are not in `sizes`, there is a program for each range of their values, made at the
-    first call that needs it; `choice` has the ranges.
+    If the fusion has symbols that are not in `sizes`, `auto` chooses a program for each range of their values when a
+    call first needs it; then `choice` has the ranges.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        strategy: `auto`, or one of those of `lower`.
-        streams: as for `lower`; `auto` chooses it too.
-        sizes: of the fusion's symbols: what the choice is made for. Calls may have others, where they follow from the
-            shapes of the inputs. Symbols that are left out follow from them as well.
-        kernels, machine, group: as for `Executor`; `auto` chooses among kernels as well, unless they are given.
-        calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
-            copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
-        symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
-            HOSTIR_SYMMETRIC_LIMIT. `auto` takes the fastest that takes no more.
-        options: those of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
+        strategy: `auto`, or a strategy of `lower`.
+        streams: as for `lower`. Leave it out with `auto`, which chooses the number of streams as well.
+        sizes: values of the fusion's symbols. The choice is made for them. Calls may have other sizes if those follow
+            from the shapes of the inputs. Symbols that are left out follow from the shapes as well.
+        kernels, machine, group: as for `Executor`. `auto` chooses the kernels as well, unless `kernels` names them.
+        calls: the way in which calls are made on CUDA, which decides the times that are compared. `out`: with `out=`,
+            so that programs of one-sided copies are replayed from a CUDA graph. `eager`: without `out=`. `graph`:
+            inside a graph that the caller captures.
+        symmetric_limit: the most bytes of symmetric memory that the program may use on a rank. By default the knob
+            HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
+        options: further options of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.
 
-    Raises HostIRError for sizes that neither are given nor follow from inputs, where there is something to choose.
+    Raises HostIRError if `auto` cannot choose because a size has no value and does not follow from the inputs.
     """
     from hostir.runtime.executor import Executor
 
-    known = [name for name in inspect.signature(Executor).parameters if name != "program"]
-    if unknown := next((name for name in options if name not in known), None):
-        expected, hint = f"one of: {', '.join(known)}", did_you_mean(unknown, known)
+    valid = [name for name in inspect.signature(Executor).parameters if name != "program"]
+    if unknown := next((name for name in options if name not in valid), None):
+        expected, hint = f"one of: {', '.join(valid)}", did_you_mean(unknown, valid)
         raise error(f"hi.compile has no option '{unknown}'", user_span(), expected=expected, hint=hint)
     return compiled(
         fusion,
@@ -112,33 +106,41 @@ def compiled(
     options: Mapping[str, Any] = MappingProxyType({}),
     warn: bool = True,
 ) -> Executor:
-    """Return the executor of `compile`, whose arguments these are; without `warn` the caller says what falls back."""
+    """Compile as `compile` does, with the same arguments. Without `warn` there are no fallback warnings."""
     from hostir.runtime.executor import Executor
 
     program = fusion_of(fusion)
     check_strategy(strategy)
-    given = program.given_sizes(sizes)
+    bound = program.given_sizes(sizes)
 
     def execute(host: Program, chosen_kernels: str) -> Executor:
-        unknown = _unknown_to_inputs(host, given)
+        fixed = _sizes_without_inputs(host, bound)
         limited: dict[str, Any] = {**options, "symmetric_limit": symmetric_limit}
-        return Executor(host, sizes=unknown, kernels=chosen_kernels, machine=machine, group=group, **limited)
+        return Executor(host, sizes=fixed, kernels=chosen_kernels, machine=machine, group=group, **limited)
 
-    if strategy == AUTO and free_sizes(program, given):
+    if strategy == AUTO and free_sizes(program, bound):
         from hostir.choice.ranged import RangedExecutor
 
         _refuse_streams(streams)
-        ranges = agreed_ranges(program, given, kernels, machine, calls, symmetric_limit, group, warn)
+        ranges = agreed_ranges(program, bound, kernels, machine, calls, symmetric_limit, group, warn)
         return RangedExecutor(ranges, rank_here(machine, group), execute)
     if strategy == AUTO:
         _refuse_streams(streams)
-        how: dict[str, Any] = {"calls": calls, "symmetric_limit": symmetric_limit, "warn": warn}
-        choice = choose(program, sizes=given, kernels=kernels, machine=machine, group=group, **how)
+        choice = choose(
+            program,
+            sizes=bound,
+            kernels=kernels,
+            machine=machine,
+            group=group,
+            calls=calls,
+            symmetric_limit=symmetric_limit,
+            warn=warn,
+        )
         host = program_of(program, choice)
     else:
         host = lower_by(program, strategy, STREAMS if streams is None else streams)
-        taken, notes = asked_for(strategy, host, KERNELS.get(kernels))
-        choice = Choice(program.name, taken, ASKED_FOR, machine_name(machine, group), notes=notes)
+        candidate, notes = asked_for(strategy, host, KERNELS.get(kernels))
+        choice = Choice(program.name, candidate, ASKED_FOR, machine_name(machine, group), notes=notes)
         log_choice(choice)
         if warn:
             warn_fallbacks(program, choice, group)
@@ -155,7 +157,7 @@ def chosen_for(
     kernels: str | None,
     machine: str | None,
 ) -> tuple[Program, str]:
-    """Return the program that `auto` lowers a fusion to, and its kernels, for the shapes of whole tensors."""
+    """Return the program and the kernels that `auto` chooses for the shapes of these unsharded inputs."""
     from hostir.runtime.sharding import bind_sizes
 
     _refuse_streams(streams)
@@ -171,7 +173,7 @@ def _refuse_streams(streams: int | None) -> None:
         raise error(f"streams={streams}: 'auto' chooses it too", user_span(), hint="leave it out, or name a strategy")
 
 
-def _unknown_to_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that no input's shape gives; the executor takes the others from each call's inputs."""
-    bound = {name for value in program.inputs for name in value.tensor.names}
-    return {name: size for name, size in sizes.items() if name in program.size_names - bound}
+def _sizes_without_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes that follow from no input's shape; the executor reads the others from each call's inputs."""
+    in_shapes = {name for value in program.inputs for name in value.tensor.names}
+    return {name: size for name, size in sizes.items() if name in program.size_names - in_shapes}

@@ -1,37 +1,34 @@
-"""Choose the fastest candidate, by measurements or else by estimates."""
+"""Choose the fastest candidate: by measurements if there are any for this machine, else by estimates."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from hostir.choice import cache
-from hostir.choice.cache import (
+from hostir.choice.cache import Entries
+from hostir.choice.candidates import SEQUENTIAL, Candidates, candidates_of, uses_peers
+from hostir.choice.choices import (
     ASKED_FOR,
     ESTIMATED,
     FALLBACK,
     MEASURED,
     Candidate,
     Choice,
-    Entries,
     Impossible,
     Timing,
     ranked_by,
 )
-from hostir.choice.cost import EAGER, GRAPH, CostTask, estimates, tasks_of
-from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, here
-from hostir.ir.op import Statement
+from hostir.choice.cost import CostTask, tasks_of
+from hostir.choice.platforms import ELSEWHERE, SIMULATED, Platform, platform_here
+from hostir.choice.simulation import EAGER, GRAPH, estimates
 from hostir.ir.program import Program
 from hostir.ir.sizes import binding
 from hostir.ir.source import (
     HostIRError,
-    Span,
     amount,
     check_known,
     described,
@@ -40,189 +37,10 @@ from hostir.ir.source import (
     warn_once,
 )
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
-from hostir.lower import CALLS, STRATEGIES, HasProgram, lower
+from hostir.lower import CALLS, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.strategies import fusion_of
 from hostir.runtime.unroll import unroll
-
-# Candidates -----------------------------------------------------------------------------------------------------------
-# The ways to run a fusion on a platform, each with its host program or the reason why it is impossible.
-
-SEQUENTIAL = "sequential"
-NOTHING_TO_OVERLAP = "no communication to overlap"
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The candidates of a fusion that can be taken, with their programs, and those that cannot, with the reasons.
-
-    `whole` has clauses that say why a communication is not overlapped by any candidate.
-    """
-
-    programs: dict[Candidate, Program]
-    impossible: tuple[Impossible, ...]
-    whole: tuple[str, ...] = ()
-
-
-def uses_peers(program: Program) -> bool:
-    """Whether a program accesses peers' memory."""
-    return any(s.one_sided for s in program.walk())
-
-
-def candidates(fusion: Program, platform: Platform, kernels: str = "auto", *, all_that_run: bool = False) -> Candidates:
-    """Lower a fusion in every way that a platform allows.
-
-    Args:
-        fusion: a program in the fusion phase.
-        platform: where it will run.
-        kernels: `aten`, `cublas` or `triton` for these alone, `auto` for what makes sense there.
-        all_that_run: also what runs on the platform but is there for testing, as a measurement may ask for.
-    """
-    programs: dict[Candidate, Program] = {}
-    impossible: list[Impossible] = []
-    for candidate, lowered in _lowered(fusion, platform, kernels):
-        if isinstance(lowered, HostIRError):
-            impossible.append(Impossible(candidate, lowered.diagnostics[0].message))
-            continue
-        refused = _refused(candidate, lowered, programs, platform, all_that_run)
-        if isinstance(refused, Impossible):
-            impossible.append(refused)
-        elif refused:
-            programs[candidate] = lowered
-    return Candidates(programs, tuple(_merged(impossible)), _whole(programs))
-
-
-def _whole(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
-    """Return the reasons that every program but the sequential ones gives for the same communication."""
-    said = [left_whole(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
-    return tuple(clause for place, clause in said[0].items() if all(place in of for of in said)) if said else ()
-
-
-def left_whole(program: Program) -> dict[tuple[str, Span | None], str]:
-    """Return clauses that say why communications are not overlapped, by their kind and source line."""
-    start = f"{NOT_OVERLAPPED}: "
-    left = [s for s in program.walk() if s.note.startswith(start)]
-    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in left}
-
-
-def _clause(s: Statement, why: str) -> str:
-    place = f" at {s.span}" if s.span else ""
-    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {why}"
-
-
-def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
-    """Yield the program of each candidate, or the error with which it does not lower."""
-    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
-        program: Program | HostIRError
-        try:
-            program = lower(fusion, strategy, streams)
-        except HostIRError as refusal:
-            program = refusal
-        if isinstance(program, Program):
-            streams = max(program.streams, 1)
-        for each in _kernels(fusion, platform, kernels):
-            yield Candidate(strategy, streams, each), program
-
-
-def _kernels(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
-    if kernels != "auto":
-        return (kernels,)
-    if platform.computes != "cuda":
-        return ("aten",)
-    if any(s.contracts for s in fusion.body):
-        return ("cublas", "triton")  # with cuBLAS sums are Triton's, too: ATen's read and write several times as much
-    return ("triton",) if any(value.tensor.partial for value in fusion.inputs) else ("aten",)
-
-
-def _refused(
-    candidate: Candidate,
-    program: Program,
-    known: dict[Candidate, Program],
-    platform: Platform,
-    all_that_run: bool,
-) -> Impossible | bool:
-    """Return why a candidate cannot be taken, False to leave it out silently, or True if it can be taken.
-
-    Left out are candidates that equal another one, or that are slower in any case.
-    """
-    same = [c for c, other in known.items() if c.kernels == candidate.kernels and _same(other, program)]
-    if any(c.strategy == candidate.strategy for c in same):
-        return False
-    if same:
-        other = same[0].strategy
-        why = _why_sequential(program) if other == SEQUENTIAL else f"it lowers to the same program as '{other}'"
-        return Impossible(candidate, why)
-    if candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
-        return False  # cuBLAS's matmuls leave no SM to them: they would wait for a wave of tiles
-    if uses_peers(program) and platform.refuses and not (all_that_run and platform.runs_all):
-        return Impossible(candidate, platform.refuses, warn=True)
-    return True
-
-
-def _signals_by_sms(program: Program) -> bool:
-    return any(s.needs_reserved_sm for s in program.walk())
-
-
-def _same(a: Program, b: Program) -> bool:
-    return a.body == b.body
-
-
-def _why_sequential(program: Program) -> str:
-    """Return why a strategy lowers to the sequential program."""
-    return next(iter(left_whole(program).values()), NOTHING_TO_OVERLAP)
-
-
-def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
-    """Return what a program by a strategy that was asked for is, and notes on what it does not overlap.
-
-    A program that uses neither worker streams nor peers' memory is the sequential one, whatever was asked for.
-    """
-    if strategy == SEQUENTIAL:
-        return Candidate(SEQUENTIAL, 1, kernels), ()
-    notes = tuple(left_whole(program).values())
-    if program.streams or uses_peers(program):
-        return Candidate(strategy, max(program.streams, 1), kernels), notes
-    why = "" if notes else f": {NOTHING_TO_OVERLAP}"
-    return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{why}")
-
-
-def _merged(found: Sequence[Impossible]) -> Iterator[Impossible]:
-    """Yield one of those that differ in streams or kernels only."""
-    seen: set[tuple[str, str]] = set()
-    for it in found:
-        if (it.candidate.strategy, it.reason) not in seen:
-            seen.add((it.candidate.strategy, it.reason))
-            yield it
-
-
-def check_ranks(fusion: Program, platform: Platform) -> None:
-    """Raise HostIRError if there are fewer ranks than the fusion needs."""
-    if platform.ranks < fusion.ranks:
-        raise error(
-            f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
-            hint=f"build it for {platform.ranks} (--ranks {platform.ranks}, if its function has a parameter 'ranks'), "
-            f"or take a machine with {fusion.ranks}",
-        )
-
-
-def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
-    """Raise HostIRError unless all sizes are known: a choice is made for sizes."""
-    if missing := sorted(fusion.size_names - sizes.keys()):
-        raise error(
-            f"what is fastest depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
-            expected=f"every size that it is chosen for: {', '.join(sorted(fusion.size_names))}",
-            hint=f"{binding(missing[0])}; hi.compile chooses by ranges of it, which 'hostir explain' shows",
-        )
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise error(
-                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
-            )
-    fusion.check_sizes(sizes)
-
-
-# Decisions ------------------------------------------------------------------------------------------------------------
-# The choice: the fastest of what was measured on the machine, and without measurements of what is estimated.
 
 LOG = logger(__name__)
 UNMEASURED = "not measured: 'hostir tune' does it"
@@ -239,30 +57,59 @@ def choose(
     symmetric_limit: int | None = None,
     warn: bool = True,
 ) -> Choice:
-    """Choose how to run a fusion here. Under torchrun rank 0 of the group decides, and every rank gets the same.
+    """Choose how to run a fusion on this machine. Under torchrun rank 0 of the group chooses for all ranks.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
-        sizes: of its symbols: what it is chosen for.
-        kernels: `aten`, `cublas` or `triton` for these alone; see the knob HOSTIR_KERNELS.
+        sizes: the sizes to choose for: a value for each of the fusion's symbols.
+        kernels: the only kernels to consider: `aten`, `cublas` or `triton`. By default the knob HOSTIR_KERNELS decides.
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
         group: the ranks that run it, as for `Executor`.
-        calls: how they are made on CUDA, and so which times count: `out` with `out=`, so that programs of one-sided
-            copies are replayed from a CUDA graph; `eager` without; `graph` inside a graph that the caller captures.
-        symmetric_limit: the most bytes of symmetric memory on a rank; see the knob HOSTIR_SYMMETRIC_LIMIT.
-        warn: whether rank 0 warns of what is not possible here; False where the caller says it.
+        calls: the way in which calls are made on CUDA, which decides the times that are compared. `out`: with `out=`,
+            so that programs of one-sided copies are replayed from a CUDA graph. `eager`: without `out=`. `graph`:
+            inside a graph that the caller captures.
+        symmetric_limit: the most bytes of symmetric memory on a rank. By default the knob HOSTIR_SYMMETRIC_LIMIT
+            decides.
+        warn: True if rank 0 warns of strategies and overlaps that are not possible here. Pass False to report them
+            in another way.
 
-    Raises HostIRError for sizes that are not bound, and where there are fewer ranks than the fusion's.
+    Raises HostIRError for sizes that are not bound, and if there are fewer ranks than the fusion needs.
     """
     program = fusion_of(fusion)
     check_sizes(program, program.given_sizes(sizes))
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
-    agreed, speaks = from_rank_0(machine, group, lambda: decider.choice(sizes or {}).to_json())
-    choice = Choice.from_json(agreed)
+    answer, first = from_rank_0(machine, group, lambda: decider.choice(sizes or {}).to_json())
+    choice = Choice.from_json(answer)
     log_choice(choice)
-    if warn and speaks:  # once all have heard, as a warning may be an error
+    if warn and first:  # only after all ranks have the answer, because a warning may be an error
         warn_fallbacks(program, choice, group)
     return choice
+
+
+def check_ranks(fusion: Program, platform: Platform) -> None:
+    """Raise HostIRError if there are fewer ranks than the fusion needs."""
+    if platform.ranks < fusion.ranks:
+        raise error(
+            f"@{fusion.name} is for {fusion.ranks} ranks, and there are {platform.ranks}",
+            hint=f"build it for {platform.ranks} (--ranks {platform.ranks}, if its function has a parameter 'ranks'), "
+            f"or take a machine with {fusion.ranks}",
+        )
+
+
+def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
+    """Raise HostIRError unless every size of the fusion has a valid value: a choice is made for given sizes."""
+    if missing := sorted(fusion.size_names - sizes.keys()):
+        raise error(
+            f"the fastest strategy depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
+            expected=f"a value for every size: {', '.join(sorted(fusion.size_names))}",
+            hint=f"{binding(missing[0])}; hi.compile chooses by ranges of it, which 'hostir explain' shows",
+        )
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise error(
+                f"the size {name}={described(size)} of @{fusion.name}", expected="an integer that is not negative"
+            )
+    fusion.check_sizes(sizes)
 
 
 def decider_for(
@@ -273,35 +120,34 @@ def decider_for(
     symmetric_limit: int | None,
     group: Any = None,
 ) -> Decider:
-    """Return what chooses for a fusion on this machine; the arguments are as for `choose`. All ranks call it."""
+    """Return a decider for a fusion on this machine; the arguments are as for `choose`. All ranks call it together."""
     check_known("kind of calls", calls, CALLS)
-    platform = here(machine_name(machine, group), program.ranks, group)
+    platform = platform_here(machine_name(machine, group), program.ranks, group)
     check_ranks(program, platform)
     return Decider(program, platform, KERNELS.get(kernels), calls, SYMMETRIC_LIMIT.get(symmetric_limit))
 
 
-def from_rank_0(machine: str | None, group: Any, decided: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return what rank 0 of the group decides, and whether this one speaks for all. Without ranks, decide here."""
+def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Return the result of `decide` on rank 0 of the group, and True on the rank that warns and logs for all.
+
+    If ranks are simulated, or there is only this process, call `decide` here.
+    """
     from hostir.runtime.guest import session_of
 
     session = session_of(group) if machine_name(machine, group) != SIMULATED else None
     if session is None:
-        return decided(), True
-    key = f"choice {next(_rounds.setdefault(session, itertools.count()))}"
-    return _decoded(session.exchange(key, _encoded(decided) if session.rank == 0 else "")[0]), session.rank == 0
-
-
-_rounds: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
+        return decide(), True
+    first = session.rank == 0
+    return _decoded(session.exchange("choice", _encoded(decide) if first else "")[0]), first
 
 
 def machine_name(machine: str | None, group: object = None) -> str:
-    """Return the machine that an `Executor` would take: under torchrun by the device, else simulated ranks."""
+    """Return the machine that an `Executor` uses: `gloo` or `cuda` under torchrun, else simulated ranks."""
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
+        return machine
     from hostir.runtime.guest import session_of
 
-    if machine is not None:
-        return machine
     session = session_of(group)
     if session is None:
         return SIMULATED
@@ -321,18 +167,18 @@ def rank_here(machine: str | None, group: Any = None) -> int | None:
 def decide(
     program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str = "auto", calls: str = "out"
 ) -> Choice:
-    """Choose on a platform, by the measurements in this process's cache; the arguments are as for `choose`."""
+    """Choose for a platform with the measurements in this process's cache; the arguments are as for `choose`."""
     return Decider(program, platform, kernels, calls).choice(sizes)
 
 
 class Decider:
-    """Chooses for any sizes of a fusion on one platform. The fusion is lowered once.
+    """Chooses for any sizes of one fusion on one platform. Lowers the fusion only once.
 
     Args:
         program: the fusion.
-        platform: where it will run.
+        platform: the platform that it will run on.
         kernels, calls: as for `choose`.
-        limit: the most bytes of symmetric memory that may be taken on a rank; None: any number.
+        limit: the most bytes of symmetric memory that a program may use on a rank; None for no limit.
     """
 
     def __init__(
@@ -350,45 +196,45 @@ class Decider:
         self.limit = limit
 
     @cached_property
-    def found(self) -> Candidates:
-        """The candidates to choose from without measurements. Raises HostIRError if there are none."""
-        found = candidates(self.program, self.platform, self.kernels)
-        if not found.programs:
-            lower(self.program, SEQUENTIAL)  # which says why, in its own words
-        return found
+    def candidates(self) -> Candidates:
+        """The candidates to choose from without measurements. Raises HostIRError if no strategy lowers the fusion."""
+        candidates = candidates_of(self.program, self.platform, self.kernels)
+        if not candidates.programs:
+            lower(self.program, SEQUENTIAL)  # raises the reason
+        return candidates
 
     @cached_property
     def measurable(self) -> Candidates:
-        """The candidates that may have been measured."""
-        return candidates(self.program, self.platform, self.kernels, all_that_run=True)
+        """The candidates that can be measured; on a CPU these are more than `candidates`."""
+        return candidates_of(self.program, self.platform, self.kernels, for_testing=True)
 
     def measurements(self, sizes: Mapping[str, int]) -> Entries:
-        """Return what this process's cache holds for these sizes."""
+        """Return the measurements for these sizes in this process's cache."""
         if self.platform.machine in (SIMULATED, ELSEWHERE):
             return {}
         return cache.read(cache.key_of(self.program, sizes, self.platform))
 
     def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
-        """Choose for sizes, by measurements in `entries` or the cache, or else by estimates."""
-        found = self.found
-        notes = list(found.whole)
+        """Choose for these sizes by the measurements in `entries` or the cache; without measurements, by estimates."""
+        candidates = self.candidates
+        notes = list(candidates.not_overlapped)
         measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries)
         if measured is not None:
-            return self._taken(MEASURED, *measured, notes)
-        timings, impossible = estimated(found, self.platform, sizes, self.calls, self.limit)
+            return self._fastest(MEASURED, *measured, notes)
+        timings, impossible = estimated(candidates, self.platform, sizes, self.calls, self.limit)
         if self.platform.note:
             notes.append(self.platform.note)
-        only = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
-        source = FALLBACK if only and _communicates(found.programs.values()) else ESTIMATED
-        return self._taken(source, timings, impossible, notes)
+        only_sequential = {timing.candidate.strategy for timing in timings} == {SEQUENTIAL}
+        source = FALLBACK if only_sequential and _communicates(candidates.programs.values()) else ESTIMATED
+        return self._fastest(source, timings, impossible, notes)
 
     def program_of(self, candidate: Candidate) -> Program:
-        """Return the host program of a candidate that was chosen."""
-        programs = self.found.programs
+        """Return the host program of a chosen candidate."""
+        programs = self.candidates.programs
         return programs[candidate] if candidate in programs else self.measurable.programs[candidate]
 
     def fits(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Whether a candidate's program runs at these sizes, within the limit."""
+        """Return True if a candidate's program can run with these sizes and stays within the limit."""
         if program.misfits(sizes):
             return False
         return self.limit is None or symmetric_bytes(program, sizes) <= self.limit
@@ -396,68 +242,76 @@ class Decider:
     def _measured(
         self, sizes: Mapping[str, int], entries: Entries
     ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]] | None:
-        """Return the times of the current programs, and what cannot be taken; None if nothing was measured."""
+        """Return the measured times of the candidates' current programs, and the impossible candidates.
+
+        Return None if none of the current programs was measured.
+        """
         if not entries:
             return None
         timings: list[Timing] = []
         impossible = list(self.measurable.impossible)
-        for candidate, lowered in self.measurable.programs.items():
+        for candidate, program in self.measurable.programs.items():
             entry = entries.get(candidate)
-            if entry is None or entry.digest != lowered.digest:
+            if entry is None or entry.digest != program.digest:
                 impossible.append(Impossible(candidate, UNMEASURED))
             elif entry.failure:
                 impossible.append(Impossible(candidate, entry.failure, warn=True))
-            elif refused := _too_large(needed := symmetric_bytes(lowered, sizes), self.limit):
-                impossible.append(Impossible(candidate, refused, warn=True))
+            elif refusal := _too_large(symmetric := symmetric_bytes(program, sizes), self.limit):
+                impossible.append(Impossible(candidate, refusal, warn=True))
             else:
-                timings.append(_timing(candidate, lowered, entry.eager, entry.graph, self.calls, needed))
+                timings.append(_timing(candidate, program, entry.eager, entry.graph, self.calls, symmetric))
         return (tuple(timings), tuple(impossible)) if timings else None
 
-    def _taken(
+    def _fastest(
         self, source: str, timings: tuple[Timing, ...], impossible: tuple[Impossible, ...], notes: list[str]
     ) -> Choice:
+        """Return the choice of the fastest candidate."""
         ranked = tuple(sorted(timings, key=lambda timing: timing.us))
         machine = str(self.platform)
         return Choice(self.program.name, ranked[0].candidate, source, machine, ranked, impossible, tuple(notes))
 
 
 def _communicates(programs: Iterable[Program]) -> bool:
-    """Whether the fusion communicates, so that there is something to overlap."""
+    """Return True if a program has a collective, so that there is something to overlap."""
     return any(s.collective for program in programs for s in program.walk())
 
 
 def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
-    """Return the most bytes of symmetric memory that a program takes on a rank, without gaps between buffers."""
+    """Return the bytes of symmetric memory that a program uses on a rank, at most, without gaps between buffers."""
     if not uses_peers(program):
         return 0
-    ranks = {mesh.devices[0] for mesh in program.meshes}  # those of a mesh take as much
+    ranks = {mesh.devices[0] for mesh in program.meshes}  # all ranks of a mesh use the same number of bytes
     return max(unroll(program, rank, sizes).memory[1] for rank in ranks)
 
 
-def _too_large(needed: int, limit: int | None) -> str:
-    """Return why a candidate may not be taken that takes so many bytes of symmetric memory; empty if it may."""
-    if limit is None or needed <= limit:
+def _too_large(symmetric: int, limit: int | None) -> str:
+    """Return why so many bytes of symmetric memory on a rank are too many; an empty string if they are not."""
+    if limit is None or symmetric <= limit:
         return ""
-    return f"it takes {amount(needed)} of symmetric memory on a rank, and the limit is {amount(limit)}"
+    return f"it takes {amount(symmetric)} of symmetric memory on a rank, and the limit is {amount(limit)}"
 
 
 def estimated(
-    found: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str, limit: int | None = None
+    candidates: Candidates, platform: Platform, sizes: Mapping[str, int], calls: str, limit: int | None = None
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
-    """Choose by estimated times; candidates that the sizes do not fit are impossible. Raises if they fit none."""
+    """Return the estimated times of the candidates, and the impossible candidates.
+
+    A candidate is impossible if the sizes do not fit its program. Raises HostIRError if they do not fit the sequential
+    program.
+    """
     timings: list[Timing] = []
-    impossible = list(found.impossible)
-    made: dict[int, tuple[Sequence[CostTask], int]] = {}  # candidates with other kernels share a program
-    for candidate, program in found.programs.items():
+    impossible = list(candidates.impossible)
+    simulated: dict[int, tuple[Sequence[CostTask], int]] = {}  # by program: candidates that differ in kernels share one
+    for candidate, program in candidates.programs.items():
         try:
             program.check_whole(sizes)
-            if id(program) not in made:
-                made[id(program)] = tasks_of(program, sizes), symmetric_bytes(program, sizes)
-            tasks, needed = made[id(program)]
-            if refused := _too_large(needed, limit):
-                impossible.append(Impossible(candidate, refused, warn=True))
+            if id(program) not in simulated:
+                simulated[id(program)] = tasks_of(program, sizes), symmetric_bytes(program, sizes)
+            tasks, symmetric = simulated[id(program)]
+            if refusal := _too_large(symmetric, limit):
+                impossible.append(Impossible(candidate, refusal, warn=True))
                 continue
-            timings.append(_estimate(candidate, program, tasks, platform, calls, needed))
+            timings.append(_estimate(candidate, program, tasks, platform, calls, symmetric))
         except HostIRError as misfit:
             if candidate.strategy == SEQUENTIAL:
                 raise
@@ -466,59 +320,59 @@ def estimated(
 
 
 def _estimate(
-    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str, needed: int
+    candidate: Candidate, program: Program, tasks: Sequence[CostTask], platform: Platform, calls: str, symmetric: int
 ) -> Timing:
-    # Simulated ranks compute in one way, and the machine that they stand for in the best.
+    # Simulated ranks compute with ATen, but they stand for a GPU, which would use its fastest kernels.
     kernels = ("cublas", "triton") if platform.machine == SIMULATED else (candidate.kernels,)
-    ways = [estimates(tasks, platform.hardware, k) for k in kernels]
-    eager, graph = (round(min(times[mode] for times in ways), 1) for mode in (EAGER, GRAPH))
+    by_kernels = [estimates(tasks, platform.hardware, name) for name in kernels]
+    eager, graph = (round(min(times[mode] for times in by_kernels), 1) for mode in (EAGER, GRAPH))
     replays = platform.computes != "cpu" or platform.machine == SIMULATED
-    return _timing(candidate, program, eager, graph if replays else None, calls, needed)
+    return _timing(candidate, program, eager, graph if replays else None, calls, symmetric)
 
 
 def _timing(
-    candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, needed: int
+    candidate: Candidate, program: Program, eager: float | None, graph: float | None, calls: str, symmetric: int
 ) -> Timing:
     us = ranked_by(calls, eager, graph, captured_by_caller=_communicates([program]))
     assert us is not None
-    return Timing(candidate, us, eager, graph, needed)
+    return Timing(candidate, us, eager, graph, symmetric)
 
 
-# Logs and warnings ----------------------------------------------------------------------------------------------------
 def log_choice(choice: Choice) -> None:
-    """Log a choice, the next best candidates, and what is not possible or not overlapped."""
+    """Log a choice, the next best candidates, impossible strategies and communications that are not overlapped."""
     if not LOG.isEnabledFor(logging.INFO):
         return
-    others = "".join(f"; '{it.candidate}' {it.us:.0f} us" for it in choice.timings[1:3])
-    LOG.info("%s%s", choice, others)
+    next_best = "".join(f"; '{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings[1:3])
+    LOG.info("%s%s", choice, next_best)
     for clause in (*choice.fallbacks, *choice.notes):
         LOG.info("@%s: %s", choice.fusion, clause)
 
 
 def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
-    """Warn, on rank 0, once for a fusion and a reason, that a strategy or an overlap is not possible here."""
+    """Warn, on rank 0, that a strategy or an overlap is not possible here: once for each fusion and reason."""
     first = None if group is None else rank_here(None, group) == 0
-    hint = "'hostir explain' lists all ways to run it, with their times and what keeps them from being taken"
+    hint = "'hostir explain' lists all ways to run it, with their times or the reasons why they are not possible"
     if choice.source == ASKED_FOR:
-        hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes what is fastest"
-    messages = [f"@{choice.fusion} runs '{choice.taken}', as {why}." for why in choice.fallbacks]
+        hint = "'pipeline' slices any communication along a Stream axis; 'auto' takes the fastest strategy"
+    messages = [f"@{choice.fusion} runs '{choice.taken}', as {clause}." for clause in choice.fallbacks]
     messages += [f"In @{choice.fusion} {note}." for note in choice.notes if f" is {NOT_OVERLAPPED}: " in note]
     for message in messages:
         warn_once((program.digest, message), message, hint, first=first)
 
 
-def _encoded(decided: Callable[[], dict[str, Any]]) -> str:
-    """Encode what rank 0 decides, or its error, for the other ranks."""
+def _encoded(decide: Callable[[], dict[str, Any]]) -> str:
+    """Encode the result of `decide`, or its error, for the other ranks."""
     try:
-        return json.dumps(decided())
+        return json.dumps(decide())
     except HostIRError as refusal:
         first = refusal.diagnostics[0]
         return json.dumps({"refusal": [first.message, first.expected, first.hint]})
-    except Exception as problem:  # whatever it is, the others must not wait
+    except Exception as problem:  # the other ranks must hear of any error, or they would wait
         return json.dumps({"refusal": [f"rank 0 could not choose: {type(problem).__name__}: {problem}", "", ""]})
 
 
 def _decoded(text: str) -> dict[str, Any]:
+    """Decode the text of `_encoded`. Raises HostIRError if it is an error."""
     data: dict[str, Any] = json.loads(text)
     if "refusal" in data:
         message, expected, hint = data["refusal"]

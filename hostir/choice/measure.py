@@ -1,14 +1,13 @@
-"""Time candidates on this machine: in turn, with all ranks synchronized, on random data, if their results are right.
+"""Time candidates on this machine: in turn, on random inputs, with all ranks synchronized.
 
-The results of each candidate are compared with those of the sequential program; a wrong one is not timed. A time is
-the median of many runs, and of the ranks' medians the largest. On CUDA the L2 is flushed before each run and times are
-those of events, once for calls issued anew and once for the replays of a CUDA graph; on a CPU it is wall clock time.
+Every candidate must give the results of the sequential program, up to rounding; else it is not timed. A time is the
+largest over the ranks of the median of many runs. On CUDA, L2 is flushed before each run, and events measure eager
+calls and replays of a CUDA graph. On a CPU, the wall clock measures.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import statistics
 import time
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from math import nan, prod, sqrt
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from hostir.choice.cache import Candidate, Entry
+from hostir.choice.cache import Entry
+from hostir.choice.choices import Candidate
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.executor import Executor
@@ -32,16 +31,16 @@ from hostir.runtime.sharding import Part, random_inputs, shard, torch_dtype
 
 RUNS = {"cpu": 7, "cuda": 30}
 WARM = {"cpu": 1, "cuda": 4}
-CHECKED = 2  # calls, each with inputs of its own: what the first leaves behind must not carry the second
+CHECKED = 2  # calls with different inputs: leftovers of the first must not make the second look right
 L2_FLUSH = 256 << 20  # bytes written before each run: more than the L2 holds
-PATIENCE = 600.0  # seconds that a rank may wait for the others while kernels are compiled and tuned
+PATIENCE = 600.0  # seconds that a rank waits for the others, which may be compiling and tuning kernels
 Work = Callable[[], Any]
 Progress = Callable[[str], None]
 
 
 @dataclass
 class Subject:
-    """A candidate to measure: its program, its executor, and the reason if it cannot be measured."""
+    """A candidate to measure, its executor and its times. `failure` says why it cannot be measured."""
 
     candidate: Candidate
     program: Program
@@ -64,42 +63,42 @@ def measure(
     seed: int = 0,
     progress: Progress = lambda _: None,
 ) -> dict[Candidate, Entry]:
-    """Return the microseconds of each candidate. All ranks call it with equal arguments and get equal results.
+    """Return the measurement of each candidate. All ranks call it with equal arguments and get equal results.
 
     Args:
-        programs: by candidate; the first is what the others' results are held against, and is to be sequential.
-        sizes: of their symbols.
-        session: the job whose ranks run them.
-        runs: timed runs of each; left out, 30 on CUDA and 7 on a CPU.
-        seed: of the inputs.
-        progress: told of each step.
+        programs: the programs by candidate. The first one must be sequential: the others must give its results.
+        sizes: values of the programs' symbols.
+        session: the job that runs the programs.
+        runs: the number of timed runs of each program; by default 30 on CUDA and 7 on a CPU.
+        seed: the seed of the random inputs.
+        progress: called with a description of each step.
     """
-    kind = session.device.type
-    count = runs or RUNS[kind]
+    device = session.device.type
+    count = runs or RUNS[device]
     subjects = [Subject(candidate, program) for candidate, program in programs.items()]
     for subject in subjects:
         progress(f"preparing {subject.candidate}")
         _prepare(subject, sizes, session)
     inputs = [_parts(subjects[0].program, sizes, seed + call, session) for call in range(CHECKED)]
     if subjects[0].failure:
-        raise error(f"there is nothing to hold results against: {subjects[0].failure}")
+        raise error(f"there is no result to compare the candidates with: {subjects[0].failure}")
     allowed = closeness(subjects[0].program, sizes)
     _check(subjects, inputs, allowed, session, progress)
     works = {s.candidate: partial(_call, s.executor, inputs[0]) for s in subjects if not s.failure}
-    clock = CudaClock(session.device) if kind == "cuda" else WallClock()
+    clock = CudaClock(session.device) if device == "cuda" else WallClock()
     progress("timing")
-    times = _run_in_turn(works, clock, session, count, WARM[kind])
+    times = _run_in_turn(works, clock, session, count, WARM[device])
     for subject in subjects:
         subject.eager = times.get(subject.candidate)
-    if kind == "cuda":
+    if device == "cuda":
         progress("timing replays")
         _replays(subjects, inputs[0], allowed, clock, session, count)
-    _agree(session, "")  # nobody's memory goes while others may reach into it
+    _exchange(session, "")  # no rank frees memory while others may still access it
     return {subject.candidate: subject.entry for subject in subjects}
 
 
 def steps(programs: int) -> int:
-    """Return how often `measure` reports progress."""
+    """Return the number of steps that `measure` reports for so many programs."""
     return 2 * programs + 2
 
 
@@ -108,31 +107,31 @@ def _call(executor: Executor | None, inputs: Sequence[Part]) -> tuple[Part, ...]
     return executor(*inputs)
 
 
-def _agree(session: Session, mine: str) -> list[str]:
-    """Return what every rank gives."""
-    number = next(_rounds.setdefault(session, itertools.count()))
-    return session.exchange(f"measure {number}", mine, PATIENCE)
+def _exchange(session: Session, text: str) -> list[str]:
+    """Return the texts of all ranks, by rank."""
+    return session.exchange("measuring", text, PATIENCE)
 
 
-_rounds: WeakKeyDictionary[Session, itertools.count[int]] = WeakKeyDictionary()
+def _first_problem(session: Session, problem: str) -> str:
+    """Return the problem of the first rank that has one; an empty string if no rank has one."""
+    return next((text for text in _exchange(session, problem) if text), "")
 
 
-# Correct results --------------------------------------------------------------------------------------------------
 def _prepare(subject: Subject, sizes: Mapping[str, int], session: Session) -> None:
-    """Make the executor of a candidate; if one rank cannot, no rank measures the candidate."""
+    """Make the executor of a candidate. If a rank cannot make it, no rank measures the candidate."""
     problem = ""
     try:
         known = {name: size for name, size in sizes.items() if name in subject.program.size_names}
         subject.executor = Executor(subject.program, sizes=known, kernels=subject.candidate.kernels, check=False)
     except HostIRError as refusal:
         problem = refusal.diagnostics[0].message
-    subject.failure = next((said for said in _agree(session, problem) if said), "")
+    subject.failure = _first_problem(session, problem)
 
 
 def _parts(program: Program, sizes: Mapping[str, int], seed: int, session: Session) -> list[Part]:
     """Return this rank's parts of random inputs."""
-    whole = random_inputs(program, sizes, seed, session.device)
-    return [shard(x, v.tensor, session.rank, sizes) for v, x in zip(program.inputs, whole, strict=True)]
+    inputs = random_inputs(program, sizes, seed, session.device)
+    return [shard(x, v.tensor, session.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
 
 
 def _check(
@@ -142,23 +141,23 @@ def _check(
     session: Session,
     progress: Progress,
 ) -> None:
-    """Compare the results of every candidate with the first one's, on different inputs in each call."""
+    """Compare the results of every candidate with the results of the first, with different inputs in each call."""
     first = subjects[0]
-    expected = [_kept(_call(first.executor, parts)) for parts in inputs]
+    expected = [_copied(_call(first.executor, parts)) for parts in inputs]
     for subject in subjects:
         progress(f"checking {subject.candidate}")
         subject.failure = subject.failure or _refusal(subject.executor, inputs[0], session)
         if subject.failure:
             continue
-        found = [_kept(_call(subject.executor, parts)) for parts in inputs]
-        subject.failure = _mismatch(found, expected, allowed, session)
+        results = [_copied(_call(subject.executor, parts)) for parts in inputs]
+        subject.failure = _mismatch(results, expected, allowed, session)
 
 
 def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session) -> str:
-    """Return why a rank refuses to run the program, as planning its first call reports; empty if all ranks can.
+    """Return the error with which a rank refuses the first call of a program; an empty string if all ranks run it.
 
-    Meanwhile the watchdog, for which a failure may be the end of the job, ignores it; a rank that stops here ends the
-    others after `PATIENCE`.
+    The watchdog would end the job at an error, so it is off during the call. If a rank hangs here, the others end after
+    `PATIENCE`.
     """
     assert executor is not None
     watchdog, executor.watchdog = executor.watchdog, None
@@ -169,76 +168,76 @@ def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session
         problem = refusal.diagnostics[0].message
     finally:
         executor.watchdog = watchdog
-    return next((said for said in _agree(session, problem) if said), "")
+    return _first_problem(session, problem)
 
 
 def _mismatch(
-    found: Sequence[Sequence[Part]], expected: Sequence[Sequence[Part]], allowed: float, session: Session
+    results: Sequence[Sequence[Part]], expected: Sequence[Sequence[Part]], allowed: float, session: Session
 ) -> str:
-    """Return why a result differs from the first candidate's, on whatever rank; empty if it does not."""
-    errors = [_error(x, y) for got, right in zip(found, expected, strict=True) for x, y in zip(got, right, strict=True)]
-    worst = max((float(text) for text in _agree(session, repr(max(errors, default=0.0)))), key=_badness)
+    """Return why results are wrong on some rank; an empty string if they are right on all ranks."""
+    calls = zip(results, expected, strict=True)
+    errors = [_error(x, y) for outputs, right in calls for x, y in zip(outputs, right, strict=True)]
+    worst = max((float(text) for text in _exchange(session, repr(max(errors, default=0.0)))), key=_badness)
     if worst <= allowed:
         return ""
     return f"it gives another result than the sequential program: off by {worst:.1e}, at most {allowed:.1e} allowed"
 
 
 def _badness(error: float) -> tuple[bool, float]:
-    """Order errors, with NaN worse than any number."""
+    """Return a sort key for errors: NaN is worse than any number."""
     return error != error, error
 
 
-def _error(found: Part, expected: Part) -> float:
-    if found is None or expected is None:
-        return 0.0 if found is expected else nan
-    return relative_error(found.float(), expected.float())
+def _error(result: Part, expected: Part) -> float:
+    if result is None or expected is None:
+        return 0.0 if result is expected else nan
+    return relative_error(result.float(), expected.float())
 
 
-def _kept(outputs: Sequence[Part]) -> list[Part]:
-    """Return copies, as the next call may overwrite the results."""
+def _copied(outputs: Sequence[Part]) -> list[Part]:
+    """Return copies of a call's results, because the next call may overwrite them."""
     return [None if x is None else x.clone() for x in outputs]
 
 
 def closeness(program: Program, sizes: Mapping[str, int]) -> float:
-    """Return how far two correct results may be from each other, relative to their norm.
+    """Return the largest distance between two correct results, relative to their norm.
 
-    As in `runtime.compare`, but without a reference in float64, which whole tensors of this size have no time for. Each
-    step rounds to its dtype, by half a unit at the most, and sums `k` products in f32 or better in whatever order; both
-    results have errors of their own.
+    The bound is the one in `runtime.compare`. Only the reference differs: a float64 reference of this size would take
+    too long, so both results have rounding errors. Each statement rounds to its dtype, by half a unit at most, and sums
+    `k` products in f32 or better, in any order.
     """
-    once = 0.0
+    variance = 0.0
     for s in program.walk():
         if s.computed is not None:
             dtype = torch_dtype(s.computed.tensor.dtype)
             rounding = torch.finfo(dtype).eps / 2
             terms = prod(n.bind(sizes) for n in s.summed) if s.contracts else 0
             summed = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * sqrt(terms)
-            once += (rounding + summed) ** 2
-    return SLACK * 2 * sqrt(once * (1 + reductions(program, ring=True)))
+            variance += (rounding + summed) ** 2
+    return SLACK * 2 * sqrt(variance * (1 + reductions(program, ring=True)))
 
 
-# Time -------------------------------------------------------------------------------------------------------------
 class WallClock:
-    """Times runs of CPU processes, which return when all is done."""
+    """Times runs of CPU processes: a run has ended when it returns."""
 
     def run(self, work: Work) -> Callable[[], float]:
-        """Run once, with all ranks starting together; the time in microseconds is asked for afterwards."""
+        """Run once, with all ranks starting together. Return a function that returns the time in microseconds."""
         dist.barrier()
         begin = time.perf_counter()
         work()
-        took = (time.perf_counter() - begin) * 1e6
-        return lambda: took
+        elapsed = (time.perf_counter() - begin) * 1e6
+        return lambda: elapsed
 
 
 class CudaClock:
-    """Times runs on a GPU: with a flushed L2, after a collective on the device, between two events."""
+    """Times runs on a GPU between two events, after it has flushed L2 and run a collective to synchronize the ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device=device)
         self.line = torch.zeros(1, device=device)
 
     def run(self, work: Work) -> Callable[[], float]:
-        """Run as `WallClock.run` does; the host does not wait."""
+        """Run once, as `WallClock.run` does. The host does not wait for the device."""
         start, end = _event(), _event()
         self.flush.zero_()
         dist.all_reduce(self.line)
@@ -246,11 +245,11 @@ class CudaClock:
         work()
         end.record()
 
-        def took() -> float:
+        def elapsed() -> float:
             end.synchronize()
             return float(start.elapsed_time(end)) * 1e3
 
-        return took
+        return elapsed
 
 
 def _event() -> Any:
@@ -263,21 +262,20 @@ Timer = WallClock | CudaClock
 def _run_in_turn(
     works: Mapping[Candidate, Work], clock: Timer, session: Session, runs: int, warm: int
 ) -> dict[Candidate, float]:
-    """Time one run of each in turn, so that drifting clocks and heat affect all alike."""
+    """Return the time of each candidate. Candidates run in turn, so that drift and heat affect all equally."""
     for work in works.values():
         for _ in range(warm):
             work()
-    taken: dict[Candidate, list[Callable[[], float]]] = {candidate: [] for candidate in works}
+    elapsed: dict[Candidate, list[Callable[[], float]]] = {candidate: [] for candidate in works}
     for _ in range(runs):
         for candidate, work in works.items():
-            taken[candidate].append(clock.run(work))
-    mine = [statistics.median(took() for took in runs_of) for runs_of in taken.values()]
-    every = [json.loads(text) for text in _agree(session, json.dumps(mine))]
-    slowest = [round(max(times), 2) for times in zip(*every, strict=True)]
+            elapsed[candidate].append(clock.run(work))
+    medians = [statistics.median(time_of() for time_of in times) for times in elapsed.values()]
+    by_rank = [json.loads(text) for text in _exchange(session, json.dumps(medians))]
+    slowest = [round(max(times), 2) for times in zip(*by_rank, strict=True)]
     return dict(zip(works, slowest, strict=True))
 
 
-# CUDA graphs ------------------------------------------------------------------------------------------------------
 def _replays(
     subjects: Sequence[Subject],
     inputs: Sequence[Part],
@@ -286,19 +284,19 @@ def _replays(
     session: Session,
     runs: int,
 ) -> None:
-    """Time graph replays of the candidates that can be captured and give the same result from a graph."""
-    expected = _kept(_call(subjects[0].executor, inputs))
+    """Time replays of the candidates that can be captured in a CUDA graph and give the same results from it."""
+    expected = _copied(_call(subjects[0].executor, inputs))
     with contextlib.ExitStack() as graphs:
         works: dict[Candidate, Work] = {}
         for subject in [s for s in subjects if not s.failure]:
             outputs = [None if x is None else torch.full_like(x, nan) for x in expected]
             replay = graphs.enter_context(_replay(subject, inputs, outputs))
-            if any(_agree(session, "" if replay else "no graph")) or replay is None:
+            if any(_exchange(session, "" if replay else "no graph")) or replay is None:
                 continue
             for x in [x for x in outputs if x is not None]:
                 x.fill_(nan)
             replay()
-            if not _mismatch([_kept(outputs)], [expected], allowed, session):
+            if not _mismatch([_copied(outputs)], [expected], allowed, session):
                 works[subject.candidate] = replay
         times = _run_in_turn(works, clock, session, runs, WARM["cuda"])
         torch.cuda.synchronize()
@@ -308,10 +306,10 @@ def _replays(
 
 @contextlib.contextmanager
 def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -> Iterator[Work | None]:
-    """Yield a call that replays a CUDA graph, captured by whoever captures it in practice; None if it cannot be.
+    """Yield a function that replays a CUDA graph of a candidate; None if the candidate cannot be captured.
 
-    An executor captures calls with `out=` itself, unless they communicate through NCCL: these are their caller's to
-    capture. The graph goes with the block: NCCL cannot shut down while it is alive.
+    An executor captures calls with `out=` itself, unless they communicate through NCCL. Then this function captures
+    them, as a caller would. The graph is destroyed at the end of the block: NCCL cannot shut down while it is alive.
     """
 
     def call() -> None:
@@ -330,7 +328,7 @@ def _replay(subject: Subject, inputs: Sequence[Part], outputs: Sequence[Part]) -
     try:
         with torch.cuda.graph(graph):
             call()
-    except (HostIRError, RuntimeError):  # what a graph cannot hold is timed eagerly alone
+    except (HostIRError, RuntimeError):  # a candidate that cannot be captured has only an eager time
         replay = None
     torch.cuda.synchronize()
     yield replay

@@ -1,6 +1,6 @@
-"""Say which communications of an unrolled program may run at the same time as which of its computations.
+"""Find the communications of an unrolled program that may run at the same time as its computations.
 
-The order of the operations on the rank's streams decides, as it does on the machines; the strategy is not asked.
+The order of the operations on the rank's streams decides, as on the machines. The strategy does not matter.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ NOTHING = "it has no communication"
 
 
 def overlaps(unrolled: UnrolledProgram) -> Iterator[tuple[Op, list[ComputeOp]]]:
-    """Yield each operation that moves data between ranks, with the computations that may run beside it."""
+    """Yield each operation that moves data between ranks, with the computations that may run at the same time."""
     for position, op in enumerate(unrolled.ops):
         if op.by_group or len({unrolled.owner(register) for register in unrolled.tensors(op)}) > 1:
             yield op, _parallel_computations(unrolled, position)
 
 
 def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[ComputeOp]:
-    """Return the computations that neither end before a communication begins nor begin after it has ended."""
+    """Return the computations that may run while the communication at this position runs."""
     ops, order = unrolled.ops, unrolled.order
     handle = ops[position].starts
     ends = [at for at, op in enumerate(ops) if handle and op.awaits == handle] if handle else [position]
@@ -36,7 +36,7 @@ def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[Com
 
 
 def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> bool:
-    """Return whether a computation may start while copies run that come directly before it on its stream."""
+    """Return True if a computation may start while copies directly before it on its stream still run."""
     ops = unrolled.ops
     if not ops[at].starts_early or ops[copy].stream != ops[at].stream or copy > at:
         return False
@@ -45,23 +45,23 @@ def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> boo
 
 
 def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
-    """Return a clause for each kind of communication: how many overlap, and with which computations."""
-    every: Counter[str] = Counter()
+    """Return a clause for each communication's keyword: how many of them overlap, and with which computations."""
+    counts: Counter[str] = Counter()
     overlapping: Counter[str] = Counter()
     parallel: dict[str, dict[str, None]] = {}
     for op, computations in overlaps(unrolled):
-        kind = op.place.statement.keyword()
-        every[kind] += 1
-        overlapping[kind] += bool(computations)
-        parallel.setdefault(kind, {}).update(dict.fromkeys(each.place.statement.keyword() for each in computations))
-    return tuple(_clause(kind, n, overlapping[kind], [*parallel[kind]]) for kind, n in every.items()) or (NOTHING,)
+        keyword = op.place.statement.keyword()
+        counts[keyword] += 1
+        overlapping[keyword] += bool(computations)
+        parallel.setdefault(keyword, {}).update(dict.fromkeys(c.place.statement.keyword() for c in computations))
+    return tuple(_clause(word, n, overlapping[word], [*parallel[word]]) for word, n in counts.items()) or (NOTHING,)
 
 
-def _clause(kind: str, count: int, overlapping: int, parallel: list[str]) -> str:
+def _clause(keyword: str, count: int, overlapping: int, parallel: list[str]) -> str:
     *others, last = parallel or ["no computation"]
-    what = f"{', '.join(others)} and {last}" if others else last
+    computations = f"{', '.join(others)} and {last}" if others else last
     if count == 1:
-        return f"its {kind} overlaps with {what}"
+        return f"its {keyword} overlaps with {computations}"
     if not overlapping:
-        return f"none of its {count} {kind}s overlaps with a computation"
-    return f"{overlapping} of its {count} {kind}s overlap{'s' * (overlapping == 1)} with {what}"
+        return f"none of its {count} {keyword}s overlaps with a computation"
+    return f"{overlapping} of its {count} {keyword}s overlap{'s' * (overlapping == 1)} with {computations}"

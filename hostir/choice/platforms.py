@@ -1,269 +1,17 @@
-"""Platforms that programs run on: GPUs, links, versions, and the constants of known machines."""
+"""Platforms that programs run on: GPUs, links and versions, and what ranks cannot do there."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform as python_platform
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from hostir.ir.source import did_you_mean, error
-from hostir.ir.types import DTYPES, FP8
-from hostir.runtime.kernels.tiles import TRITON, Rates, Tile, candidates
-
-if TYPE_CHECKING:
-    from hostir.runtime.session import Session
-
-
-# Known machines -------------------------------------------------------------------------------------------------------
-# Constants of the cost model for known machines, and the measurements that they come from.
-#
-# All of H200 were measured there, one by one. Peaks, tiles and what limits the clock are fitted to matmuls alone, as
-# benchmarks/matmul.py and benchmarks/allgather_matmul.py time them; those of Triton stand in
-# hostir/runtime/kernels/tiles.py. Collectives are fitted to all-gathers alone, of 0.5 to 540 MB on 2,
-# 4 and 8 ranks, and to benchmarks/patterns.py, which also gave what a matmul loses beside one. `copy`, `link` and
-# `signal` come from a chain of copies, each with a signal, in a CUDA graph: 10.8 us for 2 MiB, 16.3 for 4, 27.2 for 8;
-# `kernel_signal` from copies whose signals are kernels' on another stream, which take 3 us less each; `edge` from the
-# first copy of the chain, which begins 10 us after the launch; `poll` from fused calls, which take 4 to 21 us more than
-# their own copy and their matmul, and end, of 512 rows and fewer, 15 to 20 us later than the last rows and one tile
-# explain;
-# `push` and `stores` from calls of the strategy `push` on 2 and 4 ranks, of 64 to 4096 rows. Host times are fitted to
-# what benchmarks/allgather_matmul.py recorded, as are `host_lead` and `quick`: of hosts that have nothing else to do.
-# They vary by a factor of three, from row to row and from run to run.
-#
-# Those of H100 are fitted all at once, by coordinate descent, to the results of 2 H100 in benchmarks/results/2xH100: to
-# the times of all candidates from CUDA graphs, of 1 to 16,384 rows, and of layers of a decoder in one graph. What is
-# minimised is the mean square of log(estimate / time), where candidates near the fastest of their row count most.
-# `python -m benchmarks.regret` prints what the choice by these estimates loses.
-#
-# tests/choice/peers_reduce_scatter.json has what reduce-scatters and all-reduces took behind a matmul on 2 GPUs: the
-# constants are not fitted to it. Estimates of NCCL behind cuBLAS are 0.99 to 1.08 of it from 128 rows on; those of
-# blocks sent as they are done, and added by one kernel, 0.96 to 1.08 in nine rows of ten.
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """A family of matmul kernels: the tiles that it chooses from, and how fast it is with them.
-
-    Fields:
-        tiles: by dtype.
-        rates: of the kernels on this GPU, before power limits them.
-        start: microseconds to start and end a kernel.
-        busy_sms: how many SMs it loses while a collective of a kind runs.
-    """
-
-    tiles: Mapping[str, tuple[Tile, ...]]
-    rates: Rates
-    start: float
-    busy_sms: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The constants of a GPU among others of one host. Times are in microseconds, rates in GB/s.
-
-    Fields:
-        throttle: the loss of peak for each doubling of a call's work beyond 0.2 TFLOP, as power limits the clock.
-        memory: rate of kernels that are bound by memory, in bytes read and written.
-        begin: from the launch of a call until its first kernel computes; 0 where `start` of each kernel includes it.
-        collective: fixed cost of a collective; `quick` that of a low-latency one, at a third of the rate.
-        rates: of each kind of collective, of the bytes that leave a rank and half of those that it keeps.
-        hidden: the share of that rate which is left beside a computation.
-        copy: fixed cost of a copy; `link` its rate to a peer; `crowd` the share of that left when copies overlap.
-        push: fixed cost of a kernel that copies on some SMs; `stores` the rate to a peer of each SM, at most `link` in
-            all; `pushed` the share of its rate that a matmul keeps which starts beside such a kernel.
-        barrier, signal: across ranks.
-        kernel_signal: from the end of a copy until a kernel on another stream has set the flag after it.
-        edge: from the end of a task until a task on another stream starts that waits for it.
-        turn: from the end of a matmul to the start of the next on its stream, with a wait for a flag in between.
-        poll: from a kernel's start, or from a signal, until a kernel that polls flags multiplies.
-        launch: host time of issuing one of each kind, if no CUDA graph replays them; `flags` is what waiting for flags
-            adds to a Triton matmul, `call` the fixed cost of a call. `host_lead` is how much of that passes while the
-            device is busy with earlier work, such as the 90 us of a benchmark that writes all of L2, less what the
-            device has to do after it.
-    """
-
-    name: str
-    sms: int
-    throttle: float
-    memory: float
-    kernels: Mapping[str, Kernels]
-    collective: float
-    quick: float
-    rates: Mapping[str, float]
-    hidden: Mapping[str, float]
-    copy: float
-    link: float
-    crowd: float
-    push: float
-    stores: float
-    pushed: float
-    barrier: float
-    signal: float
-    kernel_signal: float
-    edge: float
-    turn: float
-    poll: float
-    launch: Mapping[str, float] = field(default_factory=dict)
-    host_lead: float = 0.0
-    begin: float = 0.0
-    source: str = ""
-
-
-LAUNCH = {
-    "call": 30.0,
-    "matmul": 32.0,
-    "triton matmul": 6.0,
-    "flags": 2.0,
-    "compute": 8.0,
-    "communicate": 32.0,
-    "wait": 3.5,
-    "synchronize": 3.0,
-    "delay": 5.5,
-    "copy": 8.5,
-    "push": 4.0,
-    "signal": 5.5,
-    "barrier": 5.5,
-    "allocate": 3.0,
-    "view": 1.0,
-    "stream": 0.7,
-}
-
-_CUBLAS_TILES = (
-    Tile(128, 256),
-    Tile(256, 128),
-    Tile(128, 192, rate=0.93),
-    Tile(128, 128),
-    Tile(64, 256, rate=0.7),
-    Tile(64, 128, rate=0.81),
-    Tile(64, 64, rate=0.51),
-)
-_GEMMS = (*(dtype for dtype in DTYPES if dtype not in FP8), "f8", "f8s")  # as `Gemm` names dtypes of operands
-# Of fp8 operands as measured for the largest products of benchmarks/results/fp8_matmul.md.
-_CUBLAS_PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0, "f8": 1560.0, "f8s": 1400.0}
-H200 = Hardware(
-    "h200",
-    sms=132,
-    throttle=0.045,
-    memory=3300.0,
-    kernels={
-        "aten": Kernels(
-            dict.fromkeys(_GEMMS, _CUBLAS_TILES),
-            Rates({dtype: peak / 132 for dtype, peak in _CUBLAS_PEAK.items()}, tile=2.7),
-            start=4.0,
-            busy_sms={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
-        ),
-        "triton": Kernels(
-            {dtype: candidates(dtype) for dtype in _GEMMS if dtype != "f64"}
-            | {"f64": _CUBLAS_TILES},  # which ATen runs
-            replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}),
-            start=4.0,
-            busy_sms={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
-        ),
-    },
-    collective=21.0,
-    quick=10.0,
-    rates={"allgather": 375.0, "reduce_scatter": 360.0, "allreduce": 360.0, "alltoall": 360.0},
-    hidden={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
-    copy=3.5,
-    link=365.0,
-    crowd=0.66,
-    push=7.0,
-    stores=25.0,
-    pushed=0.88,
-    barrier=5.0,
-    signal=2.0,
-    kernel_signal=2.5,
-    edge=5.0,
-    turn=3.0,
-    poll=15.0,
-    launch=LAUNCH,
-    host_lead=40.0,
-    source="measured on 8 x H200 with NVLink 4",
-)
-_STARTS, _TILE_US = {"aten": 4.8, "triton": 4.3}, {"aten": 1.4, "triton": 2.1}
-H100 = replace(
-    H200,
-    name="h100",
-    throttle=0.023,
-    memory=2400.0,
-    kernels={
-        family: replace(kernels, rates=replace(kernels.rates, tile=_TILE_US[family]), start=_STARTS[family])
-        for family, kernels in H200.kernels.items()
-    },
-    begin=7.2,
-    collective=26.0,
-    quick=11.0,
-    rates={**H200.rates, "allgather": 384.0, "reduce_scatter": 352.0, "allreduce": 352.0},
-    copy=7.9,
-    link=408.0,
-    push=7.7,
-    stores=27.0,
-    barrier=4.7,
-    signal=6.2,
-    edge=1.5,
-    turn=7.2,
-    poll=7.4,
-    source="fitted to calls on 2 x H100 with NVLink 4",
-)
-_CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
-_ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in _GEMMS}, Rates(_CPU_PEAK)
-CPU = Hardware(
-    "cpu",
-    sms=1,
-    throttle=0.0,
-    memory=5.0,
-    kernels={
-        "aten": Kernels(*_ON_CPU, start=10.0, busy_sms={}),
-        "triton": Kernels(*_ON_CPU, start=1e4, busy_sms={}),
-    },
-    collective=300.0,
-    quick=300.0,
-    rates={"allgather": 1.0, "reduce_scatter": 0.5, "allreduce": 0.5, "alltoall": 1.0},
-    hidden={},
-    copy=20.0,
-    link=4.0,
-    crowd=1.0,
-    push=20.0,
-    stores=4.0,
-    pushed=1.0,
-    barrier=100.0,
-    signal=20.0,
-    kernel_signal=20.0,
-    edge=0.0,
-    turn=0.0,
-    poll=0.0,
-    launch={},
-    source="rough figures of a CPU, which nobody takes for speed",
-)
-KNOWN = {h.name: h for h in (H200, H100, CPU)}
-REFERENCE = H200
-
-
-def hardware_of(gpu: str) -> Hardware | None:
-    """Return the constants of a GPU by its driver's name for it, such as "NVIDIA H200"; None if unknown."""
-    return next((h for name, h in KNOWN.items() if name in gpu.lower()), None)
-
-
-def named(text: str) -> tuple[Hardware, int | None]:
-    """Return the machine that `--machine` names: `h200x8`, or `h200` for as many ranks as the program has."""
-    name, _, count = text.lower().partition("x")
-    if name not in KNOWN or (count and (not count.isdecimal() or int(count) < 1)):
-        raise error(
-            f"unknown machine '{text}'",
-            expected=f"one of {', '.join(KNOWN)}, with the number of ranks if you like, such as h200x8",
-            hint=did_you_mean(name, KNOWN),
-        )
-    return KNOWN[name], int(count) if count else None
-
-
-# Platforms ------------------------------------------------------------------------------------------------------------
-# The properties of a machine that decide how fast a program runs: GPUs, links, versions, and what they cannot do.
+from hostir.choice.hardware import CPU, REFERENCE, Hardware, hardware_of
+from hostir.ir.source import error
 
 CUDA, GLOO, SIMULATED, ELSEWHERE = "cuda", "gloo", "local", "elsewhere"
 FOR_TESTING = "copies and flags between CPU processes are there for testing"
@@ -274,14 +22,15 @@ class Platform:
     """The machine that ranks run on: GPU or CPU, number of ranks, links and versions.
 
     Fields:
-        machine: what executes: `cuda`, `gloo` or `local`; `elsewhere` for one that is known by its constants only.
-        name: of the GPU, or of the CPU.
-        ranks: how many there are.
-        link: between them: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU), `alone`.
-        versions: of all that a time depends on.
+        machine: the machine of the executor: `cuda`, `gloo` or `local`; `elsewhere` if only its constants are known.
+        name: the name of the GPU, or of the CPU.
+        ranks: the number of ranks.
+        link: the link between ranks: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU) or
+            `alone`.
+        versions: the versions of everything that a time depends on.
         hardware: the constants that estimates use.
-        refuses: why ranks should not reach into each other's memory here; empty where they may.
-        runs_all: whether what it refuses would still run, as for a test.
+        refuses: why ranks should not access each other's memory here; empty if they may.
+        runs_all: True if programs that access peers' memory still run here, for testing.
     """
 
     machine: str
@@ -300,12 +49,12 @@ class Platform:
 
     @property
     def computes(self) -> str:
-        """The device type of its kernels: `cuda`, or `cpu`, on which ranks are simulated too."""
+        """The device type of the kernels: `cuda` or `cpu`. Simulated ranks run on the CPU, too."""
         return "cuda" if self.machine in (CUDA, ELSEWHERE) and self.hardware is not CPU else "cpu"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that a measurement depends on besides program and sizes."""
+        """Everything that a measurement depends on besides the program and its sizes."""
         return {
             "machine": self.machine,
             "name": self.name,
@@ -318,25 +67,28 @@ class Platform:
     def note(self) -> str:
         """A remark on the estimates, for the user."""
         known = hardware_of(self.name) if self.machine == CUDA else self.hardware
-        return "" if known else f"there are no constants of {self.name}: estimates use those of {self.hardware.name}"
+        return (
+            ""
+            if known
+            else f"there are no constants for {self.name}: estimates use the constants of {self.hardware.name}"
+        )
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """Return a platform of which only the constants are known."""
+    """Return a platform that is known only by its constants."""
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 
 def simulated(ranks: int) -> Platform:
-    """Return the platform of simulated ranks, which have no speed: the choice is that of the reference machine."""
+    """Return the platform of simulated ranks. They have no speed: choices are made for the reference machine."""
     return Platform(SIMULATED, REFERENCE.name, ranks, "nvlink", (), REFERENCE)
 
 
-def here(machine: str, ranks: int, group: object = None) -> Platform:
-    """Return this process's platform, for a program of `ranks` ranks.
+def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
+    """Return this process's platform for a program of `ranks` ranks; `machine` and `group` are as for an `Executor`.
 
-    Under torchrun all ranks of the group come here together, and `ranks` is how many there are; `machine` and `group`
-    are as for an `Executor`.
-    Outside torchrun the GPUs of this host stand for the ranks' (`cuda`), or its CPU (`gloo`).
+    Under torchrun all ranks of the group call it together, and `ranks` is the size of the group. Outside torchrun,
+    each rank stands for one GPU of this host (`cuda`), or all ranks for its CPU (`gloo`).
     """
     if machine == SIMULATED:
         return simulated(ranks)
@@ -344,17 +96,13 @@ def here(machine: str, ranks: int, group: object = None) -> Platform:
 
     session = session_of(group, "cuda" if machine == CUDA else "cpu")
     if session is None:
-        return _platform([_facts(machine, rank) for rank in range(ranks)])
-    number = next(_rounds.setdefault(session, itertools.count()))
-    mine = json.dumps(_facts(machine, session.device.index or 0))
-    return _platform([json.loads(text) for text in session.exchange(f"platform {number}", mine)])
+        return platform_of([_device_facts(machine, rank) for rank in range(ranks)])
+    facts = json.dumps(_device_facts(machine, session.device.index or 0))
+    return platform_of([json.loads(text) for text in session.exchange("platform", facts)])
 
 
-_rounds: WeakKeyDictionary[Session, itertools.count[int]] = WeakKeyDictionary()
-
-
-def _facts(machine: str, device: int) -> dict[str, Any]:
-    """Return what one rank knows of its own device."""
+def _device_facts(machine: str, device: int) -> dict[str, Any]:
+    """Return the facts about one rank's device: host, name, versions, links, and why it refuses peer accesses."""
     import torch
 
     from hostir.runtime.cuda.memory import why_not
@@ -370,26 +118,28 @@ def _facts(machine: str, device: int) -> dict[str, Any]:
         )
     versions |= {"triton": _version("triton"), "driver": str(_driver()), "nccl": _nccl()}
     others = [n for n in range(torch.cuda.device_count()) if n != device]
-    blocked = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]
+    unreachable = [n for n in others if not torch.cuda.can_device_access_peer(device, n)]
     facts["refuses"] = why_not(torch.device("cuda", device))
-    return {**facts, "name": torch.cuda.get_device_name(device), "peers": _link(blocked)}
+    return {**facts, "name": torch.cuda.get_device_name(device), "peers": _link(unreachable)}
 
 
-def _link(blocked: Sequence[int]) -> str:
-    if blocked:
+def _link(unreachable: Sequence[int]) -> str:
+    """Return the link of a GPU to the other GPUs of its host; `unreachable` are GPUs that it cannot access."""
+    if unreachable:
         return "no peer access"
     return "nvlink" if _over_nvlink() else "peer access"
 
 
 def _over_nvlink() -> bool:
-    """Whether all GPUs of this host are joined by NVLink, as far as torch can tell."""
+    """Return True if torch reports NVLink between all GPUs of this host."""
     from torch._C import _autograd, _distributed_c10d
 
-    detect, kinds = getattr(_distributed_c10d, "_detect_dma_connectivity", None), getattr(_autograd, "DeviceType", None)
-    if detect is None or kinds is None:
+    detect = getattr(_distributed_c10d, "_detect_dma_connectivity", None)
+    device_types = getattr(_autograd, "DeviceType", None)
+    if detect is None or device_types is None:
         return False
     try:
-        matrix = detect(kinds.CUDA, "nvlink").matrix
+        matrix = detect(device_types.CUDA, "nvlink").matrix
     except (AttributeError, RuntimeError):
         return False
     return all(count > 0 for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j)
@@ -408,7 +158,7 @@ def _nccl() -> str:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # here, as it takes its time to load
+    from importlib.metadata import PackageNotFoundError, version  # imported here because it loads slowly
 
     try:
         return version(package)
@@ -416,20 +166,20 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _platform(facts: Sequence[dict[str, Any]]) -> Platform:
-    """Combine what all ranks know into one platform, the same on every rank."""
+def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
+    """Combine the facts about all ranks' devices into one platform, which is the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
-    one_host = len({it["host"] for it in facts}) == 1
+    one_host = len({device["host"] for device in facts}) == 1
     if first["machine"] == GLOO:
         link = "one host" if one_host else "several hosts"
-        runs = "" if one_host else "processes of several hosts share no memory"
-        return Platform(GLOO, first["name"], ranks, link, versions, CPU, runs or FOR_TESTING, runs_all=one_host)
-    names = sorted({it["name"] for it in facts})
-    link = _links([it["peers"] for it in facts], one_host) if ranks > 1 else "alone"
-    refuses = next((it["refuses"] for it in facts if it["refuses"]), "") or REFUSALS.get(link, "")
+        refusal = FOR_TESTING if one_host else "processes of several hosts share no memory"
+        return Platform(GLOO, first["name"], ranks, link, versions, CPU, refusal, runs_all=one_host)
+    names = sorted({device["name"] for device in facts})
+    link = _weakest_link([device["peers"] for device in facts], one_host) if ranks > 1 else "alone"
+    refusal = next((device["refuses"] for device in facts if device["refuses"]), "") or REFUSALS.get(link, "")
     hardware = hardware_of(names[0]) or REFERENCE
-    return Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refuses)
+    return Platform(CUDA, " and ".join(names), ranks, link, versions, hardware, refusal)
 
 
 REFUSALS = {
@@ -438,7 +188,7 @@ REFUSALS = {
 }
 
 
-def _links(peers: Sequence[str], one_host: bool) -> str:
+def _weakest_link(links: Sequence[str], one_host: bool) -> str:
     if not one_host:
         return "several hosts"
-    return next(link for link in ("no peer access", "peer access", "nvlink") if link in peers)
+    return next(link for link in ("no peer access", "peer access", "nvlink") if link in links)

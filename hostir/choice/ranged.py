@@ -1,4 +1,4 @@
-"""Execute a fusion with free sizes: by an executor for each way to run it, made when a call first needs it."""
+"""Execute a fusion with free sizes, with one executor for each chosen candidate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hostir.choice.cache import Candidate
+from hostir.choice.choices import Candidate
 from hostir.choice.ranges import Ranges
 from hostir.ir.op import Value
 from hostir.ir.program import Program
@@ -19,18 +19,19 @@ from hostir.runtime.started import Started
 
 
 class RangedExecutor(Executor):
-    """Runs a fusion with free sizes: each call by the program that is chosen for its sizes.
+    """Runs a fusion with free sizes: each call runs the program that is chosen for its sizes.
 
-    Its other properties are those of the executor `current`.
+    It makes the executor of a candidate when a call first needs it. Its other properties are the properties of the
+    executor `current`.
 
     Args:
-        ranges: which candidate runs at which sizes.
-        rank: this process's rank among those of the fusion; None if ranks are simulated.
-        execute: makes the executor of a program, with its kernels.
+        ranges: the choices for all sizes.
+        rank: this process's rank among the ranks of the fusion; None if ranks are simulated.
+        execute: makes an executor from a program and the name of its kernels.
 
     Fields:
         choice: the `Ranges`.
-        executors: those made so far, by candidate.
+        executors: the executors made so far, by candidate.
     """
 
     def __init__(self, ranges: Ranges, rank: int | None, execute: Callable[[Program, str], Executor]) -> None:
@@ -39,12 +40,12 @@ class RangedExecutor(Executor):
         self._execute = execute
         self._simulated, self._rank = rank is None, rank or 0
         largest = self._executor(ranges.candidate(ranges.largest))
-        self._latest: tuple[list[int] | None, Executor] = None, largest  # with the extents of its call, at `_axes`
+        self._latest: tuple[list[int] | None, Executor] = None, largest  # the call's extents at `_axes`, its executor
         if largest.session is not None:
             largest.session.members.add(self)
-        self._axes = [  # of the inputs that this rank holds: axes that free sizes determine
+        self._axes = [  # (input, axis) for the axes with free sizes of the inputs that this rank holds
             (i, k)
-            for i, value in enumerate(ranges.plain.inputs)
+            for i, value in enumerate(ranges.first_program.inputs)
             if value.tensor.mesh is None or self._rank in value.tensor.mesh.devices
             for k, size in enumerate(value.tensor.shape)
             if not size.names.isdisjoint(ranges.free)
@@ -52,11 +53,11 @@ class RangedExecutor(Executor):
 
     @property
     def current(self) -> Executor:
-        """The executor of the latest call or, before the first, that of the largest sizes."""
+        """The executor of the latest call; before the first call, the executor for the largest sizes."""
         return self._latest[1]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_latest":  # not yet made
+        if name == "_latest":  # not set yet
             raise AttributeError(name)
         return getattr(self.current, name)
 
@@ -81,43 +82,43 @@ class RangedExecutor(Executor):
         self.current.synchronize()
 
     def _leave(self, reason: str) -> None:
-        """Make no more executors, for which this one has kept the process group. Those that there are refuse calls."""
+        """Make no more executors: the process group is gone. The existing executors refuse calls."""
         current = self.current
         self._execute = lambda program, kernels: current
 
     def _drop_stale(self) -> None:
-        """Do nothing: the plans are those of its executors."""
+        """Do nothing: the executors drop their own plans."""
 
     def _for(self, inputs: Sequence[Any]) -> Executor:
-        """Return the executor of a call."""
-        latest, executor = self._latest  # at once, as other threads call too
+        """Return the executor for a call with these inputs."""
+        latest, executor = self._latest  # in one read: other threads may call, too
         try:
             extents = [inputs[i].shape[k] for i, k in self._axes]
-        except (AttributeError, IndexError, TypeError):  # lists of parts, and what no executor takes
+        except (AttributeError, IndexError, TypeError):  # lists of parts, or inputs that every executor refuses
             extents = None
         if extents is not None and extents == latest:
             return executor
-        chosen = self._chosen(inputs, executor)
-        if chosen is None:  # what comes next may have these extents, and be right
+        suitable = self._suitable(inputs, executor)
+        if suitable is None:  # keep `_latest`: a later, correct call may have the same extents
             return executor
-        self._latest = extents, chosen
-        return chosen
+        self._latest = extents, suitable
+        return suitable
 
-    def _chosen(self, inputs: Sequence[Any], latest: Executor) -> Executor | None:
-        """Return the executor for the sizes of a call; None for inputs that have none, which any executor refuses.
+    def _suitable(self, inputs: Sequence[Any], latest: Executor) -> Executor | None:
+        """Return the executor for the sizes of a call; None for inputs without valid sizes, which any executor refuses.
 
-        Shapes alone decide, so that a rank which refuses its inputs for another reason does so in the call that the
-        others make.
+        Only shapes decide. So if one rank refuses its inputs for another reason, it does so in the same executor that
+        the other ranks call.
         """
-        plain, given = self.choice.plain, latest.sizes
+        program, fixed = self.choice.first_program, latest.sizes
         sizes: Mapping[str, int] | None
         try:
             if self._simulated:
-                sizes = sizes_of(plain, inputs, given)
+                sizes = sizes_of(program, inputs, fixed)
             else:
-                shaped = [_like(x, v) for v, x in zip(plain.inputs, inputs, strict=True)]
-                sizes = bind_sizes(plain, shaped, given, rank=self._rank)
-        except (HostIRError, RuntimeError, ValueError):  # such as of nested tensors, or of too many
+                shaped = [_with_shape_of(x, v) for v, x in zip(program.inputs, inputs, strict=True)]
+                sizes = bind_sizes(program, shaped, fixed, rank=self._rank)
+        except (HostIRError, RuntimeError, ValueError):  # for example nested tensors, or too many tensors
             return None
         return None if sizes is None else self._executor(self.choice.candidate(sizes))
 
@@ -127,6 +128,6 @@ class RangedExecutor(Executor):
         return self.executors[candidate]
 
 
-def _like(x: Any, value: Value) -> Any:
-    """Return a tensor of the same shape, on the CPU, as an input is to be."""
+def _with_shape_of(x: Any, value: Value) -> Any:
+    """Return a tensor on the CPU with the shape of `x` and the dtype of the program's input `value`."""
     return torch.empty((), dtype=torch_dtype(value.tensor.dtype)).expand(x.shape) if isinstance(x, torch.Tensor) else x

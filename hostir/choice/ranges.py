@@ -1,4 +1,7 @@
-"""Choose by ranges of sizes, for a fusion whose sizes are known at its calls only."""
+"""Choose by ranges of sizes, for a fusion with sizes that only its calls determine.
+
+A size runs as the power of two near it: from 3/4 of the power to less than 3/2. So 3072 to 6143 run as 4096.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,18 @@ from functools import cached_property
 from math import lcm
 from typing import Any
 
-from hostir.choice.cache import Candidate, Choice, Entries, Entry
-from hostir.choice.decision import (
-    SEQUENTIAL,
-    Decider,
-    check_sizes,
-    decider_for,
-    from_rank_0,
-    log_choice,
-    warn_fallbacks,
-)
+from hostir.choice.cache import Entries, Entry
+from hostir.choice.candidates import SEQUENTIAL
+from hostir.choice.choices import Candidate, Choice
+from hostir.choice.decision import Decider, check_sizes, decider_for, from_rank_0, log_choice, warn_fallbacks
 from hostir.ir.program import Program
 
-LARGEST = 16  # 2 to this power is the largest size that is chosen for; larger ones run the same
+LARGEST = 16  # the exponent of the largest size that choices are made for; larger sizes run as that size does
 
 
 @dataclass(frozen=True)
 class Range:
-    """The values of a size that run alike, with a choice for one of them: `first` to `last`, or all from `first` on."""
+    """A range of values of a size with the same choice: from `first` to `last`, or, without `last`, from `first` on."""
 
     first: int
     last: int | None
@@ -38,26 +35,26 @@ class Range:
 
 
 class Ranges:
-    """The choices for a fusion with free sizes: each is made for a power of two nearby.
+    """The choices for a fusion with free sizes. Each choice is made for a power of two near the size.
 
-    What is chosen is a function of the sizes, alike on all ranks, which need not talk. Choices are made when they are
-    first asked for.
+    A choice depends only on the sizes, so all ranks make the same choice without communicating. It is made when a call
+    first needs it.
 
     Args:
-        decider: chooses for given sizes.
-        given: sizes that are not free.
-        measured: what was measured, by `key` of the sizes; None: what this process's cache holds.
+        decider: makes the choice for one set of sizes.
+        fixed: the sizes that are not free.
+        measured: the measurements, by `key` of their sizes; None to read them from this process's cache.
     """
 
     def __init__(
-        self, decider: Decider, given: Mapping[str, int], measured: Mapping[str, Entries] | None = None
+        self, decider: Decider, fixed: Mapping[str, int], measured: Mapping[str, Entries] | None = None
     ) -> None:
         self.decider = decider
-        self.given = dict(given)
-        self.free = free_sizes(decider.program, given)
+        self.fixed = dict(fixed)
+        self.free = free_sizes(decider.program, fixed)
         self.measured = measured
         self.multiples = {name: _multiple(name, decider) for name in self.free}
-        self.choices: dict[str, Choice] = {}  # by key
+        self.choices: dict[str, Choice] = {}  # by `key` of the sizes
 
     @property
     def fusion(self) -> str:
@@ -65,84 +62,87 @@ class Ranges:
         return self.decider.program.name
 
     def representative(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes that the choice for these is made for: powers of two, or what fits all programs nearby."""
-        return self.given | {n: _fitting(1 << _power(sizes[n]), self.multiples[n]) for n in self.free}
+        """Return the sizes that stand for these sizes: powers of two, or near them sizes that fit every candidate."""
+        return self.fixed | {n: _fitting(1 << _power(sizes[n]), self.multiples[n]) for n in self.free}
 
     def choice(self, sizes: Mapping[str, int]) -> Choice:
-        """Return the choice for sizes of a call."""
-        taken = self.representative(sizes)
-        name = key(taken)
+        """Return the choice for the sizes of a call."""
+        representative = self.representative(sizes)
+        name = key(representative)
         if name not in self.choices:
-            known = None if self.measured is None else self.measured.get(name, {})
-            self.choices[name] = self.decider.choice(taken, known)
+            entries = None if self.measured is None else self.measured.get(name, {})
+            self.choices[name] = self.decider.choice(representative, entries)
             log_choice(self.choices[name])
         return self.choices[name]
 
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
-        """Return the fastest candidate whose program these sizes fit; if none does, the one that says why."""
+        """Return the fastest candidate with a program that these sizes fit.
+
+        If they fit no program, return the sequential candidate: its executor raises the reason.
+        """
         ranked = [timing.candidate for timing in self.choice(sizes).timings]
         fitting = (c for c in ranked if self.decider.fits(self.program(c), sizes))
-        plain = (c for c in ranked if c.strategy == SEQUENTIAL)
-        return next(fitting, None) or next(plain, ranked[0])
+        sequential = (c for c in ranked if c.strategy == SEQUENTIAL)
+        return next(fitting, None) or next(sequential, ranked[0])
 
     def program(self, candidate: Candidate) -> Program:
-        """Return the program of a candidate that was chosen."""
+        """Return the program of a chosen candidate."""
         return self.decider.program_of(candidate)
 
     @cached_property
-    def plain(self) -> Program:
-        """The program that divides sizes least: the sequential one, where it lowers."""
-        return next(iter(self.decider.found.programs.values()))
+    def first_program(self) -> Program:
+        """The program of the first candidate: the sequential program, if there is one. It divides sizes least."""
+        return next(iter(self.decider.candidates.programs.values()))
 
     @property
     def largest(self) -> dict[str, int]:
-        """The largest sizes, if one is free; else sizes whose product is as large, since rows may be a product."""
+        """The largest value of the free size. Several free sizes share it as their product: rows may be a product."""
         return dict.fromkeys(self.free, 1 << LARGEST // max(len(self.free), 1))
 
     @property
     def representatives(self) -> list[dict[str, int]]:
-        """The sizes that choices are made for, if one size is free; none if several are, whose values are too many."""
+        """All sizes that choices are made for, if one size is free. Empty if several are: they have too many values."""
         if len(self.free) > 1:
             return []
-        every = [self.representative({self.free[0]: 1 << power}) for power in range(LARGEST + 1)]
-        return [sizes for i, sizes in enumerate(every) if sizes not in every[:i]]
+        sizes = [self.representative({self.free[0]: 1 << power}) for power in range(LARGEST + 1)]
+        return [row for i, row in enumerate(sizes) if row not in sizes[:i]]
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges of the free size, neighbours that run alike as one; none if several sizes are free."""
-        found: list[Range] = []
+        """The ranges of the free size, one for neighbours with the same choice. Empty if several sizes are free."""
+        ranges: list[Range] = []
         for power in range(LARGEST + 1) if len(self.free) == 1 else ():
             choice, first = self.choice({self.free[0]: 1 << power}), _first(power)
-            if found and found[-1].choice.taken == choice.taken:
+            if ranges and ranges[-1].choice.taken == choice.taken:
                 continue
-            if found:
-                found[-1] = replace(found[-1], last=first - 1)
-            found.append(Range(first, None, choice))
-        return tuple(found)
+            if ranges:
+                ranges[-1] = replace(ranges[-1], last=first - 1)
+            ranges.append(Range(first, None, choice))
+        return tuple(ranges)
 
     def __str__(self) -> str:
         machine = self.decider.platform
         if len(self.free) > 1:
             return f"@{self.fusion} runs on {machine} as is chosen for the {', '.join(self.free)} of each call"
         (name,) = self.free
-        lines = [f"  {name} {it}: '{it.choice.taken}' ({it.choice.source})" for it in self.ranges]
+        lines = [f"  {name} {row}: '{row.choice.taken}' ({row.choice.source})" for row in self.ranges]
         return "\n".join([f"@{self.fusion} runs on {machine}, by the {name} of each call:", *lines])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ranges as data for tools."""
-        ranges = [{"first": it.first, "last": it.last, "choice": it.choice.to_json()} for it in self.ranges]
-        return {"fusion": self.fusion, "free": list(self.free), "given": self.given, "ranges": ranges}
+        """Return the ranges as a JSON object for tools."""
+        ranges = [{"first": row.first, "last": row.last, "choice": row.choice.to_json()} for row in self.ranges]
+        return {"fusion": self.fusion, "free": list(self.free), "given": self.fixed, "ranges": ranges}
 
 
-def free_sizes(program: Program, given: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the symbols of a fusion that are not given and follow from the shapes of its inputs, in order."""
+def free_sizes(program: Program, fixed: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the symbols of a fusion that are not fixed and follow from the shapes of its inputs, sorted."""
     bound = {name for value in program.inputs for name in value.tensor.names}
-    return tuple(sorted((program.size_names & bound) - given.keys()))
+    return tuple(sorted((program.size_names & bound) - fixed.keys()))
 
 
 def agreed_ranges(
     program: Program,
-    given: Mapping[str, int],
+    fixed: Mapping[str, int],
     kernels: str | None = None,
     machine: str | None = None,
     calls: str = "out",
@@ -150,17 +150,17 @@ def agreed_ranges(
     group: Any = None,
     warn: bool = True,
 ) -> Ranges:
-    """Return the ranges of a fusion, alike on all ranks, which call it together: rank 0 says what was measured.
+    """Return the ranges of a fusion, the same on all ranks. All ranks call it, and rank 0 sends its measurements.
 
-    Log, and with `warn` warn, as `choose` does, of what is chosen for the largest sizes.
+    Log the choice for the largest sizes, and, if `warn` is True, warn as `choose` does.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
-    ranges = Ranges(decider, given)
+    ranges = Ranges(decider, fixed)
     check_sizes(program, ranges.representative(ranges.largest))
-    agreed, speaks = from_rank_0(machine, group, lambda: _encoded(ranges))
-    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in agreed.items()}
+    measured, first = from_rank_0(machine, group, lambda: _encoded(ranges))
+    ranges.measured = {name: {Candidate(*c): Entry(*e) for c, e in entries} for name, entries in measured.items()}
     choice = ranges.choice(ranges.largest)
-    if warn and speaks:
+    if warn and first:
         warn_fallbacks(program, choice, group)
     return ranges
 
@@ -171,36 +171,32 @@ def key(sizes: Mapping[str, int]) -> str:
 
 
 def _encoded(ranges: Ranges) -> dict[str, Any]:
-    """Return what this process's cache holds for the sizes that choices are made for."""
-    entries = {key(sizes): ranges.decider.measurements(sizes) for sizes in ranges.representatives}
+    """Return the measurements in this process's cache for the sizes that choices are made for, as a JSON object."""
+    measured = {key(sizes): ranges.decider.measurements(sizes) for sizes in ranges.representatives}
     return {
-        name: [(list(asdict(candidate).values()), list(asdict(entry).values())) for candidate, entry in found.items()]
-        for name, found in entries.items()
-        if found
+        name: [(list(asdict(candidate).values()), list(asdict(entry).values())) for candidate, entry in entries.items()]
+        for name, entries in measured.items()
+        if entries
     }
 
 
-# Powers of two --------------------------------------------------------------------------------------------------------
-# A size runs as the power of two of which it is at least 3/4 and less than 3/2: 3072 to 6143 run as 4096.
-
-
 def _power(size: int) -> int:
-    """Return the power of two that stands for a size."""
+    """Return the exponent of the power of two that stands for a size."""
     power = max(size, 1).bit_length() - 1
     return min(power + (size >= 3 << power - 1) if power else 0, LARGEST)
 
 
 def _first(power: int) -> int:
-    """Return the smallest size that a power of two stands for."""
+    """Return the smallest size that 2 to this power stands for."""
     return (0, 2)[power] if power < 2 else 3 << power - 2
 
 
 def _fitting(size: int, multiple: int) -> int:
-    """Return the multiple nearest to a size, at least one."""
+    """Return the multiple that is nearest to a size, but not zero."""
     return max(round(size / multiple), 1) * multiple
 
 
 def _multiple(name: str, decider: Decider) -> int:
-    """Return what a size must be a multiple of to fit all candidates."""
-    sizes = [d.size for program in decider.found.programs.values() for d in program.divisions]
+    """Return the number that a size must be a multiple of to fit every candidate."""
+    sizes = [d.size for program in decider.candidates.programs.values() for d in program.divisions]
     return lcm(*(size.den for size in sizes if name in size.names))

@@ -1,1 +1,1 @@
-"""The command line: one file per subcommand, and the loading of programs from files."""
+"""The command line: one file for each subcommand, and the files that subcommands share."""

@@ -1,4 +1,8 @@
-"""Read and write the texts of commands, and load programs from files."""
+"""Read and write the texts of commands, and load programs from files.
+
+A text is a file, a device, a pipe or, as `-`, standard input or output. A program is a fusion in a Python file, a text
+of hostir, or an nvFuser dump.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +22,30 @@ from typing import Any, NamedTuple
 
 from hostir.dsl import Fusion
 from hostir.ir import parse
-from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS
 from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here, is_first_rank
-from hostir.lower import AUTO, lower, passes_of
-
-# Texts ----------------------------------------------------------------------------------------------------------------
-# Texts that commands read and write: files, devices, pipes and, as `-`, standard input and output.
 
 STANDARD = "-"
 STDIN = (STANDARD, "/dev/stdin")
 
 
 def check_readable(file: str) -> None:
-    """Raise for a file that cannot be read: one that does not exist, a folder, a device, or input that ranks share."""
+    """Raise HostIRError for a file that does not exist, a folder, a device, or input that several ranks would share."""
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     if file == STANDARD:
         if sys.stdin is None:
-            raise error("standard input is closed", expected="a text there, or the name of a file")
+            raise error("standard input is closed", expected="a text on standard input, or the name of a file")
         if several:
             raise _shared("standard input")
         return
     path = Path(file)
     if not file or path.is_dir():
-        inside = ", ".join(_in_short(sorted(p.name for p in _listed(path) if p.suffix in (".py", ".hir"))))
-        hint = f"it holds {inside or 'no .py or .hir'}" if file else ""
+        programs = ", ".join(_shortened(sorted(p.name for p in _entries(path) if p.suffix in (".py", ".hir"))))
+        hint = f"it holds {programs or 'no .py or .hir'}" if file else ""
         raise error(f"{file} is a folder" if file else "the name of the file is empty", expected="a file", hint=hint)
     if not path.exists():
-        files = (p.name for p in _listed(path.parent) if p.is_file())
+        files = (p.name for p in _entries(path.parent) if p.is_file())
         raise error(f"no such file: {file}", hint=did_you_mean(path.name, files))
     mode = path.stat().st_mode
     if several and not stat.S_ISREG(mode):
@@ -56,17 +55,20 @@ def check_readable(file: str) -> None:
 
 
 def _shared(file: str) -> Exception:
-    return error(f"{file} can be read once, and every rank would read it", hint="write it to a file, and name that")
+    return error(
+        f"{file} can be read once, and every rank would read it", hint="write it to a file, and name that file"
+    )
 
 
-def _listed(folder: Path) -> list[Path]:
+def _entries(folder: Path) -> list[Path]:
+    """Return the paths in a folder; an empty list if it cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _in_short(names: list[str], most: int = 20) -> Iterable[str]:
+def _shortened(names: list[str], most: int = 20) -> Iterable[str]:
     return names if len(names) <= most else [*names[:most], f"and {len(names) - most} more"]
 
 
@@ -82,7 +84,7 @@ def read(file: str) -> str:
 
 
 def write(text: str, out: str | Path | None) -> None:
-    """Write a text to a file, or print it where `out` is None or `-`."""
+    """Write a text to a file; print it if `out` is None or `-`."""
     if out is None or out == STANDARD:
         print(text, end="" if text.endswith("\n") else "\n")
         return
@@ -94,12 +96,8 @@ def write(text: str, out: str | Path | None) -> None:
         raise error(f"cannot write {out}: {problem.strerror or problem}") from None
 
 
-# Programs -------------------------------------------------------------------------------------------------------------
-# From a file on the command line to a program: Python with a fusion, canonical text, or an nvFuser dump.
-
-
 class Loaded(NamedTuple):
-    """A program, the sizes that were given for it, notices about its file, and whether the file has comments."""
+    """A program, the sizes that `--set` binds, notices about its file, and whether the file has comments."""
 
     program: Program
     sizes: dict[str, int]
@@ -107,77 +105,77 @@ class Loaded(NamedTuple):
     comments: bool
 
 
-def load(file: str, *, name: str | None, form: str | None, given: Mapping[str, str], ranks: int | None) -> Loaded:
-    """Load the program of `FILE`.
+def load(file: str, *, name: str | None, form: str | None, assignments: Mapping[str, str], ranks: int | None) -> Loaded:
+    """Load the program of a file.
 
     Args:
         file: a `.py`, a text of hostir, or an nvFuser dump (`form="nvfuser"`).
-        name: which fusion of a `.py` to take.
-        given: `--set` values by name: a function's parameters, or sizes.
-        ranks: what a parameter named `ranks` gets.
+        name: the name of the fusion in a `.py`.
+        assignments: the values of `--set` by name: parameters of the fusion's function, or sizes.
+        ranks: the value of a parameter named `ranks`.
     """
     check_readable(file)
     path = Path(file)
     if path.suffix == ".py":
         if form is not None:
             raise error(f"--from {form} says how to read a text, and {path.name} is Python", hint="leave it out")
-        fusion, parameters = _from_python(path, name, given, ranks)
+        fusion, parameters = _from_python(path, name, assignments, ranks)
         program = fusion.program()
-        return Loaded(program, _sizes(program, given, parameters), [], False)
+        return Loaded(program, _sizes(program, assignments, parameters), [], False)
     if name:
-        raise error(f"':{name}' picks a fusion of a .py file, and {path.name} is none")
+        raise error(f"':{name}' picks a fusion of a .py file, and {path.name} is not a .py file")
     text = read(file)
     if form == "nvfuser":
         from hostir.nvfuser import read_nvfuser
 
         program, notices = read_nvfuser(text, file)
-        return Loaded(program, _sizes(program, given), notices, False)
+        return Loaded(program, _sizes(program, assignments), notices, False)
     if text.lstrip().startswith("%HostIrContainer"):
         raise error(f"{file} is an nvFuser dump", hint="add --from nvfuser")
     program = parse(text, file)
-    return Loaded(program, _sizes(program, given), [], "//" in text)
+    return Loaded(program, _sizes(program, assignments), [], "//" in text)
 
 
-def _sizes(program: Program, given: Mapping[str, str], parameters: Sequence[str] = ()) -> dict[str, int]:
-    """Return the given sizes of the program, apart from the parameters of the fusion's function."""
+def _sizes(program: Program, assignments: Mapping[str, str], parameters: Sequence[str] = ()) -> dict[str, int]:
+    """Return the sizes among the assignments; the others are parameters of the fusion's function."""
     names = [*sorted(program.size_names), *(name for name, _ in program.aliases)]
-    left = {name: value for name, value in given.items() if name not in parameters}
-    for name, value in left.items():
+    sizes = {name: value for name, value in assignments.items() if name not in parameters}
+    for name, value in sizes.items():
         if name not in names:
-            known, what = [*parameters, *names], "parameter or size" if parameters else "size"
-            expected, hint = f"one of: {', '.join(known) or 'none'}", did_you_mean(name, known)
-            raise error(f"@{program.name} has no {what} '{name}'", expected=expected, hint=hint)
+            valid, noun = [*parameters, *names], "parameter or size" if parameters else "size"
+            expected, hint = f"one of: {', '.join(valid) or 'none'}", did_you_mean(name, valid)
+            raise error(f"@{program.name} has no {noun} '{name}'", expected=expected, hint=hint)
         if not value.isdecimal() or len(value) > DIGITS:
             raise error(
                 f"--set {name}={value:.60}: not a size", expected=f"an integer from 0, of at most {DIGITS} digits"
             )
-    return {name: int(value) for name, value in left.items()}
+    return {name: int(value) for name, value in sizes.items()}
 
 
 def _from_python(
-    path: Path, name: str | None, given: Mapping[str, str], ranks: int | None
+    path: Path, name: str | None, assignments: Mapping[str, str], ranks: int | None
 ) -> tuple[Fusion, Sequence[str]]:
-    """Return the fusion, and the parameters of the function that made it."""
+    """Return a fusion of a Python file, and the names of its function's parameters."""
     module = _import(path)
-    found = _fusions(module)
+    fusions = _fusions(module)
     if name is not None and inspect.isfunction(function := getattr(module, name, None)):
-        found.setdefault(name, function)  # who names a function need not annotate it
-    if name is not None and name not in found:
+        fusions.setdefault(name, function)  # a function that the user names needs no annotation
+    if name is not None and name not in fusions:
         raise error(
             f"{path} has no fusion '{name}'",
-            expected=f"one of: {', '.join(found) or 'none'}",
-            hint=did_you_mean(name, found),
+            expected=f"one of: {', '.join(fusions) or 'none'}",
+            hint=did_you_mean(name, fusions),
         )
-    if name is None and len(found) != 1:
-        if not found:
+    if name is None and len(fusions) != 1:
+        if not fusions:
             raise error(
                 f"{path} has no fusion", expected="a function annotated '-> hi.Fusion', or a module-level Fusion"
             )
-        raise error(f"{path} has several fusions", expected=f"{path}:NAME with one of: {', '.join(found)}")
-    chosen = found[name or next(iter(found))]
-    if isinstance(chosen, Fusion):
-        return chosen, ()
-    return _call(chosen, _arguments(chosen, given, ranks)), tuple(inspect.signature(chosen).parameters)
+        raise error(f"{path} has several fusions", expected=f"{path}:NAME with one of: {', '.join(fusions)}")
+    fusion = fusions[name or next(iter(fusions))]
+    if isinstance(fusion, Fusion):
+        return fusion, ()
+    return _call(fusion, _arguments(fusion, assignments, ranks)), tuple(inspect.signature(fusion).parameters)
 
 
 def _import(path: Path) -> ModuleType:
@@ -186,60 +184,60 @@ def _import(path: Path) -> ModuleType:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent))  # as `python FILE` does, for what it imports from beside it
+    sys.path.insert(0, str(path.parent))  # as `python FILE` does: the file may import its neighbours
     try:
         spec.loader.exec_module(module)
     except HostIRError:
         raise
     except (Exception, SystemExit) as problem:
-        raise _users_fault(f"importing {path}", problem, str(path.resolve())) from problem
+        raise _error_in_users_code(f"importing {path}", problem, str(path.resolve())) from problem
     return module
 
 
-def _users_fault(what: str, problem: Exception | SystemExit, file: str) -> HostIRError:
-    """Return the error for a failure of the user's own Python, with the deepest line of the file."""
+def _error_in_users_code(action: str, problem: Exception | SystemExit, file: str) -> HostIRError:
+    """Return the error for an exception in the user's Python file, at the innermost line in that file."""
     if isinstance(problem, SyntaxError):
-        where = from_here(problem.filename or file)
-        return error(
-            f"{what}: {problem.msg}", Span(where, problem.lineno or 1, problem.offset or 0, 1, problem.text or "")
-        )
+        path = from_here(problem.filename or file)
+        span = Span(path, problem.lineno or 1, problem.offset or 0, 1, problem.text or "")
+        return error(f"{action}: {problem.msg}", span)
     lines = [line for frame, line in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
-    span = Span(from_here(file), lines[-1], 0, 1, linecache.getline(file, lines[-1]).rstrip()) if lines else None
-    return error(f"{what}: {type(problem).__name__}: {problem}", span)
+    line = Span(from_here(file), lines[-1], 0, 1, linecache.getline(file, lines[-1]).rstrip()) if lines else None
+    return error(f"{action}: {type(problem).__name__}: {problem}", line)
 
 
 def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
-    """Return module-level fusions, and functions annotated to return one."""
-    found: dict[str, Fusion | Callable[..., Fusion]] = {}
+    """Return module-level fusions, and the functions that are annotated to return one, by name."""
+    fusions: dict[str, Fusion | Callable[..., Fusion]] = {}
     for key, value in vars(module).items():
         if isinstance(value, Fusion):
-            found[key] = value
+            fusions[key] = value
         elif inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_"):
             returns = value.__annotations__.get("return")
             if returns is Fusion or (isinstance(returns, str) and returns.split(".")[-1] == "Fusion"):
-                found[key] = value
-    return found
+                fusions[key] = value
+    return fusions
 
 
-def _arguments(function: Callable[..., Fusion], given: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
-    """Return the arguments for a fusion's function, by name; none for `*args` and `**kwargs`."""
+def _arguments(function: Callable[..., Fusion], assignments: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
+    """Return the arguments for a fusion's function by name, without `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters
-    chosen: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if key in given:
-            chosen[key] = _convert(key, given[key], parameter)
+        if key in assignments:
+            arguments[key] = _convert(key, assignments[key], parameter)
         elif key == "ranks" and ranks is not None:
-            chosen[key] = ranks
+            arguments[key] = ranks
         elif parameter.default is inspect.Parameter.empty:
             raise error(
                 f"the parameter '{key}' of {function.__name__} has no default", hint=f"give it one, or --set {key}=..."
             )
-    return chosen
+    return arguments
 
 
 def _convert(key: str, text: str, parameter: inspect.Parameter) -> Any:
+    """Convert the text of `--set` to the type of the parameter's default."""
     default = parameter.default
     if isinstance(default, bool):
         if text.lower() not in ("true", "false", "0", "1"):
@@ -261,87 +259,45 @@ def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:
         raise
     except (Exception, SystemExit) as problem:
         file = inspect.getsourcefile(function) or ""
-        raise _users_fault(f"calling {function.__name__}", problem, file) from problem
+        raise _error_in_users_code(f"calling {function.__name__}", problem, file) from problem
     if not isinstance(fusion, Fusion):
         raise error(f"{function.__name__} returned {type(fusion).__name__}", expected="a hostir.Fusion")
     return fusion
 
 
-# Programs that a command line names -----------------------------------------------------------------------------------
 def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
-    """Load the program that FILE or FILE:NAME names, and the sizes that `--set` gives."""
+    """Return the program that FILE or FILE:NAME names, and the sizes that `--set` binds."""
     file, colon, name = options.file.rpartition(":")
-    if not colon or "." in name or "/" in name:  # the colon, if any, belongs to a path
+    if not colon or "." in name or "/" in name:  # a colon, if any, is part of the path
         file, name = options.file, None
     if colon and name == "":
         raise error(f"{options.file} names no fusion behind the colon", expected="FILE or FILE:NAME")
-    given: dict[str, str] = {}
-    for item in options.given:
-        key, equals, value = item.partition("=")
+    assignments: dict[str, str] = {}
+    for assignment in options.assignments:
+        key, equals, value = assignment.partition("=")
         if not equals or not key or not value:
-            raise error(f"--set {item}", expected="NAME=VALUE")
-        given[key] = value
+            raise error(f"--set {assignment}", expected="NAME=VALUE")
+        assignments[key] = value
     if options.ranks is not None and options.ranks < 1:
         raise error(f"--ranks {options.ranks}", expected="at least 1")
     world = os.environ.get("WORLD_SIZE")
     if world and options.ranks not in (None, int(world)):
         raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
+    ranks = options.ranks or (int(world) if world else None)
     program, sizes, notices, options.comments = load(
-        file, name=name, form=options.form, given=given, ranks=options.ranks or (int(world) if world else None)
+        file, name=name, form=options.form, assignments=assignments, ranks=ranks
     )
     if options.ranks not in (None, program.ranks):
         hint = "leave --ranks out: a text has its meshes"
         if file.endswith(".py"):
-            hint = "have a parameter 'ranks' of its function make the mesh, or leave --ranks out"
+            hint = "make the mesh from a parameter 'ranks' of its function, or leave --ranks out"
         raise error(f"@{program.name} is for {program.ranks} ranks, not {options.ranks}", hint=hint)
     for diagnostic in notices:
         print_once(str(diagnostic).replace("error:", "note:", 1))
     return program, sizes
 
 
-def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
-    """Load as `load_named` does, for commands that lower fusions."""
-    program, sizes = load_named(options)
-    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
-        option = "--streams" if options.strategy is None else "--strategy"
-        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
-    if options.strategy == AUTO and options.streams is not None:
-        raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
-    if program.phase is not Phase.HOST and options.strategy != AUTO:
-        passes_of(**lowering_of(options))  # what is misspelt is wrong usage, and no finding about the program
-    return program, sizes
-
-
 def print_once(text: str) -> None:
-    """Print a message to stderr, once a job."""
+    """Print a message to stderr, on one rank of a job."""
     if is_first_rank():
         print(text, file=sys.stderr)
-
-
-def lowering_of(options: Namespace) -> dict[str, Any]:
-    """Return the lowering options that were given."""
-    given = {"strategy": options.strategy, "streams": options.streams}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
-    """Return the host program: as the file has it, or lowered from its fusion."""
-    if program.phase is Phase.HOST:
-        return program
-    choose_strategy(program, sizes, options)
-    return lower(program, **lowering_of(options))
-
-
-def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
-    """Replace the strategy `auto` by the chosen one, and print which."""
-    if options.strategy != AUTO:
-        return
-    from hostir.cli.tune import chosen
-
-    choice = chosen(program, sizes, options)
-    for reason in (*choice.fallbacks, *choice.notes):
-        print_once(f"note: {reason}")
-    print_once(f"note: {choice}")
-    options.strategy, options.streams = choice.strategy, choice.streams
-    if options.command == "run":
-        options.kernels = choice.kernels

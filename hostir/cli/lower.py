@@ -1,11 +1,12 @@
-"""Run `hostir lower`: print the host program of a fusion, after any pass, as text, in nvFuser's form or as a graph."""
+"""Run `hostir lower`: print the program of a fusion after a pass, as text, in nvFuser's form or as a graph."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable
 
-from hostir.cli.loading import choose_strategy, load_to_lower, lowering_of, write
+from hostir.cli.loading import write
+from hostir.cli.lowering import choose_strategy, load_to_lower, lowering_of
 from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal
@@ -17,31 +18,41 @@ from hostir.lower import lower, passes_of
 
 CALLER = "the caller's stream"
 COLORS = ("#ffffff", "#dbe9f6", "#fde4cf", "#dff0d8", "#efe0f5", "#fff3c4", "#d8f0ee", "#f6d9e0", "#e6e6e6")
-DATA, SYNCHRONIZATION, ORDER = "solid", "dashed", "dotted"  # how edges are drawn
+DATA, SYNCHRONIZATION, ORDER = "solid", "dashed", "dotted"  # the styles of edges
 ONE_SIDED = (PeerCopy, Signal, WaitSignal, Barrier)
-QUEUED = (TensorOp, Communication, Message, Wait, Synchronize, FreeBuffer, *ONE_SIDED)  # what a stream runs in order
+QUEUED = (
+    TensorOp,
+    Communication,
+    Message,
+    Wait,
+    Synchronize,
+    FreeBuffer,
+    *ONE_SIDED,
+)  # statements that a stream runs in order
 
 
 def to_dot(program: Program) -> str:
-    """Return the graph of a fusion or a host program in Graphviz's language."""
+    """Return the graph of a fusion or a host program in Graphviz's language, DOT."""
     return "\n".join(_Drawing(program).lines()) + "\n"
 
 
 class _Drawing:
-    """Draws a program in one walk; tracks the latest node of every name and stream."""
+    """Draws a program in one walk. It tracks the latest node of every name and every stream."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.host = program.phase is Phase.HOST
         self.nodes: list[str] = []
         self.edges: dict[tuple[str, str], str] = {}
-        self.makers: dict[str, str] = {}  # by the name of a value: the node whose work it shows
-        self.roots: dict[str, str] = {}  # by the name of a view: the buffer or input it looks at
-        self.flights: dict[str, Communication | Message] = {}  # by the name of a handle
-        self.signals: dict[str, list[str]] = {}  # by the name of a row of flags: what signals it
+        self.makers: dict[str, str] = {}  # by the name of a value: the node that computes it
+        self.roots: dict[str, str] = {}  # by the name of a view: the buffer or input that it views
+        self.in_flight: dict[str, Communication | Message] = {}  # by the name of a handle
+        self.signals: dict[str, list[str]] = {}  # by the name of an array of flags: the nodes that signal it
         self.stream = CALLER
-        self.streams: dict[str, str] = {}  # by the name of a stream value: the stream
-        self.last: dict[str, list[str]] = {}  # by stream: the latest on it; on the caller's, at first the inputs
+        self.streams: dict[str, str] = {}  # by the name of a stream value: the name of the stream
+        self.last: dict[
+            str, list[str]
+        ] = {}  # by stream: its latest nodes; for the caller's stream, at first the inputs
         self.colors = {CALLER: COLORS[0]}
 
     def lines(self) -> list[str]:
@@ -68,7 +79,7 @@ class _Drawing:
             elif isinstance(s, CurrentStream):
                 self.streams[s.out.name] = self.stream
             elif isinstance(s, SetStream):
-                self.stream = self.named(s.stream)
+                self.stream = self.stream_name(s.stream)
             else:
                 self.statement(s)
 
@@ -80,13 +91,13 @@ class _Drawing:
 
     def statement(self, s: Statement) -> None:
         queued = isinstance(s, QUEUED)
-        where = f"\n{self.stream}" if queued and self.stream != CALLER else ""
+        stream_line = f"\n{self.stream}" if queued and self.stream != CALLER else ""
         pool = "computed" if "%" in self.stream else self.stream
         color = self.colors.setdefault(pool, COLORS[len(self.colors) % len(COLORS)])
         style = f'fillcolor="{color}"' if queued else "style=dotted"
-        node = self.node(format_statement(s, self.program) + where, style)
+        node = self.node(format_statement(s, self.program) + stream_line, style)
         if isinstance(s, Synchronize):
-            self.edge(self.latest(self.named(s.stream)), node, SYNCHRONIZATION)
+            self.edge(self.latest(self.stream_name(s.stream)), node, SYNCHRONIZATION)
         elif isinstance(s, Wait):
             self.edge([self.makers[s.handle.name]], node, SYNCHRONIZATION)
         elif isinstance(s, WaitSignal):
@@ -99,31 +110,31 @@ class _Drawing:
         if queued and self.host:
             self.edge(self.last.get(self.stream) or self.latest(self.stream), node, ORDER)
             self.last[self.stream] = [node]
-        self.makes(s, node)
+        self.record(s, node)
 
-    def makes(self, s: Statement, node: str) -> None:
-        """Record the node that makes tensors and handles; a communication's result counts as made by its wait."""
+    def record(self, s: Statement, node: str) -> None:
+        """Record the node of a statement's tensors and handles. A communication's result belongs to its wait."""
         if isinstance(s, ViewStatement):
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
             self.makers[s.out.name] = node
             return
         if isinstance(s, (Communication, Message)) and s.handle:
-            self.flights[s.handle.name] = s
-        source = self.flights.get(s.handle.name, s) if isinstance(s, Wait) else s
+            self.in_flight[s.handle.name] = s
+        source = self.in_flight.get(s.handle.name, s) if isinstance(s, Wait) else s
         for value in source.values(Codec.WRITE, Codec.DEFINE):
             self.makers[value.name] = self.makers[self.roots.get(value.name, value.name)] = node
 
-    def named(self, stream: Expr) -> str:
-        """Return the stream that an expression names, as far as the text shows."""
-        known = self.streams.get(stream.value.name) if isinstance(stream, Ref) else None
-        return known or f"stream {stream}"
+    def stream_name(self, stream: Expr) -> str:
+        """Return the name of a stream expression's stream, as far as the text shows it."""
+        name = self.streams.get(stream.value.name) if isinstance(stream, Ref) else None
+        return name or f"stream {stream}"
 
     def latest(self, stream: str) -> list[str]:
-        """Return the latest nodes of every stream that this may be: a computed index may be any of the pool."""
+        """Return the latest nodes of every stream that this may be: a computed index may be any stream of the pool."""
         if stream == CALLER:
             return self.last[CALLER]
-        may = [other for other in self.last if other == stream or (other != CALLER and "%" in other + stream)]
-        return [node for other in may for node in self.last[other]]
+        possible = [other for other in self.last if other == stream or (other != CALLER and "%" in other + stream)]
+        return [node for other in possible for node in self.last[other]]
 
     def node(self, label: str, style: str) -> str:
         name = f"n{len(self.nodes)}"
@@ -131,7 +142,7 @@ class _Drawing:
         return name
 
     def edge(self, sources: Iterable[str], target: str, style: str) -> None:
-        """Add the edges that are not there yet."""
+        """Add the edges from all sources that the graph does not have yet."""
         for source in sources:
             self.edges.setdefault((source, target), style)
 

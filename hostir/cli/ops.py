@@ -89,7 +89,7 @@ how to add one.
 
 @dataclass(frozen=True)
 class ReferenceEntry:
-    """One statement in the reference: its text in each phase, its description, an example, and its fields by kind."""
+    """One statement in the reference: its text in each phase, its description, an example, and its fields by codec."""
 
     keyword: str
     forms: tuple[tuple[str, str], ...]
@@ -114,18 +114,17 @@ def entry(cls: type[Statement]) -> ReferenceEntry:
 
 
 def sections() -> dict[str, list[ReferenceEntry]]:
-    """Return every statement's entry, under the heading of the first kind that it belongs to."""
-    found: dict[str, list[ReferenceEntry]] = {title: [] for title, _ in SECTIONS}
+    """Return every statement's entry, under the first heading with a base class of the statement."""
+    entries: dict[str, list[ReferenceEntry]] = {title: [] for title, _ in SECTIONS}
     for cls in REGISTRY.values():
         title = next(title for title, bases in SECTIONS if issubclass(cls, bases))
-        found[title].append(entry(cls))
-    return found
+        entries[title].append(entry(cls))
+    return entries
 
 
 def table() -> str:
-    """Return the statements with one line each, for a terminal: as a program writes them, or else as a fusion does."""
-    every = [e for entries in sections().values() for e in entries]
-    width = max(len(e.forms[-1][1]) for e in every)
+    """Return one line for each statement, for a terminal: its text in a host program, or else in a fusion."""
+    width = max(len(e.forms[-1][1]) for entries in sections().values() for e in entries)
     blocks = [
         "\n".join([title, *(f"  {e.forms[-1][1]:{width}}  {e.summary}" for e in entries)])
         for title, entries in sections().items()
@@ -144,12 +143,12 @@ def markdown() -> str:
 def _markdown(e: ReferenceEntry) -> str:
     width = max(len(text) for _, text in e.forms)
     forms = "\n".join(f"{text:{width}}  // {phase}" for phase, text in e.forms)
-    fields = "".join(f"- {names}: {what}\n" for what, names in e.fields)
+    fields = "".join(f"- {names}: {meaning}\n" for meaning, names in e.fields)
     return f"### `{e.keyword}`\n\n{e.doc}\n\n```text\n{forms}\n```\n\n{fields}\nExample: `{e.example}`\n"
 
 
 def _syntax(cls: type[Statement], phase: Phase) -> str:
-    """Return a template as people read it: `%out: <type> = cast %x to <dtype>`."""
+    """Return a statement's template in a readable form: `%out: <type> = cast %x to <dtype>`."""
     codecs = codecs_of(cls)
 
     def spell(part: SyntaxPart, leads: bool) -> str:
@@ -169,15 +168,15 @@ def _syntax(cls: type[Statement], phase: Phase) -> str:
 
 
 def _fields(cls: type[Statement]) -> dict[str, str]:
-    """Return the field names of each kind, with the default of those that may be left out."""
+    """Return the names of the fields by the meaning of their codec, with the defaults of optional fields."""
     optional = {part.field for part in template(cls.syntax) if isinstance(part, OptionalPart)}
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for name, codec in sorted(codecs_of(cls).items(), key=lambda field: field[0] in optional):
         default = defaults_of(cls).get(name)
         aside = "" if name not in optional else " (may be left out)" if default is None else f" ({default} unless said)"
-        before = found.get(codec.value)
-        found[codec.value] = f"{before}, `{name}`{aside}" if before else f"`{name}`{aside}"
-    return found
+        before = fields.get(codec.value)
+        fields[codec.value] = f"{before}, `{name}`{aside}" if before else f"`{name}`{aside}"
+    return fields
 
 
 def main(options: Namespace) -> int:

@@ -1,11 +1,10 @@
-"""Run `hostir run`: execute a program on fresh inputs, once or repeatedly, and compare it with a reference."""
+"""Run `hostir run`: execute a program on random inputs, once or repeatedly, and compare it with a reference."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +15,10 @@ import torch
 
 from hostir import knobs
 from hostir.check import prove, verify
-from hostir.check.proof import Finding
-from hostir.check.tracer import Event
-from hostir.cli.loading import load_to_lower, lowered
+from hostir.cli.lowering import load_to_lower, lowered
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import Diagnostic, HostIRError, error
+from hostir.ir.source import HostIRError, error
 from hostir.ir.types import TensorType
 from hostir.runtime.executor import Executor, everyones
 from hostir.runtime.kernels import aten
@@ -30,24 +27,21 @@ from hostir.runtime.session import Session, launched, session
 from hostir.runtime.sharding import Room, assemble, bind_sizes, free_here, of_host, random_inputs, shard
 from hostir.runtime.simulated.machine import LocalMachine, rehearse
 from hostir.runtime.simulated.rank import Parts
-from hostir.runtime.simulated.tasks import Task
 from hostir.runtime.trace import Trace
 from hostir.runtime.trace import TraceEvent as TraceEvent
 
-# The command ----------------------------------------------------------------------------------------------------------
-# `hostir run`: fresh inputs, one run or several, and what they are compared with.
-
-REFUSED = "not run: 'hostir check --fix' adds what orders it, where it can; --no-check runs it all the same"
-COMPARING = 600.0  # seconds: a rank may wait so long for another's reference
-TOGETHER = 4  # simulated calls that follow each other at once; more would hold more memory
+REFUSED = "not run: 'hostir check --fix' may repair it, and --no-check runs it all the same"
+COMPARING = 600.0  # seconds: the longest time that a rank waits for another rank's reference
+TOGETHER = 4  # the number of consecutive calls in one simulation; more would need more memory
 Tensors = Sequence[torch.Tensor]
 
 
 def run_command(source: Program, program: Program, sizes: dict[str, int], options: Namespace) -> int:
-    """Run `program`; with `--compare`, compare it with `source`, the fusion or host program that it came from.
+    """Run `program`. With `--compare`, compare its results with the reference of `source`; return the exit code.
 
-    A host program of single ranks means what simulated ranks compute in program order. Returns the exit code: 1 where
-    a result is too far from the reference. Raises HostIRError where there is none.
+    `source` is the fusion or host program that `program` comes from. The reference of a host program of single ranks is
+    the result of simulated ranks in program order. The exit code is 1 if a result is too far from the reference. Raises
+    HostIRError if the source has no reference.
     """
     if options.repeat < 1:
         raise error(f"--repeat {options.repeat}", expected="at least 1")
@@ -59,14 +53,16 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
     _check_trace(options.trace)
     if launched():
         if options.schedule_seed:
-            raise error("--schedule-seed is of simulated ranks", hint="real ones run in the order that they come to")
+            raise error(
+                "--schedule-seed is for simulated ranks", hint="leave it out: real ranks run in an order of their own"
+            )
         if (world := int(os.environ["WORLD_SIZE"])) < program.ranks:
             hint = f"torchrun --nproc-per-node {program.ranks}; without torchrun, ranks are simulated"
             raise error(f"@{program.name} is for {program.ranks} ranks, and there are {world}", hint=hint)
         _check_room(program, sizes, options.device)
-        with session(options.device) as joined:
-            assert joined is not None
-            return _on_ranks(joined, source, program, sizes, options, trace)
+        with session(options.device) as job:
+            assert job is not None
+            return _on_ranks(job, source, program, sizes, options, trace)
     if options.device == "cuda":
         hint = "start real ranks: torchrun --nproc-per-node N -m hostir run ..."
         raise error("simulated ranks run on the CPU", hint=hint)
@@ -79,13 +75,13 @@ def _check_trace(path: str | None) -> None:
 
 
 def _check_room(program: Program, sizes: dict[str, int], device: str | None) -> None:
-    """Refuse sizes for which the memory of this rank's GPU, or of its host for all ranks there, is too small."""
+    """Raise HostIRError if the memory of this rank's GPU, or of its host for all ranks there, is too small."""
     room = Room(program, sizes)
     local, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if device != "cpu" and torch.cuda.is_available():
-        if local < torch.cuda.device_count():  # else the session says so
-            there = torch.cuda.get_device_properties(local).total_memory
-            room.check(max(room.ranks) + room.inputs, there, "on a GPU", "what it has")
+        if local < torch.cuda.device_count():  # otherwise the session raises the error
+            capacity = torch.cuda.get_device_properties(local).total_memory
+            room.check(max(room.ranks) + room.inputs, capacity, "on a GPU", "what it has")
         return
     total = sum(sorted(room.ranks)[-max(ranks, 1) :]) + max(ranks, 1) * room.inputs
     room.check(total, of_host(), f"on this host for {max(ranks, 1)} ranks", "what it has", " on each")
@@ -98,7 +94,7 @@ def _write_trace(trace: Trace | None, path: str | None) -> None:
 
 
 def _turns(turns: range, title: str, *, shown: bool = True) -> Iterable[int]:
-    """Return the runs to do; with a progress bar if there are several and stderr is a terminal."""
+    """Return the numbers of the runs. Show a progress bar if there are several runs and stderr is a terminal."""
     if len(turns) == 1 or not shown or not sys.stderr.isatty():
         return turns
     from rich.console import Console
@@ -112,49 +108,58 @@ def _simulated(
 ) -> int:
     kernels = knobs.KERNELS.get(options.kernels)
     worst: list[Comparison] = []
-    seen: list[str] = []
-    # A trace shows one call; under a seed of its own all calls are one schedule.
-    together = 1 if trace is not None else options.repeat if options.schedule_seed else TOGETHER
-    room, there = Room(program, sizes, frees=False), free_here()
+    problems: list[str] = []
+    # A trace shows one call. A schedule seed orders all calls together.
+    calls_at_once = 1 if trace is not None else options.repeat if options.schedule_seed else TOGETHER
+    room, free = Room(program, sizes, frees=False), free_here()
     a_call = sum(room.ranks) + room.inputs
-    room.check(a_call, there, f"on {program.ranks} simulated ranks", "what is free here")
+    room.check(a_call, free, f"on {program.ranks} simulated ranks", "what is free here")
     if not options.schedule_seed:
-        together = max(1, min(together, there // max(a_call, 1)))
-    for first in _turns(range(0, options.repeat, together), f"@{program.name}"):
-        turns = range(first, min(first + together, options.repeat))
+        calls_at_once = max(1, min(calls_at_once, free // max(a_call, 1)))
+    for first in _turns(range(0, options.repeat, calls_at_once), f"@{program.name}"):
+        turns = range(first, min(first + calls_at_once, options.repeat))
         calls = [random_inputs(program, sizes, options.seed + turn) for turn in turns]
         machine = rehearse(program, calls, sizes, kernels)
         results = machine.run(options.schedule_seed)
-        seen += what_is_wrong(program, results, machine.run() if options.schedule_seed else results, first)
+        problems += wrong_outputs(program, results, machine.run() if options.schedule_seed else results, first)
         for inputs, parts in zip(calls, results, strict=True):
-            if options.compare and not seen:
-                ends = zip(program.outputs, parts, strict=True)
-                outputs = [assemble(p, v.tensor, sizes, rounded=False) for v, p in ends]
-                plain, exact = _expected(source, inputs, sizes)
-                worst = _worse(worst, compare(program, outputs, plain, exact, summed=of_single_ranks(source)))
+            if options.compare and not problems:
+                outputs = _assembled(program, parts, sizes)
+                rounded, exact = _expected(source, inputs, sizes)
+                worst = _worse(worst, compare(program, outputs, rounded, exact, summed=of_single_ranks(source)))
         if trace is not None and turns.stop == options.repeat:
             machine.record(trace)
         if options.no_check and turns.stop == options.repeat:
             _print_races(machine, options.schedule_seed)
     _write_trace(trace, options.trace)
-    return _report(program, f"{program.ranks} simulated ranks", kernels, _reference_name(source), worst, options, seen)
+    return _report(
+        program, f"{program.ranks} simulated ranks", kernels, _reference_name(source), worst, options, problems
+    )
 
 
 Results = Sequence[Sequence[Parts]]  # by call and output
 
 
-def what_is_wrong(program: Program, results: Results, in_order: Results, first: int = 0) -> list[str]:
-    """Return the outputs' errors: NaN, or other values than in program order. `first` numbers the first call."""
-    found = []
+def _assembled(program: Program, parts: Sequence[Parts], sizes: Mapping[str, int]) -> list[torch.Tensor]:
+    """Return the unsharded outputs of a call from the parts of all ranks. Partial sums are added and not rounded."""
+    outputs = zip(program.outputs, parts, strict=True)
+    return [assemble(part, value.tensor, sizes, rounded=False) for value, part in outputs]
+
+
+def wrong_outputs(program: Program, results: Results, in_order: Results, first: int = 0) -> list[str]:
+    """Return a line for each output with NaN, or with other values than in program order. `first` numbers the calls."""
+    lines = []
     for call, (outputs, expected) in enumerate(zip(results, in_order, strict=True), first + 1):
         for value, parts, others in zip(program.outputs, outputs, expected, strict=True):
-            for what, count in (("NaN", _nans), ("other values than in program order", _differences)):
-                bad = {rank: n for rank, pair in enumerate(zip(parts, others, strict=True)) if (n := count(*pair))}
-                if bad:
-                    where = f"rank {', '.join(map(str, bad))} after call {call}"
-                    found.append(f"{value}: {what} in {sum(bad.values())} elements, on {where}")
+            for problem, count in (("NaN", _nans), ("other values than in program order", _differences)):
+                wrong = {rank: n for rank, pair in enumerate(zip(parts, others, strict=True)) if (n := count(*pair))}
+                if wrong:
+                    ranks = ", ".join(map(str, wrong))
+                    lines.append(
+                        f"{value}: {problem} in {sum(wrong.values())} elements, on rank {ranks} after call {call}"
+                    )
                     break
-    return found
+    return lines
 
 
 def _nans(x: torch.Tensor | None, _: torch.Tensor | None) -> int:
@@ -166,21 +171,21 @@ def _differences(x: torch.Tensor | None, other: torch.Tensor | None) -> int:
 
 
 def _print_races(machine: LocalMachine, seed: int) -> None:
-    """Print the races that the simulated ranks detect, whether or not results differ."""
+    """Print the races that the simulated ranks detect, even if the results are right."""
     try:
         machine.run(seed, watch=True)
-    except HostIRError as seen:
-        for found in seen.diagnostics:
-            print(replace(found, level="warning"), file=sys.stderr)
+    except HostIRError as races:
+        for race in races.diagnostics:
+            print(replace(race, level="warning"), file=sys.stderr)
 
 
 def _on_ranks(
-    joined: Session, source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
+    job: Session, source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
 ) -> int:
     """Run and compare on this rank of a job; rank 0 reports for all."""
-    device, rank = joined.device, joined.rank
+    device, rank = job.device, job.rank
     kernels = knobs.KERNELS.get(options.kernels)
-    executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace, check=False)  # which the caller has done
+    executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace, check=False)  # the caller has checked it
     worst: list[Comparison] = []
     for turn in _turns(range(options.repeat), f"@{program.name}", shown=rank == 0):
         inputs = random_inputs(program, sizes, options.seed + turn, device)
@@ -189,26 +194,26 @@ def _on_ranks(
             trace.events.clear()
         outputs = executor(*parts)
         if options.compare:
-            worst = _worse(worst, _part_against(joined, source, program, inputs, outputs, sizes, turn))
+            worst = _worse(worst, _compared(job, source, program, inputs, outputs, sizes, turn))
     executor.synchronize()
     if trace is not None:
-        every = joined.exchange("trace", json.dumps(trace.events))
+        texts = job.exchange("trace", json.dumps(trace.events))
         trace.events = [
-            TraceEvent(e[0], e[1], e[2], e[3], e[4], tuple(e[5])) for text in every for e in json.loads(text)
+            TraceEvent(e[0], e[1], e[2], e[3], e[4], tuple(e[5])) for text in texts for e in json.loads(text)
         ]
         if rank == 0:
             _write_trace(trace, options.trace)
-    verdicts = joined.exchange("verdict", "good" if all(c.good for c in worst) else "bad")
+    verdicts = job.exchange("verdict", "good" if all(c.good for c in worst) else "bad")
     if rank == 0:
-        _report(program, f"{joined.size} ranks on {device.type}", kernels, _reference_name(source), worst, options)
+        _report(program, f"{job.size} ranks on {device.type}", kernels, _reference_name(source), worst, options)
     return 1 if "bad" in verdicts else 0
 
 
 def _expected(source: Program, inputs: Tensors, sizes: dict[str, int]) -> tuple[Tensors, Tensors]:
-    """Return the expected outputs of the source, in the program's own dtypes and in float64."""
+    """Return the expected outputs of the source, in the program's dtypes and in float64."""
     bound = {name: value for name, value in sizes.items() if name in source.size_names}
-    means = rehearsed if of_single_ranks(source) else reference
-    return means(source, inputs, bound, None), means(source, inputs, bound)
+    evaluate = rehearsed if of_single_ranks(source) else reference
+    return evaluate(source, inputs, bound, None), evaluate(source, inputs, bound)
 
 
 def _reference_name(source: Program) -> str:
@@ -216,51 +221,52 @@ def _reference_name(source: Program) -> str:
     return "simulated ranks in program order" if of_single_ranks(source) else "the unsharded result"
 
 
-def _part_against(
-    joined: Session,
+def _compared(
+    job: Session,
     source: Program,
     program: Program,
     inputs: Tensors,
-    held: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor | None],
     sizes: dict[str, int],
     turn: int,
 ) -> list[Comparison]:
-    """Compare this rank's own parts and add up the squared errors of all ranks. Partial sums are added up first.
+    """Compare the outputs of all ranks with the reference: each rank compares its parts, and squared errors are added.
 
-    Each rank rounds its partial sum; their sum is not rounded again.
+    Partial sums of ranks are added before they are compared. Each rank rounds its partial sum; the total is not rounded
+    again.
     """
-    plain, exact = _expected(source, inputs, sizes)
+    rounded, exact = _expected(source, inputs, sizes)
     squares = []
-    for value, part, expected in zip(program.outputs, held, exact, strict=True):
+    for value, part, expected in zip(program.outputs, outputs, exact, strict=True):
         if value.tensor.partial:
-            parts = [theirs for (theirs,) in everyones([part], joined)]
-            off = _squared(assemble(parts, value.tensor, sizes, rounded=False), expected) / joined.size
+            parts = [rank_part for (rank_part,) in everyones([part], job)]
+            square = _squared_error(assemble(parts, value.tensor, sizes, rounded=False), expected) / job.size
         else:
-            off = _squared(part, shard(expected, value.tensor, joined.rank, sizes)) / copies(value.tensor)
-        squares.append(off)
-    every = [json.loads(text) for text in joined.exchange(f"errors of run {turn}", json.dumps(squares), COMPARING)]
-    ring, summed = joined.device.type == "cuda", of_single_ranks(source)
-    found = compare(program, exact, plain, exact, ring=ring, summed=summed)
+            square = _squared_error(part, shard(expected, value.tensor, job.rank, sizes)) / copies(value.tensor)
+        squares.append(square)
+    by_rank = [json.loads(text) for text in job.exchange(f"errors of run {turn}", json.dumps(squares), COMPARING)]
+    ring, summed = job.device.type == "cuda", of_single_ranks(source)
+    comparisons = compare(program, exact, rounded, exact, ring=ring, summed=summed)
     norms = [float(torch.linalg.vector_norm(e)) or 1.0 for e in exact]
-    return [replace(c, error=sum(e[n] for e in every) ** 0.5 / norms[n]) for n, c in enumerate(found)]
+    return [replace(c, error=sum(e[n] for e in by_rank) ** 0.5 / norms[n]) for n, c in enumerate(comparisons)]
 
 
-def _squared(got: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """Return the square of the error's norm; 0 where a rank holds nothing."""
-    if got is None or expected is None:
+def _squared_error(part: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """Return the square of the error's norm; 0 if the rank has no part."""
+    if part is None or expected is None:
         return 0.0
-    return float(torch.linalg.vector_norm(got.to(expected.dtype) - expected)) ** 2
+    return float(torch.linalg.vector_norm(part.to(expected.dtype) - expected)) ** 2
 
 
 def copies(type: TensorType) -> int:
-    """Return the number of ranks that hold each element."""
+    """Return the number of ranks that hold each element of a tensor of this type."""
     assert type.mesh
-    spread = prod(type.mesh.size(mark) for axis in type.axes for mark in axis.marks)
-    return len(type.mesh.devices) // spread
+    shards = prod(type.mesh.size(mark) for axis in type.axes for mark in axis.marks)
+    return len(type.mesh.devices) // shards
 
 
 def _worse(old: list[Comparison], new: list[Comparison]) -> list[Comparison]:
-    """Return, for each output, the comparison that is closer to its bound, or further beyond it."""
+    """Return the worse comparison for each output: the one with the larger error relative to its bound."""
     if not old:
         return new
     pairs = zip(old, new, strict=True)
@@ -272,36 +278,27 @@ def _report(
     where: str,
     kernels: str,
     compared_with: str,
-    found: list[Comparison],
+    comparisons: list[Comparison],
     options: Namespace,
-    wrong: Sequence[str] = (),
+    problems: Sequence[str] = (),
 ) -> int:
-    """Report the result, and other errors, as text or as JSON; return the exit code."""
-    good = all(c.good for c in found) and not wrong
+    """Report the comparisons and the problems, as text or as JSON; return the exit code."""
+    good = all(c.good for c in comparisons) and not problems
     if options.json:
-        outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in found]
+        outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in comparisons]
         ran = {"program": program.name, "ranks": program.ranks, "where": where, "kernels": kernels}
         against = {"reference": compared_with} if options.compare else {}
-        print(json.dumps(ran | against | {"outputs": outputs, "wrong": list(wrong)}))
+        print(json.dumps(ran | against | {"outputs": outputs, "wrong": list(problems)}))
         return 0 if good else 1
     times = f", {options.repeat} times" if options.repeat > 1 else ""
     print(f"@{program.name}: ran on {where}, kernels {kernels}{times}")
-    for c in found:
+    for c in comparisons:
         print(f"  {c}", file=sys.stdout if c.good else sys.stderr)
-    if found and good:
-        print(f"  maximum error {max(c.error for c in found):.2e} from {compared_with}")
-    for line in wrong:
+    if comparisons and good:
+        print(f"  maximum error {max(c.error for c in comparisons):.2e} from {compared_with}")
+    for line in problems:
         print(f"  {line}", file=sys.stderr)
     return 0 if good else 1
-
-
-# The reference of a program of single ranks ---------------------------------------------------------------------------
-# The reference of a host program of single ranks: its statements on simulated ranks, in program order.
-#
-# Whole tensors cannot represent a program in which ranks do different things: its meaning is who copies what where. So
-# every rank is simulated in this process, on the device of the inputs, always in the same order. A run is compared with
-# that result as with whole tensors. This shows where it did not compute what the statements say, but neither statements
-# that say something else than intended, nor races, which `hostir check` finds.
 
 
 @torch.no_grad()
@@ -311,106 +308,38 @@ def rehearsed(
     sizes: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the whole outputs of one call of a host program, from whole inputs; arguments as of `reference`.
+    """Return the unsharded outputs of a call on simulated ranks in program order; the arguments are as for `reference`.
 
-    The sum of partial sums is in float64, not rounded, whatever `dtype` is. Raises HostIRError for inputs that do not
-    fit, and for a program that simulated ranks cannot run, or of which they end with copies of an output that differ.
+    It is the reference of a host program of single ranks. In such a program ranks do different things, so operations on
+    unsharded tensors cannot give its result. A comparison with this reference shows if a run computes something else
+    than the statements say. It shows neither wrong statements nor races; `hostir check` finds races.
+
+    Partial sums are added in float64 and not rounded, whatever `dtype` is. Raises HostIRError for inputs that do not
+    fit, for a program that simulated ranks cannot run, and for copies of an output that differ between ranks.
     """
     bound = bind_sizes(program, inputs, sizes)
     device = inputs[0].device if inputs else torch.device("cpu")
     try:
         machine = rehearse(program, [inputs], bound, aten.KERNELS, dtype=dtype, device=device)
         (outputs,) = machine.run()
-        ends = zip(program.outputs, outputs, strict=True)
-        whole = tuple(assemble(parts, v.tensor, bound, rounded=False) for v, parts in ends)
-    except HostIRError as refused:
-        raise _no_result(program, refused) from refused
-    except torch.OutOfMemoryError as problem:  # for the inputs of all ranks; statements say it of themselves
+        unsharded = tuple(_assembled(program, outputs, bound))
+    except HostIRError as refusal:
+        raise _no_result(program, refusal) from refusal
+    except torch.OutOfMemoryError as problem:  # from the inputs of all ranks; statements raise errors of their own
         raise _no_result(program, error(str(problem))) from problem
     machine.release()
-    return whole
+    return unsharded
 
 
-def _no_result(program: Program, refused: HostIRError) -> HostIRError:
-    first = refused.diagnostics[0]
+def _no_result(program: Program, refusal: HostIRError) -> HostIRError:
+    first = refusal.diagnostics[0]
     return error(
-        f"@{program.name} has no result on simulated ranks to be compared with: {first.message}",
+        f"@{program.name} has no result on simulated ranks to compare with: {first.message}",
         first.span,
         expected=first.expected,
         hint="leave out --compare",
         notes=first.notes,
     )
-
-
-# Schedules that show a finding ----------------------------------------------------------------------------------------
-# Seeds of the simulated ranks under which a program with findings fails.
-
-SEEDS = 400
-SECONDS = 20.0  # for trying seeds
-MAX_ELEMENTS = 1 << 24  # of the inputs; larger runs take too long to try many seeds
-TaskKey = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
-
-
-def witnesses(
-    program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
-) -> dict[int, tuple[int, str]]:
-    """Find runs that show findings; return, by a finding's index, a seed and the error of its run.
-
-    The run is that of `hostir run --no-check --repeat CALLS --schedule-seed SEED`. A run shows a race if it hangs or
-    raises, or if its results are wrong and the second access came first. Findings that no seed shows are left out.
-    """
-    inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
-    if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
-        return {}
-    shown: dict[int, tuple[int, str]] = {}
-    left = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}
-    deadline = time.monotonic() + SECONDS
-    try:
-        machine = rehearse(program, inputs, sizes)
-    except HostIRError as refused:
-        return dict.fromkeys(left, (0, refused.diagnostics[0].message))
-    in_order: Results | None = None
-    for seed in range(SEEDS):
-        if not left or time.monotonic() > deadline:
-            break
-        try:
-            results = machine.run(seed)
-            in_order = in_order or results
-            wrong = next(iter(what_is_wrong(program, results, in_order)), "")
-            places = _places(machine.ran)
-        except HostIRError as failed:
-            wrong, places = failed.diagnostics[0].message, None
-        if wrong:
-            for n in [n for n, f in left.items() if places is None or _overtaken(f, places)]:
-                shown[n] = (seed, wrong)
-                del left[n]
-    return shown
-
-
-def _places(ran: Sequence[Task]) -> dict[TaskKey, list[int]]:
-    """Return the positions at which each statement of each rank, round and call accessed memory."""
-    found: dict[TaskKey, list[int]] = {}
-    for place, task in enumerate(ran):
-        if task.memory:
-            found.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(place)
-    return found
-
-
-def _overtaken(finding: Finding, places: Mapping[TaskKey, list[int]]) -> bool:
-    """Whether the second of a finding's two accesses came first; other findings only need the run to go wrong."""
-    if finding.kind != "race":
-        return True
-    before, after = finding.events
-    first, second = _when(before, places), _when(after, places, at_first=after.verb == "moves")
-    return second is not None and (first is None or second < first)
-
-
-def _when(event: Event, places: Mapping[TaskKey, list[int]], at_first: bool = False) -> int | None:
-    found = places.get((event.rank, id(event.statement), event.rounds, event.call))
-    if not found:
-        return None
-    arrives = event.statement is None and event.verb == "writes"  # of what the caller does, at the beginning of a call
-    return found[0] if at_first or arrives or event.verb == "reads" else found[-1]
 
 
 def main(options: Namespace) -> int:
@@ -424,7 +353,7 @@ def main(options: Namespace) -> int:
         try:
             prove(host, sizes)
         except HostIRError as findings:
-            if all(found.kind for found in findings.diagnostics):
+            if all(finding.kind for finding in findings.diagnostics):
                 findings.add_note(REFUSED)
             raise
     return run_command(program, host, sizes, options)

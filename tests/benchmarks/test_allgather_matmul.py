@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks.allgather_matmul import VARIANTS, Judge, options, patterns
+from benchmarks.allgather_matmul import VARIANTS, Judge, parse_options, patterns
 from benchmarks.comparison import Candidate, WrongResultError
 from benchmarks.scores import GOAL, MODELS, MUST, Row, file_name, line, report, rows, scored
 from hostir.lower import STRATEGIES as KNOWN
@@ -51,7 +51,7 @@ def test_rows_are_chosen_by_model_and_by_size() -> None:
 @pytest.mark.parametrize("wanted", ["9B", "8B:100", "8B:2048,", "nvFuser:64"])
 def test_an_unknown_row_is_refused(wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        options(["--rows", wanted])
+        parse_options(["--rows", wanted])
     assert "no row" in capsys.readouterr().err
 
 
@@ -67,19 +67,19 @@ def test_something_is_asked_of_every_large_row_of_a_model() -> None:
 
 # The command line -------------------------------------------------------------------------------------------------
 def test_the_strategies_to_measure_are_chosen() -> None:
-    assert options([]).only == tuple(KNOWN)
+    assert parse_options([]).only == tuple(KNOWN)
     assert {variant.strategy for variant in VARIANTS} == set(KNOWN)
-    assert options(["--only", "fused,ring"]).only == ("fused", "ring")
+    assert parse_options(["--only", "fused,ring"]).only == ("fused", "ring")
 
 
 def test_an_unknown_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        options(["--only", "fused,rnig"])
+        parse_options(["--only", "fused,rnig"])
     assert "no strategy rnig" in capsys.readouterr().err
 
 
 def test_all_rows_are_measured_unless_some_are_named() -> None:
-    assert options([]).rows == rows()
+    assert parse_options([]).rows == rows()
 
 
 # Scores -----------------------------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ def operands(ranks: int = 4) -> Any:
     """Like `Operands`, on a CPU, and far smaller than a row."""
     torch.manual_seed(0)
     row = Row("tiny", 1024, 96, 128)
-    whole, b = torch.randn(row.M, row.K).bfloat16(), torch.randn(row.N, row.K).bfloat16().t()
-    return SimpleNamespace(row=row, ranks=ranks, whole=whole, b=b)
+    gathered, b = torch.randn(row.M, row.K).bfloat16(), torch.randn(row.N, row.K).bfloat16().t()
+    return SimpleNamespace(row=row, ranks=ranks, gathered=gathered, b=b)
 
 
 def candidate(c: torch.Tensor) -> Candidate:
@@ -185,7 +185,7 @@ def test_the_results_of_every_strategy_are_taken_in_the_order_of_their_rows(vari
     sizes = {"M": row.M, "K": row.K, "N": row.N}
     fusion = patterns.allgather_matmul(ranks=4, S=variant.slices, dtype="bf16", **sizes)
     executor = hi.Executor(hi.lower(fusion, variant.strategy, variant.streams), machine="local", kernels="aten")
-    parts = [x.view(variant.slices, 1, -1, row.K) for x in of.whole.chunk(4)]
+    parts = [x.view(variant.slices, 1, -1, row.K) for x in of.gathered.chunk(4)]
     (outs,) = executor(parts, [of.b] * 4)
     assert Judge(of).check(candidate(outs[3]))
 
@@ -195,7 +195,7 @@ def test_a_candidate_that_leaves_rows_unwritten_is_wrong() -> None:
     c = torch.empty(1, 4, 256, 96).bfloat16()
 
     def forgets() -> torch.Tensor:
-        c.view(1024, 96)[:1000] = (of.whole @ of.b)[:1000]
+        c.view(1024, 96)[:1000] = (of.gathered @ of.b)[:1000]
         return c
 
     with pytest.raises(WrongResultError, match="24 rows hold NaN"):
@@ -206,7 +206,7 @@ def test_a_single_row_of_earlier_data_is_wrong_wherever_it_is() -> None:
     of = operands()
     judge = Judge(of)
     unseen = next(i for i in range(of.row.M) if i not in judge.sample.tolist())
-    c = of.whole @ of.b
+    c = of.gathered @ of.b
     c[unseen] = c[unseen + 1]
     with pytest.raises(WrongResultError, match=f"1 rows differ from torch's, row {unseen}"):
         judge.check(candidate(c.view(1, 4, 256, 96)))
@@ -214,7 +214,7 @@ def test_a_single_row_of_earlier_data_is_wrong_wherever_it_is() -> None:
 
 def test_a_result_rounded_twice_is_wrong() -> None:
     of = operands()
-    halves = [(of.whole[:, k : k + 64] @ of.b[k : k + 64]) for k in (0, 64)]
+    halves = [(of.gathered[:, k : k + 64] @ of.b[k : k + 64]) for k in (0, 64)]
     with pytest.raises(WrongResultError, match="and torch's is"):
         Judge(of).check(candidate((halves[0] + halves[1]).view(1, 4, 256, 96)))
 
@@ -222,4 +222,4 @@ def test_a_result_rounded_twice_is_wrong() -> None:
 def test_ranks_in_another_order_are_wrong() -> None:
     of = operands()
     with pytest.raises(WrongResultError):
-        Judge(of).check(candidate((of.whole @ of.b).view(1, 4, 256, 96).flip(1)))
+        Judge(of).check(candidate((of.gathered @ of.b).view(1, 4, 256, 96).flip(1)))

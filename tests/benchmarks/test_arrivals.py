@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hostir as hi
-from benchmarks.arrivals import WAYS, Way, options, report, text
+from benchmarks.arrivals import WAYS, Way, parse_options, program_text, report
 from benchmarks.scores import Row
 from hostir.runtime.simulated.machine import run_local
 
@@ -16,7 +16,7 @@ ROW = Row("8B", 32, 6, 8)
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_each_rank_multiplies_its_rows_and_its_peers_in_all_other_places(way: Way, ranks: int) -> None:
-    program = hi.parse(text(ROW, ranks, way))
+    program = hi.parse(program_text(ROW, ranks, way))
     assert hi.check(program, calls=2) == []
     m = ROW.M // ranks
     a, b = torch.randn(1, 2, m, ROW.K).bfloat16(), torch.randn(ROW.K, ROW.N).bfloat16()
@@ -37,8 +37,8 @@ def test_a_table_says_what_must_be_reached_on_8_only() -> None:
 
 
 def test_rows_and_ranks_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    given = options(["--rows", "8B:2048", "--ranks", "4"])
+    given = parse_options(["--rows", "8B:2048", "--ranks", "4"])
     assert (given.ranks, [str(row) for row in given.rows]) == (4, ["8B M=2048"])
     with pytest.raises(SystemExit):
-        options(["--rows", "9B"])
+        parse_options(["--rows", "9B"])
     assert "--rows" in capsys.readouterr().err

@@ -16,12 +16,12 @@ import torch
 import hostir as hi
 from benchmarks import arrivals, chart, matmul_all_reduce, matmul_reduce_scatter, mlp, reshard
 from benchmarks.comparison import Candidate, Judge, WrongResultError
-from benchmarks.matmul_reduce_scatter import WAYS, Way, row_parallel, text
+from benchmarks.matmul_reduce_scatter import WAYS, Way, program_text, row_parallel
 from benchmarks.scores import (
+    BENCHMARKS,
     BY_HAND,
     COMPILED,
     HOSTIR,
-    KINDS,
     ODD,
     ONE_SHOT,
     TORCH,
@@ -175,7 +175,7 @@ def test_functions_for_torch_run_from_one_end_to_the_other(folder: Path) -> None
 
 
 def test_functions_for_torch_are_held_against_the_fastest_peer_of_each_mode() -> None:
-    row = KINDS["torch_operators"].rows("70B-gather-trained:4096")[0]
+    row = BENCHMARKS["torch_operators"].rows("70B-gather-trained:4096")[0]
     times = {BY_HAND: {"ours": False, "eager": 200.0, "graph": 125.0}, TORCH: {"ours": False, "eager": 160.0}}
     for eager, graph, met in ((160.0, 125.0, True), (163.0, 127.0, True), (164.0, 90.0, False), (140.0, 128.0, False)):
         ours = {HOSTIR: {"ours": True, "eager": eager, "graph": graph}}
@@ -191,18 +191,18 @@ def test_functions_for_torch_are_held_against_the_fastest_peer_of_each_mode() ->
 
 
 def test_a_mode_in_which_only_a_peer_ran_is_not_met() -> None:
-    row = KINDS["torch_operators"].rows("70B-gather:4096")[0]
+    row = BENCHMARKS["torch_operators"].rows("70B-gather:4096")[0]
     found = figures("torch_operators", row)
     found["times"][HOSTIR] = {"ours": True, "graph": 100.0}
     del found["compiled"]
     assert {mode: each["met"] for mode, each in scored(found)["modes"].items()} == {"eager": False, "graph": True}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BENCHMARKS)
 def test_no_must_is_above_1_unless_a_peer_beats_the_floor(kind: str) -> None:
     random = Random(kind)
     asked = 0
-    for row in KINDS[kind].rows():
+    for row in BENCHMARKS[kind].rows():
         for _ in range(20):
             about = {"scales": "rows", "fast": True} if kind.startswith("scaled") else {}
             found = figures(kind, row, random.choice(("eager", "graph")), ranks=random.choice((2, 8)), **about)
@@ -242,7 +242,7 @@ def test_fp8_products_run_from_one_end_to_the_other(folder: Path) -> None:
 @pytest.mark.parametrize("side", ["gather", "scatter"])
 def test_fp8_products_are_held_against_a_score_and_no_less_than_the_best_peer(side: str) -> None:
     def must(m: int, **about: Any) -> float | None:
-        row = KINDS[f"scaled_{side}"].row("70B", m)
+        row = BENCHMARKS[f"scaled_{side}"].row("70B", m)
         asked: float | None = scored(figures(f"scaled_{side}", row, **({"scales": "rows", "fast": True} | about)))[
             "must"
         ]
@@ -259,26 +259,26 @@ def test_fp8_products_are_held_against_a_score_and_no_less_than_the_best_peer(si
 
 # Rows -------------------------------------------------------------------------------------------------------------
 def test_rows_are_the_layers_unless_the_odd_shapes_are_asked_for() -> None:
-    rows = matmul_reduce_scatter.options([]).rows
+    rows = matmul_reduce_scatter.parse_options([]).rows
     assert len(rows) == 18
     assert {row.model for row in rows} == {"8B", "70B", "405B"}
     assert Row("70B", 8192, 8192, 3584) in rows
-    odd = {(row.M, row.K, row.N) for row in matmul_reduce_scatter.options(["--shapes", "odd"]).rows}
+    odd = {(row.M, row.K, row.N) for row in matmul_reduce_scatter.parse_options(["--shapes", "odd"]).rows}
     assert odd == {
         *((m, 3696, 8192) for m in (1536, 6000, 12288)),
         *((4096, 2304, 7168), (3000, 4608, 4608), (8000, 768, 6144)),
     }
-    few = matmul_reduce_scatter.options(["--rows", "8B:64,8B:2048", "--as-rank-of", "8"]).rows
+    few = matmul_reduce_scatter.parse_options(["--rows", "8B:64,8B:2048", "--as-rank-of", "8"]).rows
     assert few == [Row("8B", 2048, 4096, 1792)]
 
 
 def test_the_mlp_is_that_of_70b_unless_others_are_named() -> None:
-    assert {(row.model, row.M) for row in mlp.options([]).rows} == {("70B", m) for m in (2048, 4096, 8192, 16384)}
-    assert {row.model for row in mlp.options(["--rows", "8B"]).rows} == {"8B"}
+    assert {(row.model, row.M) for row in mlp.parse_options([]).rows} == {("70B", m) for m in (2048, 4096, 8192, 16384)}
+    assert {row.model for row in mlp.parse_options(["--rows", "8B"]).rows} == {"8B"}
 
 
 def test_all_gathers_are_of_64_and_of_256_mib() -> None:
-    rows = reshard.options([]).rows
+    rows = reshard.parse_options([]).rows
     assert [row.M * row.N * 2 >> 20 for row in rows if row.model == "all_gather"] == [64, 256]
     assert [(row.M, row.N) for row in rows if row.model == "reduce_scatter"] == [(8192, 16384)]
     sums = sorted(row.M * row.N * 2 >> 10 for row in rows if row.model == "all_reduce")
@@ -286,8 +286,8 @@ def test_all_gathers_are_of_64_and_of_256_mib() -> None:
 
 
 def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
-    assert [row.M for row in matmul_all_reduce.options([]).rows] == [2048, 4096, 8192, 16384, 512, 64, 1, 16, 128]
-    assert sorted(row.M for row in matmul_all_reduce.options(["--decode"]).rows) == [1, 16, 64]
+    assert [row.M for row in matmul_all_reduce.parse_options([]).rows] == [2048, 4096, 8192, 16384, 512, 64, 1, 16, 128]
+    assert sorted(row.M for row in matmul_all_reduce.parse_options(["--decode"]).rows) == [1, 16, 64]
     row = scored(figures("all_reduce", Row("70B", 8192, 8192, 3584)))
     assert (row["must"], row["goal"], row["met"]) == (0.80, 0.92, True)
     few = scored(figures("all_reduce", Row("70B", 16, 8192, 3584)))
@@ -374,7 +374,7 @@ def test_nothing_is_asked_of_other_ranks_dtypes_devices_and_sizes(other: Results
 def test_each_kind_has_a_score_for_every_large_row() -> None:
     for kind in ("reduce_scatter", "departures"):
         ranks = 2 if kind == "reduce_scatter" else 8
-        for row in KINDS[kind].rows("8B,70B,405B"):
+        for row in BENCHMARKS[kind].rows("8B,70B,405B"):
             found = scored(figures(kind, row, ranks=ranks))
             assert 0 < found["must"] < (found["goal"] or 1) <= 1 or row.M < 2048
     assert {len(sizes) for sizes in ODD.values()} == {1, 3}
@@ -433,10 +433,10 @@ def test_nothing_is_held_against_nan() -> None:
 def test_fp8_rows_of_all_other_places_come_from_the_peer_with_their_scales(way: arrivals.Way, groups: int) -> None:
     row, ranks = Row("70B", 8, 128, 256), 4
     scaling = arrivals.Scaling(groups, (groups or 1, 1 if groups != 1 else 128), fast=True)
-    program = hi.parse(arrivals.text(row, ranks, way, scaling))
+    program = hi.parse(arrivals.program_text(row, ranks, way, scaling))
     assert hi.check(program, calls=2) == []
     a, b = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((2, 2, 256), (256, 128)))
-    of_a, of_b = torch.rand(2, 2, max(groups, 1)) + 0.5, torch.rand(scaling.of_b) + 0.5
+    of_a, of_b = torch.rand(2, 2, max(groups, 1)) + 0.5, torch.rand(scaling.scale_b_shape) + 0.5
     of_a = of_a if groups else of_a[:1, :1]
     (outputs,) = run_local(program, [a[None], b, of_a[None], of_b], seed=ranks)
     for rank, c in enumerate(outputs):
@@ -451,7 +451,7 @@ def test_fp8_rows_of_all_other_places_come_from_the_peer_with_their_scales(way: 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_each_rank_adds_what_the_peer_makes_for_all_other_places(way: Way, ranks: int) -> None:
     row = Row("8B", 32, 6, 4)
-    program = hi.parse(text(row, ranks, way, "f32"))
+    program = hi.parse(program_text(row, ranks, way, "f32"))
     assert hi.check(program, calls=2) == []
     a, b = torch.randn(row.M, 2 * row.K), torch.randn(2 * row.K, row.N)
     parts = [x @ y for x, y in zip(a.chunk(2, dim=1), b.chunk(2), strict=True)]

@@ -7,7 +7,7 @@ from statistics import geometric_mean
 import pytest
 
 from benchmarks.regret import ALLOWED, Regret, benchmarks
-from hostir.choice.cache import Candidate, Timing
+from hostir.choice.choices import Candidate, Timing
 
 
 def timing(us: float) -> Timing:

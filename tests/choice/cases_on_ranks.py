@@ -16,9 +16,10 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.choice import cache, measure
-from hostir.choice.cache import Candidate
-from hostir.choice.decision import candidates, choose
-from hostir.choice.platforms import here
+from hostir.choice.candidates import candidates_of
+from hostir.choice.choices import Candidate
+from hostir.choice.decision import choose
+from hostir.choice.platforms import platform_here
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.executor import Executor
 from hostir.runtime.gloo import machine as gloo
@@ -49,8 +50,8 @@ def result_is_right(executor: Executor, of: hi.Fusion) -> None:
 @case
 def measurements_are_agreed_kept_and_used() -> None:
     job, program = joined("cpu"), fusion().program()
-    platform = here("gloo", 2)
-    found = candidates(program, platform, all_that_run=True)
+    platform = platform_here("gloo", 2)
+    found = candidates_of(program, platform, for_testing=True)
     told: list[str] = []
     entries = measure.measure(found.programs, {}, job, runs=2, progress=told.append)
     assert len(told) <= measure.steps(len(entries))
@@ -152,7 +153,7 @@ def what_no_strategy_lowers_is_refused_on_all_with_the_reason() -> None:
 
 @case
 def what_rank_0_cannot_do_is_told_to_all() -> None:
-    broken = mock.patch("hostir.choice.decision.candidates", side_effect=ZeroDivisionError("nothing to divide"))
+    broken = mock.patch("hostir.choice.decision.candidates_of", side_effect=ZeroDivisionError("nothing to divide"))
     with broken, pytest.raises(HostIRError, match="rank 0 could not choose: ZeroDivisionError: nothing to divide"):
         hi.compile(fusion())
     assert hi.compile(fusion()).choice is not None
@@ -178,8 +179,8 @@ def rows_are_right(executor: Executor, m: int) -> None:
 @case
 def each_call_takes_the_program_of_its_range_alike_on_all_ranks() -> None:
     job, program = joined("cpu"), rows().program()
-    platform = here("gloo", 2)
-    found = candidates(program, platform, all_that_run=True).programs
+    platform = platform_here("gloo", 2)
+    found = candidates_of(program, platform, for_testing=True).programs
     for m, fastest in ((64, "fused"), (1024, "ring")) if RANK == 0 else ():  # the other rank sees no cache
         entries = {c: cache.Entry(p.digest, 10.0 + (c.strategy != fastest)) for c, p in found.items()}
         cache.write(cache.key_of(program, {"M": m}, platform), "rows", entries)

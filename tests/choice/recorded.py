@@ -12,8 +12,9 @@ from typing import Any
 
 import hostir as hi
 from examples import patterns
-from hostir.choice import cost
-from hostir.choice.platforms import Hardware, hardware_of
+from hostir.choice import simulation
+from hostir.choice.cost import tasks_of
+from hostir.choice.hardware import Hardware, hardware_of
 from hostir.ir.program import Program
 
 # Names of candidates: `sequential aten`, `S=4 streams=2 aten`, `pipeline 4 slices 2 streams triton`,
@@ -36,7 +37,7 @@ def estimates(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
 ) -> Mapping[str, float]:
     """The microseconds of a call of a program, by mode."""
-    return cost.estimates(cost.tasks_of(program, sizes), hardware, kernels)
+    return simulation.estimates(tasks_of(program, sizes), hardware, kernels)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import pytest
 
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import CacheWarning, Candidate, Entry
+from hostir.choice.cache import CacheWarning, Entry
+from hostir.choice.choices import Candidate
 from hostir.ir import source as notices
 from hostir.ir.source import HostIRError
 
@@ -74,7 +75,7 @@ def test_what_is_no_regular_file_is_ignored_and_replaced(folder: Path) -> None:
     path = cache.path_of(KEY)
     os.mkfifo(path)
     os.mkfifo(folder / "lock")
-    with pytest.warns(CacheWarning, match="ignored: it is no regular file"):
+    with pytest.warns(CacheWarning, match="ignored: it is not a regular file"):
         assert cache.read(KEY) == {}
     cache.write(KEY, "p", ENTRIES)
     assert cache.read(KEY) == ENTRIES
@@ -106,7 +107,7 @@ def changed(**changes: object) -> str:
 def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: Callable[[], str]) -> None:
     path = cache.write(KEY, "p", ENTRIES)
     path.write_text(damage())
-    with pytest.warns(CacheWarning, match=r"are ignored: .*\.\n  hint: 'hostir tune' writes them anew"):
+    with pytest.warns(CacheWarning, match=r"are ignored: .*\.\n  hint: 'hostir tune' measures again"):
         assert cache.read(KEY) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,9 +11,10 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice import platforms
-from hostir.choice.cache import Candidate
-from hostir.choice.decision import candidates, uses_peers
-from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
+from hostir.choice.candidates import candidates_of, uses_peers
+from hostir.choice.choices import Candidate
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.lower import STRATEGIES
 from tests.choice.fusions import turned
 
@@ -23,19 +24,19 @@ PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_al
 
 
 def strategies(fusion: hi.Fusion, platform: Platform = H200X4, kernels: str = "auto") -> set[str]:
-    return {c.strategy for c in candidates(fusion.program(), platform, kernels).programs}
+    return {c.strategy for c in candidates_of(fusion.program(), platform, kernels).programs}
 
 
 def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
-    return {it.candidate.strategy: it.reason for it in candidates(fusion.program(), platform).impossible}
+    return {it.candidate.strategy: it.reason for it in candidates_of(fusion.program(), platform).impossible}
 
 
 def test_an_allgather_of_rows_can_run_in_every_way() -> None:
-    found = candidates(patterns.allgather_matmul(S=4).program(), H200X4)
+    found = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4)
     assert {c.strategy for c in found.programs} == STRATEGIES.keys()
     assert {c.streams for c in found.programs if c.strategy == "pipeline"} == {2, 4}
     assert {c.kernels for c in found.programs} == {"cublas", "triton"}
-    assert found.impossible == found.whole == ()
+    assert found.impossible == found.not_overlapped == ()
     for candidate, program in found.programs.items():
         assert program == hi.lower(patterns.allgather_matmul(S=4), candidate.strategy, candidate.streams)
 
@@ -71,10 +72,10 @@ def test_what_communicates_nothing_runs_one_way() -> None:
 
 
 def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
-    found = candidates(turned().program(), H200X4)
+    found = candidates_of(turned().program(), H200X4)
     fused = next(p for c, p in found.programs.items() if c.strategy == "fused")
     assert any(s.note.startswith("not overlapped: ") for s in fused.walk())
-    assert found.whole == ()  # the pipeline overlaps them
+    assert found.not_overlapped == ()  # the pipeline overlaps them
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
     ],
 )
 def test_ranks_that_cannot_reach_each_other_keep_to_collectives(change: Mapping[str, str], reason: str) -> None:
-    found = candidates(patterns.allgather_matmul().program(), replace(GPUS, **change))
+    found = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
     assert {c.strategy for c in found.programs} == {"sequential", "pipeline"}
     assert not any(uses_peers(p) for p in found.programs.values())
     assert {it.candidate.strategy for it in found.impossible} == {"ring", "fused", "push"}
@@ -94,34 +95,34 @@ def test_ranks_that_cannot_reach_each_other_keep_to_collectives(change: Mapping[
 
 def test_on_a_cpu_copies_between_ranks_are_for_testing_but_can_be_measured() -> None:
     program = patterns.allgather_matmul().program()
-    chosen = candidates(program, PROCESSES)
+    chosen = candidates_of(program, PROCESSES)
     assert {c.strategy for c in chosen.programs} == {"sequential", "pipeline"}
     assert {c.kernels for c in chosen.programs} == {"aten"}
     assert {it.reason for it in chosen.impossible} == {FOR_TESTING}
-    measured = candidates(program, PROCESSES, all_that_run=True)
+    measured = candidates_of(program, PROCESSES, for_testing=True)
     assert {c.strategy for c in measured.programs} == {"sequential", "pipeline", "ring", "fused", "push"}
 
 
 def test_kernels_that_are_asked_for_are_the_only_ones() -> None:
-    found = candidates(patterns.allgather_matmul().program(), GPUS, "triton")
+    found = candidates_of(patterns.allgather_matmul().program(), GPUS, "triton")
     assert {c.kernels for c in found.programs} == {"triton"}
 
 
 def test_sums_without_a_matmul_are_triton_s_and_a_gather_alone_names_no_kernels_of_ours() -> None:
-    summed = candidates(patterns.reduce_scatter(ranks=4).program(), H200X4)
+    summed = candidates_of(patterns.reduce_scatter(ranks=4).program(), H200X4)
     assert {c.kernels for c in summed.programs} == {"triton"}
-    assert {c.kernels for c in candidates(patterns.all_gather(ranks=4).program(), H200X4).programs} == {"aten"}
+    assert {c.kernels for c in candidates_of(patterns.all_gather(ranks=4).program(), H200X4).programs} == {"aten"}
 
 
 def test_candidates_with_the_same_program_count_once() -> None:
-    found = candidates(patterns.allgather_matmul(S=2).program(), H200X4, "aten")
+    found = candidates_of(patterns.allgather_matmul(S=2).program(), H200X4, "aten")
     assert [c for c in found.programs if c.strategy == "pipeline"] == [Candidate("pipeline", 2, "aten")]
 
 
 def test_fused_on_two_streams_is_one_more_way_where_a_kernel_waits_and_a_copy_follows_another() -> None:
     def fused(ranks: int, slices: int = 1) -> list[str]:
         fusion = patterns.allgather_matmul(ranks=ranks, S=slices, M=64 * ranks)
-        found = candidates(fusion.program(), reference(H200, ranks))
+        found = candidates_of(fusion.program(), reference(H200, ranks))
         return [str(c) for c in found.programs if c.strategy == "fused"]
 
     assert fused(2) == ["fused, cublas", "fused, triton"]
@@ -138,36 +139,36 @@ def facts(**changes: object) -> dict[str, object]:
 
 
 def test_one_rank_without_peer_access_is_enough() -> None:
-    made = platforms._platform([facts(), facts(peers="no peer access")])
+    made = platforms.platform_of([facts(), facts(peers="no peer access")])
     assert (made.link, made.ranks) == ("no peer access", 2)
     assert made.refuses
 
 
 def test_ranks_on_several_hosts_share_no_memory() -> None:
-    assert platforms._platform([facts(), facts(host="b")]).link == "several hosts"
+    assert platforms.platform_of([facts(), facts(host="b")]).link == "several hosts"
     cpus = [facts(machine="gloo", name="CPU"), facts(machine="gloo", name="CPU", host="b")]
-    made = platforms._platform(cpus)
+    made = platforms.platform_of(cpus)
     assert made.refuses
     assert not made.runs_all
 
 
 def test_a_backend_of_symmetric_memory_that_cannot_copy_is_the_reason() -> None:
-    assert platforms._platform([facts(), facts(refuses="its backend is NVSHMEM")]).refuses == "its backend is NVSHMEM"
+    assert platforms.platform_of([facts(), facts(refuses="its backend is NVSHMEM")]).refuses == "its backend is NVSHMEM"
 
 
 def test_a_gpu_without_constants_is_estimated_by_another_and_says_so() -> None:
-    made = platforms._platform([facts(name="NVIDIA B200")] * 2)
+    made = platforms.platform_of([facts(name="NVIDIA B200")] * 2)
     assert made.hardware == H200
-    assert "no constants of NVIDIA B200" in made.note
-    assert not platforms._platform([facts()] * 2).note
+    assert "no constants for NVIDIA B200" in made.note
+    assert not platforms.platform_of([facts()] * 2).note
 
 
 def test_what_a_time_depends_on_is_part_of_a_platforms_identity() -> None:
-    one = platforms._platform([facts()] * 2).identity
+    one = platforms.platform_of([facts()] * 2).identity
     others = [
-        platforms._platform([facts()] * 4),
-        platforms._platform([facts(name="H100")] * 2),
-        platforms._platform([facts(peers="peer access")] * 2),
-        platforms._platform([facts(versions={"torch": "2.12"})] * 2),
+        platforms.platform_of([facts()] * 4),
+        platforms.platform_of([facts(name="H100")] * 2),
+        platforms.platform_of([facts(peers="peer access")] * 2),
+        platforms.platform_of([facts(versions={"torch": "2.12"})] * 2),
     ]
     assert all(other.identity != one for other in others)

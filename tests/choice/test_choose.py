@@ -15,9 +15,12 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.choice import cache
-from hostir.choice.cache import Candidate, Choice, Entry, Impossible, Timing, ranked_by
-from hostir.choice.decision import UNMEASURED, Candidates, candidates, choose, decide, estimated
-from hostir.choice.platforms import CPU, FOR_TESTING, H200, Platform, reference
+from hostir.choice.cache import Entry
+from hostir.choice.candidates import Candidates, candidates_of
+from hostir.choice.choices import Candidate, Choice, Impossible, Timing, ranked_by
+from hostir.choice.decision import UNMEASURED, choose, decide, estimated
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import FOR_TESTING, Platform, reference
 from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
@@ -53,7 +56,7 @@ def symbolic() -> hi.Fusion:
 def tuned(fusion: hi.Fusion, platform: Platform, times: dict[str, tuple[float, float | None]]) -> None:
     """Fills the cache as `hostir tune` would."""
     program = fusion.program()
-    every = candidates(program, platform, all_that_run=True).programs
+    every = candidates_of(program, platform, for_testing=True).programs
     entries = {c: Entry(p.digest, *times[str(c)]) for c, p in every.items() if str(c) in times}
     assert len(entries) == len(times)
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
@@ -109,7 +112,7 @@ def test_a_measurement_of_another_program_does_not_count() -> None:
 
 def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -> None:
     program = rows(8192).program()
-    every = candidates(program, GPUS).programs
+    every = candidates_of(program, GPUS).programs
     entries = {c: Entry(p.digest, 10.0, 10.0) for c, p in every.items() if c.strategy == "sequential"}
     broken = Candidate("fused", 1, "triton")
     entries[broken] = Entry(every[broken].digest, failure="it gives another result")
@@ -120,7 +123,7 @@ def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -
 
 
 def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks, group: PROCESSES)
+    monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: PROCESSES)
     fusion = patterns.allgather_matmul()
     with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as told:
         choice = choose(fusion, machine="gloo")
@@ -160,7 +163,7 @@ def test_a_size_that_is_none_is_refused(size: object) -> None:
 
 
 def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
-    found = candidates(symbolic().program(), reference(H200, 2))
+    found = candidates_of(symbolic().program(), reference(H200, 2))
     broken = Candidates({c: p if c.strategy == "sequential" else unfit(p) for c, p in found.programs.items()}, ())
     timings, impossible = estimated(broken, reference(H200, 2), {"M": 2, "K": 8}, "out")
     assert {timing.candidate.strategy for timing in timings} == {"sequential"}

@@ -16,8 +16,9 @@ from hostir import knobs
 from hostir.choice import Candidate, Choice, Ranges, Timing, cache, ranges
 from hostir.choice.cache import Entry
 from hostir.choice.decision import Decider
-from hostir.choice.platforms import CPU, H200, Platform, reference
-from hostir.cli.tune import describe_ranges
+from hostir.choice.hardware import CPU, H200
+from hostir.choice.platforms import Platform, reference
+from hostir.cli.explain import describe_ranges
 from hostir.ir import source as notices
 from hostir.ir.source import HostIRError
 from tests.choice.test_choose import unfit
@@ -156,7 +157,7 @@ def test_calls_of_the_same_shapes_choose_nothing(monkeypatch: pytest.MonkeyPatch
     executor = hi.compile(layer(1), machine="gloo")
     a, b = torch.randn(8, 64), torch.randn(64, 48)
     executor(a, b)
-    monkeypatch.setattr(type(executor), "_chosen", None)
+    monkeypatch.setattr(type(executor), "_suitable", None)
     executor(a.clone(), b)
     with pytest.raises(TypeError):
         executor(a[:4], b)
@@ -185,9 +186,9 @@ def test_no_program_is_bound_before_a_call_needs_it(monkeypatch: pytest.MonkeyPa
 
 def test_sizes_that_do_not_fit_the_fastest_take_the_next_best_that_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     every = of(layer(), reference(H200, 2))
-    found = every.decider.found
+    found = every.decider.candidates
     picky = {c: unfit(p) if c.strategy in ("push", "fused") else p for c, p in found.programs.items()}  # M/4 is whole
-    every.decider.__dict__["found"] = type(found)(picky, found.impossible)
+    every.decider.__dict__["candidates"] = type(found)(picky, found.impossible)
     order = [Candidate("fused", 1, "cublas"), Candidate("ring", 1, "cublas"), Candidate("sequential", 1, "cublas")]
     made = Choice("layer", order[0], "estimated", "here", tuple(Timing(c, 1.0 + i) for i, c in enumerate(order)))
     monkeypatch.setattr(Decider, "choice", lambda *_: made)
@@ -262,7 +263,7 @@ def test_an_asked_for_strategy_is_one_program_for_all_sizes() -> None:
 def test_what_was_measured_for_the_power_of_two_decides_in_its_range() -> None:
     every = of(LARGE, GPUS)
     entries = {
-        c: Entry(p.digest, t := 10.0 + (c.strategy != "ring"), t) for c, p in every.decider.found.programs.items()
+        c: Entry(p.digest, t := 10.0 + (c.strategy != "ring"), t) for c, p in every.decider.candidates.programs.items()
     }
     cache.write(cache.key_of(LARGE.program(), {"M": 1024}, GPUS), "layer", entries)
     assert (every.choice({"M": 1000}).source, every.choice({"M": 1000}).strategy) == ("measured", "ring")
@@ -275,7 +276,7 @@ def test_what_was_measured_for_the_power_of_two_decides_in_its_range() -> None:
 
 def test_on_a_cpu_one_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Platform("gloo", "CPU", 2, "one host", (), CPU, "for testing", runs_all=True)
-    monkeypatch.setattr("hostir.choice.decision.here", lambda machine, ranks, group: processes)
+    monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: processes)
     with pytest.warns(hi.FallbackWarning) as told:
         every = ranges.agreed_ranges(layer().program(), {}, None, "gloo", "out")
     reasons = [str(each.message).splitlines()[0] for each in told]

@@ -9,8 +9,10 @@ from statistics import mean
 
 import pytest
 
-from hostir.choice import cost
-from hostir.choice.platforms import H200
+from hostir.choice import simulation
+from hostir.choice.cost import tasks_of
+from hostir.choice.hardware import H200
+from hostir.runtime.kernels.tiles import Gemm
 from tests.choice.fusions import scattered_rows
 from tests.choice.recorded import Recorded, Way, estimates, lowered, read, recorded
 
@@ -87,11 +89,11 @@ def test_estimates_of_blocks_sent_as_they_are_done_are_near_what_they_took() -> 
     for row in [row for row in SCATTERS if "scatter_us" in row]:
         shape = row["M"], row["N"], row["K"]
         program = scattered_rows(row["ranks"], *shape)
-        tasks = cost.tasks_of(program, {})
+        tasks = tasks_of(program, {})
         # Its matmul is another kernel. What its two barriers and memsets take, the program does not do.
-        alone = cost.Costs(H200, "triton", cost.flops(tasks)).gemm(cost.Gemm(*shape, "bf16"))
-        beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + cost.SMALL)
-        ratios[row["ranks"], shape] = cost.estimates(tasks, H200, "triton")["graph"] / (alone + beside)
+        alone = simulation.Costs(H200, "triton", simulation.flops(tasks)).gemms.time(Gemm(*shape, "bf16"))
+        beside = row["scatter_us"] - row["scatter_gemm_us"] - 2 * (H200.barrier + simulation.SMALL_KERNEL)
+        ratios[row["ranks"], shape] = simulation.estimates(tasks, H200, "triton")["graph"] / (alone + beside)
     assert len(ratios) == 18
     # Rows in which the whole took less than its matmul alone say how exact such a difference is.
     assert sum(0.92 < ratio < 1.08 for ratio in ratios.values()) >= OFTEN * len(ratios), list(ratios.items())

@@ -11,23 +11,11 @@ import pytest
 
 import hostir as hi
 from examples import patterns
-from hostir.choice.cost import (
-    EAGER,
-    GRAPH,
-    SMALL,
-    CostCopy,
-    Costs,
-    CostTask,
-    CostTransfer,
-    Nothing,
-    Pause,
-    Simulation,
-    Traffic,
-    flops,
-    tasks_of,
-)
+from hostir.choice.cost import CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, tasks_of
 from hostir.choice.decision import decide
-from hostir.choice.platforms import H200, named, reference
+from hostir.choice.hardware import H200, parse_machine
+from hostir.choice.platforms import reference
+from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, HostCosts, Simulation, flops
 from hostir.ir.source import HostIRError
 from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration
 from tests.choice.fusions import scattered_rows
@@ -104,7 +92,7 @@ def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
     before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
     signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
     late = alone(f"{before}  set_stream 0\n{MATMUL}\n{signal}  set_stream %user\n  wait_signal %there[0] >= 1")
-    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL)  # which puts the flag back
+    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL_KERNEL)  # which puts the flag back
 
 
 def test_what_waits_for_another_stream_goes_on_a_little_later() -> None:
@@ -128,14 +116,14 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
     by_sms = f"  set_stream 1\n  synchronize 0\n{plain[:-1]} by 1 sms\n  set_stream 0\n"
     copy = rounds(plain, 1) - H200.signal
     assert rounds(by_sms, 1) == pytest.approx(copy + H200.kernel_signal)
-    copy -= SMALL  # which puts flags back
+    copy -= SMALL_KERNEL  # which puts flags back
     assert rounds(plain, 5) - rounds(plain, 1) == pytest.approx(4 * (copy + H200.signal))
     assert rounds(by_sms, 5) - rounds(by_sms, 1) == pytest.approx(4 * copy)
 
 
 def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
     gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
-    model.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
+    model.gemms.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
     without, with_one = (model.by_blocks(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0])[0] for n in (0, 1))
     assert with_one > 1.8 * (without - H200.poll)
     fused = {n: hi.lower(patterns.allgather_matmul(ranks=4, S=1), "fused", n) for n in (1, 2)}
@@ -174,7 +162,7 @@ def test_launches_count_only_where_no_graph_replays_them() -> None:
 def test_torch_launches_a_matmul_for_each_block_and_triton_one_for_all() -> None:
     fusion = patterns.allgather_matmul(ranks=8, S=1, M=64, N=64, K=64, dtype="bf16")
     tasks = tasks_of(hi.lower(fusion, "fused"), {})
-    torch, triton = costs("aten").host(tasks), costs("triton").host(tasks)
+    torch, triton = HostCosts(costs("aten")).call(tasks), HostCosts(costs("triton")).call(tasks)
     assert torch > triton + 7 * H200.launch["matmul"]
 
 
@@ -192,15 +180,15 @@ def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
     family = H200.kernels["aten"]
     model = replace(H200, kernels={"aten": replace(family, tiles={"bf16": family.tiles["bf16"][:1]})})
     one = Costs(model, "aten", 1e11)
-    full = one.gemm(gemm)
-    assert one.gemm(replace(gemm, m=128 * 11)) == full
-    assert one.gemm(replace(gemm, m=128 * 13)) > 1.8 * full
+    full = one.gemms.time(gemm)
+    assert one.gemms.time(replace(gemm, m=128 * 11)) == full
+    assert one.gemms.time(replace(gemm, m=128 * 13)) > 1.8 * full
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str) -> None:
     gemm, c = Gemm(8192, 3584, 8192, "bf16"), costs(kernels)
-    whole = c.gemm(gemm)
+    whole = c.gemms.time(gemm)
     task = waiting(gemm, 8)
     at_once = c.by_blocks(task, 0.0, [0.0] * 8)[0]
     late = c.by_blocks(task, 0.0, [50.0 * i for i in range(8)])[0]
@@ -214,22 +202,22 @@ def test_the_cost_model_takes_the_tile_that_the_kernel_takes_and_the_time_of_its
     model, start = costs("triton"), H200.kernels["triton"].start
     thin = Gemm(2048, 6656, 16384, "bf16")
     tile = choose(thin, 132, candidates("bf16"))
-    assert model.fastest(thin) == tile
+    assert model.gemms.fastest(thin) == tile
     assert tile.split == 20, "of 416 tiles of 128 x 256 those of the last wave, in 6 parts each"
-    assert model.gemm(thin) == start + duration(tile, thin, 132, model.rates)[0]
+    assert model.gemms.time(thin) == start + duration(tile, thin, 132, model.gemms.rates)[0]
     coming = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)
     tile = choose(coming, 132, candidates("bf16"))
     assert tile.early_blocks
-    end = duration(tile, coming, 132, model.rates, [start + H200.poll] * 8)[0]
+    end = duration(tile, coming, 132, model.gemms.rates, [start + H200.poll] * 8)[0]
     assert model.by_blocks(CostTask(0, coming), 0.0, [0.0] * 8)[0] == end
-    assert not costs("aten").fastest(thin).split, "cuBLAS splits none in the model"
+    assert not costs("aten").gemms.fastest(thin).split, "cuBLAS splits none in the model"
 
 
 def test_splitting_the_first_and_the_last_tiles_pays_where_rows_come_late() -> None:
     gemm = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)  # 224 tiles of 128 x 256: 92 in the last wave
     whole, split = costs("triton"), costs("triton")
     family = H200.kernels["triton"]
-    whole.family = replace(family, rates=replace(family.rates, split=None))
+    whole.gemms.family = replace(family, rates=replace(family.rates, split=None))
     arrivals = [0.0, *(15 + 13.2 * i for i in range(1, 8))]  # 4 MiB each, from a copy engine
     ends = [c.by_blocks(CostTask(0, gemm), 0.0, arrivals)[0] for c in (whole, split)]
     assert 5 < ends[0] - ends[1] < 30
@@ -239,7 +227,7 @@ def test_blocks_smaller_than_a_tile_are_multiplied_together() -> None:
     gemm, c = Gemm(64, 3584, 8192, "bf16"), costs("triton")
     together = c.by_blocks(waiting(gemm, 8), 0.0, [100.0] * 8)[0]
     assert together == c.by_blocks(waiting(gemm, 8), 0.0, [0.0] * 7 + [100.0])[0]
-    assert together < 100 + H200.poll + 2 * c.gemm(gemm)
+    assert together < 100 + H200.poll + 2 * c.gemms.time(gemm)
 
 
 def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:
@@ -277,11 +265,11 @@ def test_symbols_are_bound_by_sizes() -> None:
 
 
 def test_machines_are_named_with_or_without_ranks() -> None:
-    assert named("h200x8") == (H200, 8)
-    assert named("H200") == (H200, None)
+    assert parse_machine("h200x8") == (H200, 8)
+    assert parse_machine("H200") == (H200, None)
     for text in ("h20", "h200x0", "h200xx8", "x8", ""):
         with pytest.raises(HostIRError, match="unknown machine"):
-            named(text)
+            parse_machine(text)
 
 
 def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
@@ -295,7 +283,7 @@ fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
     program = hi.lower(hi.parse(text), "fused")
 
     def copies(rows: int) -> int:
-        return sum(isinstance(task.what, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
+        return sum(isinstance(task.work, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
 
     few, many = (1, MIN_OWN_ROWS - 1), (MIN_OWN_ROWS, 8 * MIN_OWN_ROWS)
     assert {copies(rows) - copies(4096) for rows in few} == {2}  # one a rank
@@ -323,7 +311,7 @@ PRODUCT = Gemm(8192, 4096, 4096, "bf16")
 
 def raising(count: int, what: Gemm | Traffic = PRODUCT, **how: object) -> CostTask:
     """A computation that raises flags behind so many blocks of its result."""
-    return CostTask(0, what, raises=[CostTask(0, Pause(kind="signal")) for _ in range(count)], **how)
+    return CostTask(0, what, raises=[CostTask(0, Pause(sender="stream")) for _ in range(count)], **how)
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
@@ -334,7 +322,7 @@ def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_e
     c = costs(kernels)
     end, flags = c.by_blocks(raising(8, what), 100.0, [])
     assert list(flags) == sorted(flags)
-    assert flags[-1] == pytest.approx(end, abs=SMALL)
+    assert flags[-1] == pytest.approx(end, abs=SMALL_KERNEL)
     took = [(flag - 100) / (end - 100) for flag in flags]
     assert took == pytest.approx([(i + 1) / 8 for i in range(8)], abs=0.15)
     assert c.alone(raising(8, what)) == pytest.approx(end - 100)
@@ -342,19 +330,19 @@ def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_e
 
 def test_flags_of_triton_cost_the_matmul_nothing_and_torch_runs_a_product_for_each() -> None:
     triton, torch = costs("triton"), costs("aten")
-    assert triton.alone(raising(8)) == triton.gemm(PRODUCT)
-    assert torch.alone(raising(8)) > torch.gemm(PRODUCT) + 7 * H200.turn
+    assert triton.alone(raising(8)) == triton.gemms.time(PRODUCT)
+    assert torch.alone(raising(8)) > torch.gemms.time(PRODUCT) + 7 * H200.flag_wait
     of_block = replace(PRODUCT, m=1024)
-    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemm(of_block) + 7 * H200.turn)
+    assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemms.time(of_block) + 7 * H200.flag_wait)
 
 
 def test_blocks_that_no_tile_divides_end_with_the_last_tile_that_holds_rows_of_them() -> None:
     tile, gemm = replace(candidates("bf16")[0], split=0), Gemm(1000, 256, 4096, "bf16")  # 8 tiles of 128 rows
     model = costs("triton")
-    ends = block_ends(tile, gemm, 1, model.rates, [0.0], 5)  # of 200 rows each
-    one = model.rates.whole(tile, gemm)
+    ends = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 5)  # of 200 rows each
+    one = model.gemms.rates.whole(tile, gemm)
     assert [round(end / one) for end in ends] == [2, 4, 5, 7, 8]
-    more = block_ends(tile, gemm, 1, model.rates, [0.0], 16)
+    more = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 16)
     assert [round(end / one) for end in more] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
 
 
@@ -372,7 +360,7 @@ def test_a_sum_adds_each_block_when_it_has_come_from_all_sources(kernels: str) -
     whole = c.alone(CostTask(0, what))
     early, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0] * 4)
     late, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0, 0.0, 0.0, 1000.0])
-    assert whole <= early < whole + 4 * SMALL + H200.poll
+    assert whole <= early < whole + 4 * SMALL_KERNEL + H200.poll
     assert 1000 < late < 1000 + whole / 2
 
 
@@ -389,7 +377,7 @@ def test_blocks_travel_while_the_others_are_computed(kernels: str) -> None:
     assert model.alone(matmul) < took < model.alone(matmul) + all_copies / 3
     raised = [run.ended[flag] for flag in matmul.raises]
     assert raised == sorted(raised)
-    copies = [t for t in tasks if isinstance(t.what, CostCopy) and t.rank == 0]
+    copies = [t for t in tasks if isinstance(t.work, CostCopy) and t.rank == 0]
     assert [raised[i] < run.ended[copy] for i, copy in enumerate(copies)] == [True] * 6
     assert run.ended[copies[0]] < raised[2]
 
@@ -398,11 +386,11 @@ def test_own_blocks_come_last_and_a_sum_waits_for_all_sources_but_its_own() -> N
     tasks = [t for t in tasks_of(SCATTERED, {}) if t.rank == 1]
     (matmul,), (added,) = [t for t in tasks if t.raises], [t for t in tasks if t.blocks]
     assert len(matmul.raises) == 8
-    waited = [t.after[-1] for t in tasks if isinstance(t.what, Nothing) and t.after and t.after[-1] in matmul.raises]
+    waited = [t.after[-1] for t in tasks if isinstance(t.work, Nothing) and t.after and t.after[-1] in matmul.raises]
     assert waited == matmul.raises[:6]
     assert [[signal.rank for signal in block] for block in added.blocks] == [[0, 2, 3]] * 2
-    assert isinstance(added.what, Traffic)
-    assert added.what.bytes == (4 + 1) * 1024 * 8192 * 2
+    assert isinstance(added.work, Traffic)
+    assert added.work.bytes == (4 + 1) * 1024 * 8192 * 2
 
 
 def test_flags_rise_later_where_a_collective_takes_sms_from_the_matmul() -> None:
@@ -448,12 +436,12 @@ def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_
     tasks = tasks_of(program, {})
     apart = tasks_of(program, {})
     for task in apart:
-        if isinstance(task.what, CostCopy):
-            assert task.what.in_product
-            task.what = replace(task.what, in_product=False)
-    for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL)):
+        if isinstance(task.work, CostCopy):
+            assert task.work.in_matmul
+            task.work = replace(task.work, in_matmul=False)
+    for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL_KERNEL)):
         assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(spared, abs=0.01)
-    hosts = [Costs(H200, "triton", 0.0).host(each) for each in (apart, tasks)]
+    hosts = [HostCosts(Costs(H200, "triton", 0.0)).call(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
 
 
@@ -466,10 +454,10 @@ def test_aten_is_charged_every_pass_of_a_sum_whose_own_rows_are_apart() -> None:
     tasks = tasks_of(
         hi.lower(patterns.row_parallel_scattered(ranks=2, S=1, M=4096, K=7168, N=8192, dtype="bf16"), "fused"), {}
     )
-    (total,) = {t.what for t in tasks if isinstance(t.what, Traffic) and t.what.in_aten}
+    (total,) = {t.work for t in tasks if isinstance(t.work, Traffic) and t.work.aten_bytes}
     elements = 4096 * 8192 // 2
-    assert (total.bytes, total.passes, total.in_aten) == (6 * elements, 3, 22 * elements)
-    times = {kernels: Costs(H200, kernels, 0.0).moving(total) for kernels in ("aten", "cublas", "triton")}
+    assert (total.bytes, total.aten_kernels, total.aten_bytes) == (6 * elements, 3, 22 * elements)
+    times = {kernels: Costs(H200, kernels, 0.0).traffic(total) for kernels in ("aten", "cublas", "triton")}
     assert times["cublas"] == times["triton"] == pytest.approx(times["aten"] * 6 / 22)
 
 

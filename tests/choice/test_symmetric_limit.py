@@ -13,7 +13,8 @@ from hostir import knobs
 from hostir.__main__ import main
 from hostir.choice.cache import Entry
 from hostir.choice.decision import Decider, symmetric_bytes
-from hostir.choice.platforms import H200, Platform, reference
+from hostir.choice.hardware import H200
+from hostir.choice.platforms import Platform, reference
 from hostir.choice.ranges import Ranges
 from hostir.ir.source import HostIRError
 from tests.choice.test_ranges import layer, run

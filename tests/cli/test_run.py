@@ -168,7 +168,7 @@ def test_without_one_result_on_simulated_ranks_there_is_nothing_to_compare_with(
 ) -> None:
     p = program(body, inputs, outputs)
     refusal = said(lambda: rehearsed(p, random_inputs(p, {})))
-    assert f"@p has no result on simulated ranks to be compared with: {message}" in refusal
+    assert f"@p has no result on simulated ranks to compare with: {message}" in refusal
     assert "hint: leave out --compare" in refusal
 
 

@@ -14,9 +14,13 @@ from examples import patterns
 from hostir import knobs
 from hostir.__main__ import main
 from hostir.choice import cache
-from hostir.choice.cache import Choice, Entry
-from hostir.choice.decision import candidates, choose
-from hostir.cli.tune import _combinations, platform_of, table
+from hostir.choice.cache import Entry
+from hostir.choice.candidates import candidates_of
+from hostir.choice.choices import Choice
+from hostir.choice.decision import choose
+from hostir.cli.auto import platform_of
+from hostir.cli.explain import table
+from hostir.cli.tune import _combinations
 from hostir.ir import source as notices
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +77,7 @@ def test_explain_as_json_is_the_choice(capfd: pytest.CaptureFixture[str]) -> Non
 def test_explain_of_this_cpu_uses_what_was_measured_on_it(capfd: pytest.CaptureFixture[str]) -> None:
     program = patterns.allgather_matmul_rows(2).program()
     platform = platform_of(program, "cpu")
-    every = candidates(program, platform, all_that_run=True).programs
+    every = candidates_of(program, platform, for_testing=True).programs
     entries = {c: Entry(p.digest, 10.0 if c.strategy == "ring" else 99.5) for c, p in every.items()}
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
     out, _ = shown(capfd, "explain", ROWS, "--ranks", "2", "--device", "cpu")

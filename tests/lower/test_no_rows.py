@@ -138,4 +138,4 @@ def test_the_check_command_explains_the_result_for_no_rows(
     with open(file, "w") as out:
         out.write(str(p))
     assert main(["check", file, "--set", "M=0"]) == 0
-    assert "nothing to report for M=0; what has no elements is neither made nor moved" in capsys.readouterr().out
+    assert "nothing to report for M=0; tensors without elements are neither made nor moved" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hostir.choice import Choice, Ranges
-from hostir.choice.cache import FALLBACK
+from hostir.choice.choices import FALLBACK
 from hostir.choice.compiling import compiled
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error, user_span, warn_once

@@ -1,5 +1,5 @@
 # run: lower --strategy auto --set M=64
-# error: what is fastest depends on the size 'K' of @symbolic, which is not bound
+# error: the fastest strategy depends on the size 'K' of @symbolic, which is not bound
 # expected: K, M
 # hint: --set K=...
 import hostir as hi

@@ -1,0 +1,146 @@
+"""The candidates of a fusion on a platform: each has a host program, or a reason why it is impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hostir.choice.choices import Candidate, Impossible
+from hostir.choice.platforms import Platform
+from hostir.ir.op import Statement
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, Span
+from hostir.lower import STRATEGIES, lower
+from hostir.lower.pipeline import NOT_OVERLAPPED
+
+SEQUENTIAL = "sequential"
+NOTHING_TO_OVERLAP = "no communication to overlap"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The candidates of a fusion.
+
+    Fields:
+        programs: the possible candidates, with their host programs.
+        impossible: the impossible candidates, with the reasons.
+        not_overlapped: for each communication that no candidate overlaps, a clause that says why.
+    """
+
+    programs: dict[Candidate, Program]
+    impossible: tuple[Impossible, ...]
+    not_overlapped: tuple[str, ...] = ()
+
+
+def uses_peers(program: Program) -> bool:
+    """Return True if a program accesses peers' memory."""
+    return any(s.one_sided for s in program.walk())
+
+
+def candidates_of(
+    fusion: Program, platform: Platform, kernels: str = "auto", *, for_testing: bool = False
+) -> Candidates:
+    """Lower a fusion by every strategy that a platform allows.
+
+    Args:
+        fusion: a program in the fusion phase.
+        platform: the platform that it will run on.
+        kernels: the only kernels to consider: `aten`, `cublas` or `triton`; `auto` for those that suit the platform.
+        for_testing: include candidates that run on the platform only for testing, so that they can be measured.
+    """
+    programs: dict[Candidate, Program] = {}
+    impossible: list[Impossible] = []
+    for candidate, program in _lowered(fusion, platform, kernels):
+        if isinstance(program, HostIRError):
+            impossible.append(Impossible(candidate, program.diagnostics[0].message))
+            continue
+        equal = [c.strategy for c, p in programs.items() if c.kernels == candidate.kernels and p.body == program.body]
+        if candidate.strategy in equal:
+            continue
+        if equal:
+            impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
+        elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
+            continue  # always slower: cuBLAS's matmuls leave the signals no SM, so they wait for a wave of tiles
+        elif uses_peers(program) and platform.refuses and not (for_testing and platform.runs_all):
+            impossible.append(Impossible(candidate, platform.refuses, warn=True))
+        else:
+            programs[candidate] = program
+    return Candidates(programs, tuple(_one_a_reason(impossible)), _never_overlapped(programs))
+
+
+def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
+    """Return a clause for each communication that no program overlaps, apart from the sequential programs."""
+    clauses = [not_overlapped(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
+    if not clauses:
+        return ()
+    return tuple(clause for place, clause in clauses[0].items() if all(place in others for others in clauses))
+
+
+def not_overlapped(program: Program) -> dict[tuple[str, Span | None], str]:
+    """Return a clause for each communication that is not overlapped, by its keyword and source line: it says why."""
+    start = f"{NOT_OVERLAPPED}: "
+    statements = [s for s in program.walk() if s.note.startswith(start)]
+    return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in statements}
+
+
+def _clause(s: Statement, reason: str) -> str:
+    place = f" at {s.span}" if s.span else ""
+    return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {reason}"
+
+
+def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
+    """Yield the program of each candidate, or the error that its strategy raises."""
+    for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
+        program: Program | HostIRError
+        try:
+            program = lower(fusion, strategy, streams)
+        except HostIRError as refusal:
+            program = refusal
+        if isinstance(program, Program):
+            streams = max(program.streams, 1)
+        for family in _kernel_families(fusion, platform, kernels):
+            yield Candidate(strategy, streams, family), program
+
+
+def _kernel_families(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
+    """Return the families of kernels to consider for a fusion."""
+    if kernels != "auto":
+        return (kernels,)
+    if platform.computes != "cuda":
+        return ("aten",)
+    if any(s.contracts for s in fusion.body):
+        return ("cublas", "triton")  # both sum in Triton: ATen's sums read and write several times as many bytes
+    return ("triton",) if any(value.tensor.partial for value in fusion.inputs) else ("aten",)
+
+
+def _signals_by_sms(program: Program) -> bool:
+    return any(s.needs_reserved_sm for s in program.walk())
+
+
+def _equal_reason(program: Program, strategy: str) -> str:
+    """Return the reason against a candidate with the same program as an earlier candidate of another strategy."""
+    if strategy == SEQUENTIAL:
+        return next(iter(not_overlapped(program).values()), NOTHING_TO_OVERLAP)
+    return f"it lowers to the same program as '{strategy}'"
+
+
+def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
+    """Return the candidate for a strategy that the caller asked for, and notes on what its program does not overlap.
+
+    If the program uses neither worker streams nor peers' memory, the candidate's strategy is `sequential`.
+    """
+    if strategy == SEQUENTIAL:
+        return Candidate(SEQUENTIAL, 1, kernels), ()
+    notes = tuple(not_overlapped(program).values())
+    if program.streams or uses_peers(program):
+        return Candidate(strategy, max(program.streams, 1), kernels), notes
+    reason = "" if notes else f": {NOTHING_TO_OVERLAP}"
+    return Candidate(SEQUENTIAL, 1, kernels), (*notes, f"'{strategy}' lowers to the sequential program{reason}")
+
+
+def _one_a_reason(impossible: Sequence[Impossible]) -> Iterable[Impossible]:
+    """Return the first impossible candidate for each strategy and reason; others differ in streams or kernels only."""
+    first: dict[tuple[str, str], Impossible] = {}
+    for refused in impossible:
+        first.setdefault((refused.candidate.strategy, refused.reason), refused)
+    return first.values()

@@ -1,0 +1,143 @@
+"""A choice and its reasons, as plain data that an executor holds and the cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hostir.lower import STRATEGIES
+
+MEASURED, ESTIMATED, ASKED_FOR, FALLBACK = "measured", "estimated", "asked for", "fallback"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a fusion: a strategy, a number of worker streams, and kernels."""
+
+    strategy: str
+    streams: int
+    kernels: str
+
+    @property
+    def shows_streams(self) -> bool:
+        """True if the candidate's text must say how many worker streams it has, because its strategy allows several."""
+        counts = STRATEGIES[self.strategy].stream_counts if self.strategy in STRATEGIES else (1,)
+        return max(counts) > 1 and (self.streams > 1 or 1 not in counts)
+
+    def __str__(self) -> str:
+        streams = f", {self.streams} stream{'s' * (self.streams != 1)}" if self.shows_streams else ""
+        return f"{self.strategy}{streams}, {self.kernels}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one call of a candidate, in microseconds, and its symmetric memory.
+
+    Fields:
+        us: the time that candidates are ranked by: `eager` or `graph`, depending on `calls` (see `hostir.lower.CALLS`).
+        eager: the time of a call that issues every statement anew.
+        graph: the time of a replay of a CUDA graph; None if the candidate cannot be replayed.
+        symmetric: the bytes of symmetric memory on a rank.
+    """
+
+    candidate: Candidate
+    us: float
+    eager: float | None = None
+    graph: float | None = None
+    symmetric: int = 0
+
+
+def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
+    """Return the time that candidates are ranked by for this value of `calls`; None if it is unknown.
+
+    `captured_by_caller`: with `calls="out"` the executor captures no graph of the program; only its caller can.
+    """
+    replayed = calls == "graph" or (calls == "out" and not captured_by_caller)
+    return graph if replayed and graph is not None else eager
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """A candidate that cannot be chosen, and the reason.
+
+    `warn` is True if the reason is the machine or the sizes: on another machine or for other sizes the candidate may
+    be possible. It is False if the reason is what the fusion computes.
+    """
+
+    candidate: Candidate
+    reason: str
+    warn: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate that a fusion runs as, and why it was chosen.
+
+    Fields:
+        fusion: the name of the fusion.
+        taken: the chosen candidate.
+        source: why it was chosen: it was the fastest as `measured` (now or earlier) or as `estimated` by the cost
+            model; it was `asked for` by the caller; or it is a `fallback`, because nothing else was possible.
+        machine: a description of the machine that the times are valid for.
+        timings: the times of the candidates, the fastest first.
+        impossible: the candidates that could not be chosen, with the reasons.
+        notes: further remarks, such as communications that cannot be overlapped.
+    """
+
+    fusion: str
+    taken: Candidate
+    source: str
+    machine: str
+    timings: tuple[Timing, ...] = ()
+    impossible: tuple[Impossible, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def strategy(self) -> str:
+        return self.taken.strategy
+
+    @property
+    def streams(self) -> int:
+        return self.taken.streams
+
+    @property
+    def kernels(self) -> str:
+        return self.taken.kernels
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The clauses of a fallback warning: for each reason, the strategies that it makes impossible here."""
+        strategies: dict[str, dict[str, None]] = {}
+        for impossible in self.impossible:
+            if impossible.warn or self.source == FALLBACK:
+                strategies.setdefault(impossible.reason, {})[impossible.candidate.strategy] = None
+        return tuple(f"{_with_verb(list(names))} not possible here: {reason}" for reason, names in strategies.items())
+
+    def __str__(self) -> str:
+        times = {timing.candidate: timing.us for timing in self.timings}
+        time = f" {times[self.taken]:.0f} us" if self.taken in times else ""
+        return f"@{self.fusion} runs '{self.taken}' ({self.source}{time}) on {self.machine}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choice as a JSON object, for tools and for the other ranks."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Choice:
+        """Make a choice from the result of `to_json`. Raises KeyError or TypeError for other data."""
+        return Choice(
+            data["fusion"],
+            Candidate(**data["taken"]),
+            data["source"],
+            data["machine"],
+            tuple(Timing(**{**row, "candidate": Candidate(**row["candidate"])}) for row in data["timings"]),
+            tuple(Impossible(**{**row, "candidate": Candidate(**row["candidate"])}) for row in data["impossible"]),
+            tuple(data["notes"]),
+        )
+
+
+def _with_verb(names: list[str]) -> str:
+    """Join names and add a verb: `ring is`, or `ring, fused and push are`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last} are" if others else f"{last} is"

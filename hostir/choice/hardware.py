@@ -1,0 +1,257 @@
+"""Known machines: the constants of their GPUs for the cost model, and the measurements that they come from.
+
+Every constant of H200 was measured by itself:
+
+- Peaks, tiles and `throttle` are fitted to matmuls that run alone, as benchmarks/matmul.py and
+  benchmarks/allgather_matmul.py time them. The constants of the Triton matmul are in hostir/runtime/kernels/tiles.py.
+- The constants of collectives are fitted to all-gathers that run alone, of 0.5 to 540 MB on 2, 4 and 8 ranks, and to
+  benchmarks/patterns.py. That benchmark also shows how much slower a matmul is beside a collective.
+- `copy`, `link` and `signal` come from a chain of copies in a CUDA graph, each followed by a signal: a copy and its
+  signal take 10.8 us for 2 MiB, 16.3 us for 4 MiB and 27.2 us for 8 MiB. `edge` comes from the first copy of the
+  chain, which begins 10 us after the launch.
+- `kernel_signal` comes from a chain in which kernels on another stream send the signals: every copy takes 3 us less.
+- `poll` comes from fused calls. They take 4 to 21 us more than their first copy and their matmul. With at most 512
+  rows they end 15 to 20 us later than the arrival of the last rows and the time of one tile explain.
+- `push` and `sm_rate` come from calls of the strategy `push` on 2 and 4 ranks, with 64 to 4096 rows.
+- Host times, `host_lead` and `low_latency` are fitted to the results of benchmarks/allgather_matmul.py, on hosts that
+  have nothing else to do. Host times vary by a factor of three, from row to row and from run to run.
+
+The constants of H100 are fitted together, by coordinate descent, to the times of the candidates of
+benchmarks/results/2xH100 in CUDA graphs, with 64 to 16,384 rows. The fit minimizes the mean square of
+log(estimate / time); candidates near the fastest of their row count most. `python -m benchmarks.regret` prints what a
+choice by these estimates loses.
+
+tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
+constant is fitted to it. From 128 rows on, estimates of NCCL after cuBLAS are 0.99 to 1.08 times the measured time.
+For blocks that are sent as they are done, and added up by one kernel, nine rows of ten are within 0.96 to 1.08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hostir.ir.source import did_you_mean, error
+from hostir.ir.types import DTYPES, FP8
+from hostir.runtime.kernels.tiles import TRITON, Rates, Tile, candidates
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A family of matmul kernels: the tiles that it chooses from, and its speed with them.
+
+    Fields:
+        tiles: the tiles of each dtype.
+        rates: the rates of the kernels on this GPU at full clock.
+        start: microseconds to start and end a kernel.
+        busy_sms: the number of SMs that a matmul loses while a collective runs, by the collective's name.
+    """
+
+    tiles: Mapping[str, tuple[Tile, ...]]
+    rates: Rates
+    start: float
+    busy_sms: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The constants of a GPU in a host with several. Times are in microseconds, rates in GB/s.
+
+    Fields:
+        throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power
+            limits the clock.
+        memory: the rate of kernels that are bound by memory, in bytes read and written.
+        begin: from the launch of a call until its first kernel computes; 0 if the `start` of each kernel includes it.
+        collective: the fixed time of a collective.
+        low_latency: the fixed time of a collective by a low-latency protocol, which has a third of the rate.
+        rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
+        beside_computation: the share of that rate that is left while a computation runs.
+        copy: the fixed time of a copy by a copy engine.
+        link: the rate of copies to a peer.
+        crowded: the share of `link` that is left while copies overlap.
+        push: the fixed time of a kernel that copies on some SMs.
+        sm_rate: the rate at which each of those SMs stores to a peer; together they reach at most `link`.
+        beside_push: the share of its rate that a matmul keeps if it starts while such a kernel runs.
+        barrier, signal: the time of a barrier and of a signal, across ranks.
+        kernel_signal: from the end of a copy until a kernel on another stream has set the flag for it.
+        edge: from the end of a task until a task on another stream that waits for it starts.
+        flag_wait: from the end of a matmul to the start of the next on its stream, if a wait for a flag is between.
+        poll: from a kernel's start, or from a signal, until a kernel that polls flags multiplies.
+        launch: the time in which the host issues one operation of each name, if no CUDA graph replays it. `flags` is
+            the extra time of a Triton matmul that waits for flags, `call` the fixed time of a call.
+        host_lead: the part of the host's time that passes while the device is still busy with earlier work, less what
+            the device has to do after it. Earlier work is, for example, the 90 us in which a benchmark overwrites L2.
+    """
+
+    name: str
+    sms: int
+    throttle: float
+    memory: float
+    kernels: Mapping[str, Kernels]
+    collective: float
+    low_latency: float
+    rates: Mapping[str, float]
+    beside_computation: Mapping[str, float]
+    copy: float
+    link: float
+    crowded: float
+    push: float
+    sm_rate: float
+    beside_push: float
+    barrier: float
+    signal: float
+    kernel_signal: float
+    edge: float
+    flag_wait: float
+    poll: float
+    launch: Mapping[str, float] = field(default_factory=dict)
+    host_lead: float = 0.0
+    begin: float = 0.0
+    source: str = ""
+
+
+LAUNCH = {
+    "call": 30.0,
+    "matmul": 32.0,
+    "triton matmul": 6.0,
+    "flags": 2.0,
+    "compute": 8.0,
+    "communicate": 32.0,
+    "wait": 3.5,
+    "synchronize": 3.0,
+    "delay": 5.5,
+    "copy": 8.5,
+    "push": 4.0,
+    "signal": 5.5,
+    "barrier": 5.5,
+    "allocate": 3.0,
+    "view": 1.0,
+    "stream": 0.7,
+}
+
+_CUBLAS_TILES = (
+    Tile(128, 256),
+    Tile(256, 128),
+    Tile(128, 192, rate=0.93),
+    Tile(128, 128),
+    Tile(64, 256, rate=0.7),
+    Tile(64, 128, rate=0.81),
+    Tile(64, 64, rate=0.51),
+)
+_GEMMS = (*(dtype for dtype in DTYPES if dtype not in FP8), "f8", "f8s")  # `Gemm`'s names of operand dtypes
+# The peaks of fp8 operands were measured with the largest matmuls of benchmarks/results/fp8_matmul.md.
+_CUBLAS_PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 52.0, "f64": 60.0, "f8": 1560.0, "f8s": 1400.0}
+H200 = Hardware(
+    "h200",
+    sms=132,
+    throttle=0.045,
+    memory=3300.0,
+    kernels={
+        "aten": Kernels(
+            dict.fromkeys(_GEMMS, _CUBLAS_TILES),
+            Rates({dtype: peak / 132 for dtype, peak in _CUBLAS_PEAK.items()}, tile=2.7),
+            start=4.0,
+            busy_sms={"allgather": 32, "reduce_scatter": 28, "allreduce": 28, "alltoall": 28},
+        ),
+        "triton": Kernels(
+            {dtype: candidates(dtype) for dtype in _GEMMS if dtype != "f64"}
+            | {"f64": _CUBLAS_TILES},  # ATen computes f64
+            replace(TRITON, peak={**TRITON.peak, "f64": 60.0 / 132}),
+            start=4.0,
+            busy_sms={"allgather": 12, "reduce_scatter": 48, "allreduce": 48, "alltoall": 48},
+        ),
+    },
+    collective=21.0,
+    low_latency=10.0,
+    rates={"allgather": 375.0, "reduce_scatter": 360.0, "allreduce": 360.0, "alltoall": 360.0},
+    beside_computation={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
+    copy=3.5,
+    link=365.0,
+    crowded=0.66,
+    push=7.0,
+    sm_rate=25.0,
+    beside_push=0.88,
+    barrier=5.0,
+    signal=2.0,
+    kernel_signal=2.5,
+    edge=5.0,
+    flag_wait=3.0,
+    poll=15.0,
+    launch=LAUNCH,
+    host_lead=40.0,
+    source="measured on 8 x H200 with NVLink 4",
+)
+_STARTS, _TILE_US = {"aten": 4.8, "triton": 4.3}, {"aten": 1.4, "triton": 2.1}
+H100 = replace(
+    H200,
+    name="h100",
+    throttle=0.023,
+    memory=2400.0,
+    kernels={
+        family: replace(kernels, rates=replace(kernels.rates, tile=_TILE_US[family]), start=_STARTS[family])
+        for family, kernels in H200.kernels.items()
+    },
+    begin=7.2,
+    collective=26.0,
+    low_latency=11.0,
+    rates={**H200.rates, "allgather": 384.0, "reduce_scatter": 352.0, "allreduce": 352.0},
+    copy=7.9,
+    link=408.0,
+    push=7.7,
+    sm_rate=27.0,
+    barrier=4.7,
+    signal=6.2,
+    edge=1.5,
+    flag_wait=7.2,
+    poll=7.4,
+    source="fitted to calls on 2 x H100 with NVLink 4",
+)
+_CPU_PEAK = {"bf16": 0.02, "f16": 0.02, "f32": 0.05, "f64": 0.025, "f8": 0.02, "f8s": 0.02}
+_ON_CPU = {dtype: (Tile(1, 1, 1),) for dtype in _GEMMS}, Rates(_CPU_PEAK)
+CPU = Hardware(
+    "cpu",
+    sms=1,
+    throttle=0.0,
+    memory=5.0,
+    kernels={
+        "aten": Kernels(*_ON_CPU, start=10.0, busy_sms={}),
+        "triton": Kernels(*_ON_CPU, start=1e4, busy_sms={}),
+    },
+    collective=300.0,
+    low_latency=300.0,
+    rates={"allgather": 1.0, "reduce_scatter": 0.5, "allreduce": 0.5, "alltoall": 1.0},
+    beside_computation={},
+    copy=20.0,
+    link=4.0,
+    crowded=1.0,
+    push=20.0,
+    sm_rate=4.0,
+    beside_push=1.0,
+    barrier=100.0,
+    signal=20.0,
+    kernel_signal=20.0,
+    edge=0.0,
+    flag_wait=0.0,
+    poll=0.0,
+    launch={},
+    source="rough figures of a CPU, which nobody uses for its speed",
+)
+KNOWN = {h.name: h for h in (H200, H100, CPU)}
+REFERENCE = H200
+
+
+def hardware_of(gpu: str) -> Hardware | None:
+    """Return the constants of a GPU by its driver's name, such as "NVIDIA H200"; None for an unknown GPU."""
+    return next((h for name, h in KNOWN.items() if name in gpu.lower()), None)
+
+
+def parse_machine(text: str) -> tuple[Hardware, int | None]:
+    """Parse the value of `--machine`, such as `h200x8`, into hardware and a number of ranks; None without a number."""
+    name, _, count = text.lower().partition("x")
+    if name not in KNOWN or (count and (not count.isdecimal() or int(count) < 1)):
+        raise error(
+            f"unknown machine '{text}'",
+            expected=f"one of {', '.join(KNOWN)}, with the number of ranks if you like, such as h200x8",
+            hint=did_you_mean(name, KNOWN),
+        )
+    return KNOWN[name], int(count) if count else None

@@ -1,0 +1,436 @@
+"""Estimate how long a call of a host program takes: simulate the tasks of all ranks on one clock.
+
+This is a fluid model: every task under way has a rate, and the clock advances from the end of one task to the next.
+
+- The computations of a rank share its SMs. A collective takes some of these SMs.
+- The copies of a rank share its link, in each direction.
+- The collectives of a team run one after another.
+- A task that waits for another stream starts `edge` later.
+- A matmul that waits for flags or raises them is simulated tile by tile. Each of n SMs takes every n-th tile, in the
+  order of the blocks. It begins a tile when the SM is free and the block has arrived. A flag is raised when all tiles
+  of its block have ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from math import inf, log2
+
+from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, Work
+from hostir.choice.hardware import Hardware, Kernels
+from hostir.runtime.kernels.tiles import Gemm, Grid, Tile, block_ends, choose, duration
+
+EPSILON = 1e-9
+UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
+LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
+LEFTOVER = 0.5  # the speed of a matmul on SMs that another's last wave leaves idle: both compete for L2
+SMALL_KERNEL = 3.0  # microseconds of a kernel that moves few bytes
+STARTED_POLL = 0.4  # the share of `poll` that remains if the kernel starts before the blocks arrive
+GRAPH, EAGER = "graph", "eager"
+
+
+def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Mapping[str, float]:
+    """Return the microseconds of a call: `graph` for a replay of a CUDA graph, `eager` for an eager call.
+
+    In a series of eager calls, each takes the time of the device or the time of the host, whichever is longer.
+    """
+    costs = Costs(hardware, kernels, flops(tasks))
+    device = hardware.begin + Simulation(tasks, costs).run()
+    return {GRAPH: device, EAGER: max(device, HostCosts(costs).call(tasks) - hardware.host_lead)}
+
+
+def flops(tasks: Sequence[CostTask]) -> float:
+    """Return the floating point operations of the busiest rank."""
+    total: dict[int, float] = {}
+    for task in tasks:
+        if isinstance(task.work, Gemm):
+            total[task.rank] = total.get(task.rank, 0.0) + 2.0 * task.work.m * task.work.n * task.work.k
+    return max(total.values(), default=0.0)
+
+
+class GemmCosts:
+    """The times of one program's matmuls. They depend on its `total_flops`, because power limits the GPU's clock."""
+
+    def __init__(self, hardware: Hardware, family: Kernels, total_flops: float) -> None:
+        self.hardware = hardware
+        self.family = family
+        doublings = max(0.0, log2(total_flops / UNTHROTTLED_FLOPS)) if total_flops else 0.0
+        rates = family.rates.scaled(max(1 - hardware.throttle * doublings, LEAST_PEAK))
+        self.rates = replace(rates, read=hardware.memory)  # the rate of reads and writes: a matmul stores as well
+        self.fastest = cache(self.fastest)  # type: ignore[method-assign]  # a program has few different matmuls
+        self.tiles = cache(self.tiles)  # type: ignore[method-assign]
+
+    def time(self, gemm: Gemm) -> float:
+        """Return the microseconds of a matmul with its fastest tile if its rows are ready; at least `streaming`."""
+        gemm = replace(gemm, block=None, separate=False, overlapped=False)
+        return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm))
+
+    def time_on(self, gemm: Gemm, sms: int) -> float:
+        """Return the microseconds of a matmul that uses its fastest tile, but only so many SMs."""
+        tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
+        tile = choose(gemm, sms, (tile,), self.family.rates)
+        return self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
+
+    def fastest(self, gemm: Gemm, sms: int | None = None) -> Tile:
+        """Return the fastest tile for a matmul, with its best split, on `sms` SMs; by default on all."""
+        return choose(gemm, sms or self.hardware.sms, self.family.tiles[gemm.dtype], self.family.rates)
+
+    def tiles(self, gemm: Gemm, tile: Tile, sms: int | None = None) -> float:
+        """Return the microseconds of all tiles of a matmul if its rows are ready."""
+        return duration(tile, gemm, sms or self.hardware.sms, self.rates)[1]
+
+    def streaming(self, gemm: Gemm) -> float:
+        """Return the microseconds in which memory loads a matmul's operands and stores its result."""
+        bytes_moved = (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) * gemm.itemsize
+        return bytes_moved / self.hardware.memory / 1e3
+
+    def filled(self, gemm: Gemm) -> float:
+        """Return the share of the SMs that the tiles of a matmul keep busy, on average over its time."""
+        tile = self.fastest(gemm)
+        busy = Grid.of(tile, gemm).tiles * self.rates.whole(tile, gemm)
+        return busy / (self.hardware.sms * self.tiles(gemm, tile))
+
+    def fits_one_wave(self, gemm: Gemm) -> bool:
+        """Return True if a matmul has no more tiles than there are SMs."""
+        return Grid.of(self.fastest(gemm), gemm).tiles <= self.hardware.sms
+
+    def by_tiles(
+        self, task: CostTask, gemm: Gemm, start: float, arrivals: Sequence[float]
+    ) -> tuple[float, tuple[float, ...]]:
+        """Return the same times as `Costs.by_blocks`, for a matmul in one Triton kernel."""
+        h, count = self.hardware, len(task.raises)
+        start += self.family.start
+        if not arrivals:
+            tile, streaming = self.fastest(gemm), self.streaming(gemm)
+            flags = block_ends(tile, gemm, h.sms, self.rates, [start], count)
+            end = start + max(self.tiles(gemm, tile), streaming)
+            return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
+        sms = h.sms - task.overlapped_sms - task.reserved_sms
+        rates = self.rates.scaled(h.beside_push) if task.overlapped_sms else self.rates
+        poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
+        begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
+        flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
+        return duration(tile, gemm, sms, rates, begins)[0], flags
+
+
+class Costs:
+    """The times of one program's tasks on the device."""
+
+    def __init__(self, hardware: Hardware, kernels: str, total_flops: float) -> None:
+        self.hardware = hardware
+        self.in_triton = kernels == "triton"
+        self.sums_in_triton = kernels != "aten"
+        self.gemms = GemmCosts(hardware, hardware.kernels["triton" if self.in_triton else "aten"], total_flops)
+        # A simulation calls these at each event. Their results are dropped with this object.
+        self.alone = cache(self.alone)  # type: ignore[method-assign]
+        self.speed_during = cache(self.speed_during)  # type: ignore[method-assign]
+        self.width = cache(self.width)  # type: ignore[method-assign]
+
+    def alone(self, task: CostTask) -> float:
+        """Return the microseconds of a task if nothing else runs."""
+        work, h = task.work, self.hardware
+        if task.raises:
+            return self.by_blocks(task, 0.0, [])[0]
+        if isinstance(work, Gemm):
+            return self.gemms.time(work)
+        if isinstance(work, Traffic):
+            return SMALL_KERNEL * self.kernel_count(work) + self.traffic(work)
+        if isinstance(work, CostTransfer):
+            return self.transfer(work) if work.ranks > 1 else 0.0
+        if isinstance(work, CostCopy):
+            return self.copy(work, task.rank)
+        if isinstance(work, CostBarrier):
+            return h.barrier if work.ranks > 1 else 0.0
+        if isinstance(work, Pause):
+            return {"stream": h.signal, "kernel": h.kernel_signal}.get(work.sender, work.microseconds)
+        return 0.0
+
+    def polls(self, work: Work) -> bool:
+        """Return True if one kernel computes all blocks, and polls and raises their flags itself."""
+        return self.sums_in_triton if isinstance(work, Traffic) else self.in_triton
+
+    def kernel_count(self, traffic: Traffic) -> int:
+        """Return the number of kernels of a computation that is bound by memory."""
+        return 1 if self.sums_in_triton else traffic.aten_kernels
+
+    def traffic(self, traffic: Traffic) -> float:
+        """Return the microseconds in which memory moves the bytes of a computation."""
+        bytes_moved = traffic.bytes if self.sums_in_triton else traffic.aten_bytes or traffic.bytes
+        return bytes_moved / self.hardware.memory / 1e3
+
+    def copy(self, copy: CostCopy, rank: int) -> float:
+        """Return the microseconds of a copy. The first copy of a kernel includes the start of the kernel."""
+        h = self.hardware
+        if not copy.sms:
+            return h.copy + copy.bytes / h.link / 1e3
+        if self.in_matmul(copy):  # the first copy includes the start of the kernel after the matmul
+            return SMALL_KERNEL * copy.first + copy.bytes / h.link / 1e3
+        rate = h.memory / 2 if copy.peer == rank else min(h.sm_rate * copy.sms, h.link)
+        return h.push * copy.first + copy.bytes / rate / 1e3
+
+    def in_matmul(self, work: Work) -> bool:
+        """Return True for a copy that a matmul makes: it stores its result to the peer itself."""
+        return self.in_triton and isinstance(work, CostCopy) and work.in_matmul
+
+    def transfer(self, transfer: CostTransfer) -> float:
+        """Return the microseconds of a collective: the faster of a low-latency and a high-rate protocol."""
+        steps = 2 if transfer.collective == "allreduce" else 1
+        bytes_moved = transfer.bytes * (steps * (transfer.ranks - 1) + 0.5) / transfer.ranks
+        h, rate = self.hardware, self.hardware.rates.get(transfer.collective, self.hardware.link)
+        return min(h.collective + bytes_moved / rate / 1e3, h.low_latency + bytes_moved / (rate / 3) / 1e3)
+
+    def speed_during(self, task: CostTask, collective: str) -> float:
+        """Return the speed of a computation beside a collective, relative to its speed alone."""
+        sms = self.hardware.sms - self.gemms.family.busy_sms.get(collective, 0)
+        if not isinstance(task.work, Gemm):
+            return sms / self.hardware.sms
+        return self.alone(task) / self.gemms.time_on(task.work, sms)
+
+    def width(self, task: CostTask) -> float:
+        """Return the share of the SMs, or of the memory's rate if that is larger, that a computation can use."""
+        if not isinstance(task.work, Gemm):
+            return 1.0
+        return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))
+
+    def share(self, task: CostTask, idle: float) -> float:
+        """Return the share of all SMs that a computation gets if the share `idle` is free.
+
+        If it can use more than `idle`, a matmul of a single wave gets nothing: it would not end earlier.
+        """
+        width = self.width(task)
+        if width <= idle + EPSILON:
+            return width
+        waits = isinstance(task.work, Gemm) and self.gemms.fits_one_wave(task.work)
+        return 0.0 if waits else LEFTOVER * idle
+
+    def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+        """Return the time at which a computation ends, and the times at which it raises its flags.
+
+        `arrivals` are the times at which its blocks arrive, in the order of computation; empty if it waits for nothing.
+        A kernel in Triton waits block by block, a matmul tile by tile, on the SMs that overlapped copies and signals
+        leave. Without Triton there is one kernel for each block, one after another; but after copies by SMs there is a
+        single kernel, which starts when all blocks have arrived.
+        """
+        work, count = task.work, len(task.raises)
+        if isinstance(work, Gemm) and self.in_triton:
+            return self.gemms.by_tiles(task, work, start, arrivals)
+        if task.overlapped_sms and not self.polls(work):
+            arrivals = [max(start, *arrivals) + self.hardware.edge + self.hardware.flag_wait]
+        parts = len(arrivals) or count or 1
+        if isinstance(work, Gemm):
+            gap, part_time = self.hardware.flag_wait, self.gemms.time(replace(work, m=-(-work.m // parts)))
+        else:
+            assert isinstance(work, Traffic)
+            gap = 0.0 if self.sums_in_triton else SMALL_KERNEL * work.aten_kernels
+            part_time = self.traffic(work) / parts
+            start += SMALL_KERNEL * self.kernel_count(work)
+            if self.sums_in_triton:  # a single kernel, which has started and polls
+                arrivals = [arrival + STARTED_POLL * self.hardware.poll for arrival in arrivals]
+        ends = [start]
+        for number in range(parts):
+            arrival = arrivals[number] if arrivals else start
+            ends.append(max(ends[-1], arrival) + (gap if number else 0.0) + part_time)
+        return ends[-1], tuple(ends[-(-(i + 1) * parts // count)] for i in range(count))
+
+
+class HostCosts:
+    """The times in which the host issues one program's tasks, if no CUDA graph replays them."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+
+    def call(self, tasks: Sequence[CostTask]) -> float:
+        """Return the microseconds in which the host issues a call, on the rank that issues most."""
+        by_rank: dict[int, float] = {}
+        for task in tasks:
+            by_rank[task.rank] = by_rank.get(task.rank, self.launch("call")) + self.issue(task)
+        return max(by_rank.values(), default=0.0)
+
+    def launch(self, operation: str) -> float:
+        """Return the microseconds in which the host issues an operation."""
+        name = "triton matmul" if self.costs.in_triton and operation == "matmul" else operation
+        return self.costs.hardware.launch.get(name, 0.0)
+
+    def issue(self, task: CostTask) -> float:
+        """Return the microseconds in which the host issues a task."""
+        skipped = "push" if self.costs.in_matmul(task.work) else ""
+        time = sum(n * self.launch(operation) for operation, n in task.launches.items() if operation != skipped)
+        if isinstance(task.work, Traffic):
+            time += (self.costs.kernel_count(task.work) - 1) * self.launch("compute")
+        if self.costs.polls(task.work):
+            time += self.launch("flags") * (bool(task.blocks) + bool(task.raises))
+        elif parts := 0 if task.overlapped_sms else max(len(task.blocks), len(task.raises)):
+            # One kernel for each block, between stream operations that wait and signal.
+            operation = "matmul" if isinstance(task.work, Gemm) else "compute"
+            flags = sum(map(len, task.blocks)) + len(task.raises)
+            time += (parts - 1) * self.launch(operation) + flags * self.launch("signal")
+        return time
+
+
+class Activity:
+    """Work under way: one task, or the tasks of a collective on all its ranks.
+
+    Fields:
+        remaining: the microseconds until its end, if its rate is 1.
+        begin: the time at which it began.
+        done: the microseconds since its begin, weighted by its rate.
+        raises: the flags that it has not raised yet, each with the value of `done` at which it raises it.
+    """
+
+    def __init__(self, tasks: list[CostTask], remaining: float, begin: float) -> None:
+        self.tasks, self.remaining, self.begin = tasks, remaining, begin
+        self.rate, self.done = 1.0, 0.0
+        self.raises: list[tuple[float, CostTask]] = []
+
+    @property
+    def task(self) -> CostTask:
+        return self.tasks[0]
+
+    @property
+    def until_event(self) -> float:
+        """The microseconds until it ends or raises a flag, if its rate is 1."""
+        return min(self.remaining, self.raises[0][0] - self.done) if self.raises else self.remaining
+
+    def advance(self, step: float) -> None:
+        """Let so many microseconds pass."""
+        if self.rate > 0:
+            self.remaining -= step * self.rate
+            self.done += step * self.rate
+
+    def pop_raised(self) -> list[CostTask]:
+        """Remove and return the flags that it raises now; at its end, all remaining flags."""
+        count = sum(done <= self.done + EPSILON or self.remaining <= EPSILON for done, _ in self.raises)
+        raised, self.raises = self.raises[:count], self.raises[count:]
+        return [flag for _, flag in raised]
+
+
+class Simulation:
+    """The simulation of one call of a program, from the moment it is issued."""
+
+    def __init__(self, tasks: Sequence[CostTask], costs: Costs) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.ended: dict[CostTask, float] = {}
+        self.followers: dict[
+            CostTask, list[tuple[CostTask, float]]
+        ] = {}  # the tasks that wait for a task, and the time between
+        self.missing = {task: len(task.after) + len(task.joins) for task in tasks}  # the number of tasks to wait for
+        self.missing |= {flag: 1 for task in tasks for flag in task.raises}
+        self.active: list[Activity] = []
+        self.arrived: dict[int, int] = {}  # by the id of a collective: the number of ranks that have arrived
+        self.earliest = dict.fromkeys(tasks, 0.0)
+        for task in tasks:
+            for before in task.after:
+                self.followers.setdefault(before, []).append((task, 0.0))
+            for other in task.joins:
+                self.followers.setdefault(other, []).append((task, costs.hardware.edge))
+        self.later: list[tuple[float, int, CostTask]] = []  # a heap of tasks that start at a known time
+        self.order = {task: n for n, task in enumerate(tasks)}
+        for task in [t for t in tasks if not self.missing[t]]:
+            self._start(task)
+
+    def run(self) -> float:
+        """Return the microseconds until the last rank has ended. A wait at the end, with no task after it, is free."""
+        last_end = 0.0
+        while self.active or self.later:
+            self._set_rates()
+            step = min((a.until_event / a.rate for a in self.active if a.rate > 0), default=inf)
+            if self.later:
+                step = min(step, self.later[0][0] - self.now)
+            assert step < inf, "tasks wait for each other"
+            self.now += step
+            for a in self.active:
+                a.advance(step)
+            for flag in [flag for a in self.active for flag in a.pop_raised()]:
+                self._dependency_ended(flag)
+            while self.later and self.later[0][0] <= self.now + EPSILON:
+                self._begin(heapq.heappop(self.later)[2])
+            ending = [a for a in self.active if a.remaining <= EPSILON]
+            self.active = [a for a in self.active if a.remaining > EPSILON]
+            last_end = self.now if ending else last_end
+            for task in [task for a in ending for task in a.tasks]:
+                self._end(task)
+        return last_end
+
+    def _start(self, task: CostTask) -> None:
+        """Begin a task after its dependencies have ended, or schedule it if it begins some time after their end."""
+        if self.earliest[task] > self.now:
+            heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
+        else:
+            self._begin(task)
+
+    def _begin(self, task: CostTask) -> None:
+        """Begin a task; a collective or barrier begins when the tasks of all its ranks have arrived."""
+        partners = task.partners or [task]
+        count = self.arrived[id(partners)] = self.arrived.get(id(partners), 0) + 1
+        if count < len(partners):
+            return
+        if isinstance(task.work, Nothing):
+            self._end(task)
+            return
+        waits = any(task.blocks)
+        activity = Activity(list(partners), inf if waits else self.costs.alone(task), self.now)
+        self.active.append(activity)
+        if waits or task.raises:
+            self._set_end(activity)
+
+    def _end(self, task: CostTask) -> None:
+        self.ended[task] = self.now
+        for follower, pause in self.followers.get(task, ()):
+            self.earliest[follower] = max(self.earliest[follower], self.now + pause)
+            self._dependency_ended(follower)
+        if isinstance(task.work, Pause) and task.work.sender:
+            for a in self.active:
+                if any(task in signals for signals in a.task.blocks):
+                    self._set_end(a)
+
+    def _dependency_ended(self, task: CostTask) -> None:
+        """Note that one of the tasks that a task waits for has ended; begin the task if it was the last one."""
+        self.missing[task] -= 1
+        if not self.missing[task]:
+            self._start(task)
+
+    def _set_end(self, a: Activity) -> None:
+        """Set the times at which a computation by blocks ends and raises flags, as far as its blocks have arrived."""
+        task = a.task
+        arrivals = [max((self.ended.get(signal, inf) for signal in block), default=0.0) for block in task.blocks]
+        if inf in arrivals and not task.raises:
+            return
+        end, times = self.costs.by_blocks(task, a.begin, arrivals)
+        a.remaining = max(end - self.now, 0.0)
+        times_of = dict(zip(task.raises, times, strict=True))
+        a.raises = [(time - a.begin, flag) for flag, time in times_of.items() if self.missing[flag]]
+
+    def _set_rates(self) -> None:
+        """Set the rate of all work under way. It is valid until something begins or ends.
+
+        Computations and copies are served in the order in which they began, as in the queues of the device: each gets
+        what the earlier ones leave.
+        """
+        collectives: dict[int, str] = {}  # by rank: the collective under way
+        idle: dict[int, float] = {}  # by rank: the share of the SMs that computations leave idle
+        queues: dict[tuple[int, bool], list[Activity]] = {}
+        for a in self.active:
+            if isinstance(a.task.work, CostTransfer):
+                collectives |= {task.rank: a.task.work.collective for task in a.tasks}
+        for a in self.active:
+            a.rate = 1.0
+            if isinstance(a.task.work, Gemm | Traffic) and not a.task.blocks:
+                left, width = idle.get(a.task.rank, 1.0), self.costs.width(a.task)
+                share = self.costs.share(a.task, left)
+                idle[a.task.rank] = left - share
+                a.rate = share / width
+                if a.task.rank in collectives:
+                    a.rate *= self.costs.speed_during(a.task, collectives[a.task.rank])
+            elif isinstance(a.task.work, CostCopy):
+                queues.setdefault((a.task.rank, a.task.work.to_peer), []).append(a)
+        for queue in queues.values():
+            queue[0].rate = self.costs.hardware.crowded if len(queue) > 1 else 1.0
+            for a in queue[1:]:
+                a.rate = 0.0
+        for a in self.active:
+            if isinstance(a.task.work, CostTransfer) and any(task.rank in idle for task in a.tasks):
+                a.rate = self.costs.hardware.beside_computation.get(a.task.work.collective, 1.0)

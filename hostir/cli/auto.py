@@ -1,0 +1,46 @@
+"""Choose for `--strategy auto`. This file stands alone because it loads torch, which most commands do not need."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+
+import torch
+
+from hostir.choice.choices import Choice
+from hostir.choice.decision import Decider, check_ranks, check_sizes, choose
+from hostir.choice.hardware import REFERENCE, parse_machine
+from hostir.choice.platforms import Platform, platform_here, reference
+from hostir.ir.program import Program
+from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
+from hostir.runtime.session import joined, launched
+
+
+def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
+    """Return the choice for a command: for `run`, the ranks that will run it choose; else it is as in `explain`.
+
+    No warning is issued for fallbacks: the caller prints them.
+    """
+    if options.command == "run":
+        machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
+        return choose(fusion, sizes=sizes, kernels=options.kernels, machine=machine, warn=False)
+    check_sizes(fusion, dict(sizes))
+    platform = platform_of(fusion)
+    check_ranks(fusion, platform)
+    return Decider(fusion, platform, KERNELS.get(), limit=SYMMETRIC_LIMIT.get()).choice(sizes)
+
+
+def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
+    """Return the platform for a fusion.
+
+    It is the machine that `machine` names. Without `machine` it is this machine, if it has enough GPUs, `device` names
+    its devices, or torchrun runs this process; else it is the reference machine.
+    """
+    if machine is not None:
+        hardware, ranks = parse_machine(machine)
+        return reference(hardware, ranks or fusion.ranks)
+    if launched():
+        return platform_here("cuda" if joined(device).device.type == "cuda" else "gloo", fusion.ranks)
+    if device is None and torch.cuda.device_count() < fusion.ranks:
+        return reference(REFERENCE, fusion.ranks)
+    return platform_here("gloo" if device == "cpu" else "cuda", fusion.ranks)

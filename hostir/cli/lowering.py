@@ -1,0 +1,54 @@
+"""Lower the fusion that a command line names, with the strategy that it asks for or that `auto` chooses."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from hostir.cli.loading import load_named, print_once
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import error
+from hostir.lower import AUTO, lower, passes_of
+
+
+def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
+    """Load the program and the sizes as `load_named` does, and check the options for lowering a fusion."""
+    program, sizes = load_named(options)
+    if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
+        option = "--streams" if options.strategy is None else "--strategy"
+        raise error(f"@{program.name} is a host program already", hint=f"{option} is for lowering a fusion")
+    if options.strategy == AUTO and options.streams is not None:
+        raise error(f"--streams {options.streams}: '{AUTO}' chooses it too", hint="leave it out, or name a strategy")
+    if program.phase is not Phase.HOST and options.strategy != AUTO:
+        passes_of(**lowering_of(options))  # raises for misspelt options: wrong usage, not a finding about the program
+    return program, sizes
+
+
+def lowering_of(options: Namespace) -> dict[str, Any]:
+    """Return the lowering options of the command line, without those that are left out."""
+    arguments = {"strategy": options.strategy, "streams": options.streams}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
+    """Return a host program as it is; lower a fusion."""
+    if program.phase is Phase.HOST:
+        return program
+    choose_strategy(program, sizes, options)
+    return lower(program, **lowering_of(options))
+
+
+def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
+    """If the strategy is `auto`, replace it in `options` by the chosen one, and print the choice."""
+    if options.strategy != AUTO:
+        return
+    from hostir.cli.auto import choice_for  # loads torch
+
+    choice = choice_for(program, sizes, options)
+    for reason in (*choice.fallbacks, *choice.notes):
+        print_once(f"note: {reason}")
+    print_once(f"note: {choice}")
+    options.strategy, options.streams = choice.strategy, choice.streams
+    if options.command == "run":
+        options.kernels = choice.kernels

@@ -1,0 +1,84 @@
+"""Find schedules that show a finding: seeds of the simulated ranks under which a program with findings fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from hostir.check.proof import Finding
+from hostir.check.tracer import Event
+from hostir.cli.run import Results, wrong_outputs
+from hostir.ir.program import Program
+from hostir.ir.source import Diagnostic, HostIRError
+from hostir.runtime.sharding import random_inputs
+from hostir.runtime.simulated.machine import rehearse
+from hostir.runtime.simulated.tasks import Task
+
+SEEDS = 400
+SECONDS = 20.0  # the longest time for trying seeds
+MAX_ELEMENTS = 1 << 24  # the most elements of the inputs: larger runs take too long to try many seeds
+TaskKey = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
+
+
+def witnesses(
+    program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
+) -> dict[int, tuple[int, str]]:
+    """Find runs that show findings. Return a seed and the problem of its run, by the index of the finding.
+
+    `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats the run. A run shows a race if it hangs or
+    raises, or if its results are wrong and the second access came first. The result has no entry for findings that no
+    seed shows.
+    """
+    inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
+    if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
+        return {}
+    shown: dict[int, tuple[int, str]] = {}
+    unseen = {n: f for n, f in enumerate(findings) if isinstance(f, Finding) and f.level == "error"}
+    deadline = time.monotonic() + SECONDS
+    try:
+        machine = rehearse(program, inputs, sizes)
+    except HostIRError as refusal:
+        return dict.fromkeys(unseen, (0, refusal.diagnostics[0].message))
+    in_order: Results | None = None
+    for seed in range(SEEDS):
+        if not unseen or time.monotonic() > deadline:
+            break
+        try:
+            results = machine.run(seed)
+            in_order = in_order or results
+            problem = next(iter(wrong_outputs(program, results, in_order)), "")
+            positions = _access_positions(machine.ran)
+        except HostIRError as failure:
+            problem, positions = failure.diagnostics[0].message, None
+        if problem:
+            for n in [n for n, f in unseen.items() if positions is None or _overtaken(f, positions)]:
+                shown[n] = (seed, problem)
+                del unseen[n]
+    return shown
+
+
+def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
+    """Return the positions in a run at which each statement of each rank, round and call accessed memory."""
+    positions: dict[TaskKey, list[int]] = {}
+    for position, task in enumerate(tasks):
+        if task.memory:
+            positions.setdefault((task.rank, id(task.statement), task.rounds, task.call), []).append(position)
+    return positions
+
+
+def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool:
+    """Return True if the second access of a race came first. Other findings show in any run that goes wrong."""
+    if finding.kind != "race":
+        return True
+    before, after = finding.events
+    first, second = _position(before, positions), _position(after, positions, earliest=after.verb == "moves")
+    return second is not None and (first is None or second < first)
+
+
+def _position(event: Event, positions: Mapping[TaskKey, list[int]], earliest: bool = False) -> int | None:
+    """Return the position of an event in a run: the earliest or the latest access of its statement."""
+    accesses = positions.get((event.rank, id(event.statement), event.rounds, event.call))
+    if not accesses:
+        return None
+    by_caller = event.statement is None and event.verb == "writes"  # the caller writes at the beginning of a call
+    return accesses[0] if earliest or by_caller or event.verb == "reads" else accesses[-1]
