@@ -24,11 +24,8 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
 def name_of(group: Ranks) -> str:
-    """Return the name of a group, as operators take it. Raises HostIRError for anything else."""
+    """Return the name of a group. Raises HostIRError if `group` is no group."""
     if isinstance(group, str):
         return group
     if isinstance(group, DeviceMesh) and group.ndim == 1:
@@ -37,7 +34,7 @@ def name_of(group: Ranks) -> str:
 
 
 def axis_of(x: Tensor, axis: int, what: str) -> int:
-    """Return an axis counted from the first one. Raises HostIRError if there is none."""
+    """Return an axis, counted from the first one. Raises HostIRError for an axis that `x` does not have."""
     if not -x.dim() <= axis < x.dim() or x.dim() < 2:
         expected = "a tensor of two axes or more, and one of them"
         raise error(f"{what}={axis} of {described(x)}", user_span(), expected=expected)
@@ -45,9 +42,9 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands as a matmul of torch takes them: cast where autocast is on.
+    """Return operands; with autocast, in its dtype.
 
-    Raises HostIRError inside a torch.func transform, and for tensors on a device that hostir does not run on.
+    Raises HostIRError in a transform of torch.func, and for tensors on a device that hostir does not run on.
     """
     if not torch.compiler.is_compiling() and (_transforms() is not None or forward_ad._current_level >= 0):
         raise error(
@@ -57,16 +54,13 @@ def ready(*tensors: Tensor) -> list[Tensor]:
         )
     for x in tensors:
         if x.device.type not in MACHINES:
-            hint = "tensors on meta have no elements; FakeTensorMode works shapes out" if x.is_meta else ""
+            hint = "tensors on meta have no elements; FakeTensorMode computes shapes" if x.is_meta else ""
             raise error(f"a tensor is on {x.device}", user_span(), expected=f"one of: {', '.join(MACHINES)}", hint=hint)
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
         return [*tensors]
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
-
-
-# Products -------------------------------------------------------------------------------------------------------------
 
 
 def all_gather_matmul(
@@ -80,29 +74,28 @@ def all_gather_matmul(
 ) -> Any:
     """Gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
 
-    Differentiable. The gradient of `a` is a matmul and reduce-scatter; that of `b` needs the gathered `a`, which is
-    saved with `return_a` and gathered again without.
+    Differentiable. The gradient of `a` is a matmul and reduce-scatter. The gradient of `b` needs the gathered `a`: with
+    `return_a` it is saved, otherwise `a` is gathered again.
 
     Args:
-        a: this rank's part, `[..., K]`; of the same shape on every rank.
-        b: `[K, N]`, this rank's own; or several of them, for which `a` is gathered once.
-        group: the ranks: a process group of torch's, its name, or a DeviceMesh of one dimension.
+        a: this rank's part, `[..., K]`, with the same shape on every rank.
+        b: this rank's matrix, `[K, N]`; or several matrices, for which `a` is gathered once.
+        group: the ranks: a process group of torch, its name, or a DeviceMesh of one dimension.
         gather_dim: the axis of `a`. If it is the last one, `b` has as many rows as the gathered `a` has columns.
         return_a: whether to return the gathered `a` as well, before the product.
-        out: contiguous tensors for the products; these have no gradients. `gather_dim` must be the first axis.
+        out: contiguous tensors for the products, which then have no gradients. `gather_dim` must be the first axis.
 
     Returns:
-        the product, or a list of them if `b` is one; with `return_a`, a pair of the gathered `a` and that. The memory
-        of results has `gather_dim` outermost.
+        the product, or a list of products for several matrices; with `return_a`, a pair of the gathered `a` and these.
+        The memory of results has `gather_dim` outermost.
     """
     bs = [b] if isinstance(b, Tensor) else [*b]
     axis, name = axis_of(a, gather_dim, "gather_dim"), name_of(group)
     a, *bs = ready(a, *bs)
     if out is not None:
-        given = [out] if isinstance(out, Tensor) else [*out]
+        products = [out] if isinstance(out, Tensor) else [*out]
         full = a.new_empty(_times(a, axis, name)) if return_a else None
-        gather.all_gather_matmul_out.call([a, *bs, *given], a, bs, axis, name, out=given, gathered=full)
-        products = given
+        gather.all_gather_matmul_out.call([a, *bs, *products], a, bs, axis, name, out=products, gathered=full)
     else:
         full, products = gather.all_gather_matmul.call([a, *bs], a, bs, axis, name, return_a)
     result = products[0] if isinstance(b, Tensor) else products
@@ -122,12 +115,12 @@ def matmul_reduce_scatter(
     Sums are in f32 (f64 for f64) and rounded once. Differentiable: `dy` is gathered once, for both gradients.
 
     Args:
-        a: `[..., K]`; of the same shape on every rank.
+        a: `[..., K]`, with the same shape on every rank.
         b: `[K, N]`.
         group: as for `all_gather_matmul`.
-        scatter_dim: the axis of the product, which the ranks divide.
+        scatter_dim: the axis of the product; the ranks divide it.
         reduce_op: `sum` or `avg`.
-        out: a tensor for the result; it has no gradients.
+        out: a tensor for the result, which then has no gradients.
     """
     axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
     a, b = ready(a, b)
@@ -135,9 +128,6 @@ def matmul_reduce_scatter(
         return scatter.matmul_reduce_scatter.call((a, b), a, b, reduce_op, axis, name)
     scatter.matmul_reduce_scatter_out.call((a, b, out), a, b, reduce_op, axis, name, out=out)
     return out
-
-
-# Layers ---------------------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -175,26 +165,26 @@ def column_parallel_linear(
 ) -> Tensor | list[Tensor]:
     """The first linear layer of a pair: gather the tokens, and compute this rank's columns.
 
-    Differentiable. The gathered x is saved for the gradient of the weight, if that requires one, as with DTensor. That
-    gradient is computed in `weight.grad_dtype`.
+    Differentiable. If the weight requires a gradient, the gathered x is saved for it, as with DTensor. The gradient is
+    computed in `weight.grad_dtype`.
 
-    In `fp8`, rows of x and of the weights are quantized to e4m3, each with a scale of its own that is found anew; x is
-    gathered, and saved, so. Every element is off by at most 1/16 of itself, so is each sum of products by at most 1/7
-    of the sum of their absolute values; of random numbers by about 4 % in norm. The gradient of x is such a product,
-    too; those of the weights are products in their own dtype, of the x that was gathered.
+    With `fp8`, rows of x and of the weights are quantized to e4m3, each with a new scale. x is gathered and saved in
+    e4m3. An element is off by at most 1/16 of itself. A sum of products is off by at most 1/7 of the sum of their
+    absolute values, and for random numbers by about 4 % in norm. The gradient of x is computed in the same way. The
+    gradients of the weights are products in the dtype of the weights, with the x that was gathered.
 
     Args:
-        x: this rank's tokens, `[..., K]`; all tokens with `gather_dim=None`.
-        weight: this rank's rows of the whole weight, `[N/ranks, K]` as of `torch.nn.Linear`; or several weights, such
-            as those of q, k and v, for which x is gathered once.
+        x: this rank's tokens, `[..., K]`; with `gather_dim=None`, all tokens.
+        weight: this rank's rows of the weight, `[N/ranks, K]` as in `torch.nn.Linear`; or several weights, such as q, k
+            and v, for which x is gathered once.
         group: as for `all_gather_matmul`.
         bias: this rank's part, `[N/ranks]`; one for each weight.
-        gather_dim: the axis of the tokens. With None, x is the same on all ranks, and nothing is gathered; its gradient
-            is summed over the ranks, beside the gradients of the weights.
-        fp8: whether products are of operands in fp8; for bf16, f16 and f32, not along the last axis.
+        gather_dim: the axis of the tokens. With None, x is the same on all ranks, and nothing is gathered. The gradient
+            of x is then summed over the ranks, beside the gradients of the weights.
+        fp8: whether the operands of products are in fp8; for bf16, f16 and f32, not along the last axis.
 
     Returns:
-        `[..., N/ranks]` for all tokens; a list of them if there are several weights.
+        `[..., N/ranks]` for all tokens; a list for several weights.
     """
     one = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else [*weight]
@@ -204,7 +194,7 @@ def column_parallel_linear(
     name = name_of(group)
     if gather_dim is None and fp8:
         expected = "gather_dim, the axis of this rank's tokens; or fp8=False"
-        raise error("fp8 products of an input that is whole are not there", user_span(), expected=expected)
+        raise error("fp8 is for an input that is gathered", user_span(), expected=expected)
     axis = 0 if gather_dim is None else axis_of(x, gather_dim, "gather_dim")
     x, *weights = ready(x, *weights)
     if gather_dim is None:
@@ -234,17 +224,17 @@ def row_parallel_linear(
     Differentiable: `dy` is gathered once, for both gradients. With `reduce="all"` every rank gets all tokens, and no
     gradient communicates: `dy` must be the same on all ranks (see `matmul_all_reduce`).
 
-    In `fp8` as `column_parallel_linear`: x is saved, and `dy` gathered, in fp8, and all gradients are of these. Sums
-    over ranks are of products that are not quantized.
+    With `fp8`, operands are quantized as in `column_parallel_linear`. x is saved and `dy` is gathered in e4m3, and all
+    gradients use these. Partial sums of ranks are not quantized.
 
     Args:
         x: all tokens, this rank's columns, `[..., K/ranks]`.
-        weight: this rank's columns of the whole weight, `[N, K/ranks]` as of `torch.nn.Linear`.
+        weight: this rank's columns of the weight, `[N, K/ranks]` as in `torch.nn.Linear`.
         group: as for `all_gather_matmul`.
-        bias: the whole bias, `[N]`, which is added once. Each rank gets the gradient that its own tokens give it.
+        bias: the same on all ranks, `[N]`; it is added once. Its gradient on each rank covers this rank's tokens.
         scatter_dim: the axis of the tokens.
         reduce: `scatter` or `all`.
-        fp8: whether products are of operands in fp8; with `scatter`, for bf16, f16 and f32, not along the last axis.
+        fp8: whether the operands of products are in fp8; with `scatter`, for bf16, f16 and f32, not on the last axis.
 
     Returns:
         this rank's tokens, `[..., N]`; all tokens with `reduce="all"`.
@@ -271,11 +261,11 @@ def row_parallel_linear(
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_dim: int = 0) -> Tensor:
     """The first half of a gated MLP: gather the tokens once; return `silu(x @ gate^T) * (x @ up^T)`.
 
-    Differentiable. The gathered x is saved if a weight requires a gradient; the two products are computed again.
+    Differentiable. The gathered x is saved if a weight requires a gradient; backward computes the two products again.
 
     Args:
         x: this rank's tokens, `[..., K]`.
-        gate, up: this rank's rows of the whole weights, `[N/ranks, K]`.
+        gate, up: this rank's rows of the weights, `[N/ranks, K]`.
         group: as for `all_gather_matmul`.
         gather_dim: the axis of the tokens. If it is the last one, the weights have as many columns as the gathered x.
     """
@@ -286,23 +276,20 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
     return y
 
 
-# All-reduces ----------------------------------------------------------------------------------------------------------
-
-
 def matmul_all_reduce(
     a: Tensor, b: Tensor, group: Ranks, *, addend: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Multiply, and sum over the ranks: `all_reduce(a @ b)`, the same on every rank, plus an addend.
 
     Sums are in f32 (f64 for f64) and rounded once. Differentiable, without communication: `dy` must be the same on all
-    ranks, as it is where they compute one loss of the result, and then `da = dy @ b^T` and `db = a^T @ dy`.
+    ranks, that is, all ranks compute one loss from the result. Then `da = dy @ b^T` and `db = a^T @ dy`.
 
     Args:
-        a: this rank's columns, `[..., K/ranks]`; any number of rows, the same on every rank.
+        a: this rank's columns, `[..., K/ranks]`, with any number of rows, the same on every rank.
         b: this rank's rows, `[K/ranks, N]`.
         group: as for `all_gather_matmul`.
         addend: a bias, `[N]`, or a residual of the shape of the result; the same on every rank, and added once.
-        out: a tensor for the result; it has no gradients.
+        out: a tensor for the result, which then has no gradients.
     """
     name = name_of(group)
     a, b, *rest = ready(a, b, *([] if addend is None else [addend]))
@@ -316,12 +303,12 @@ def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
     """Sum over the ranks; the sum is the same on every rank.
 
     Sums are in f32 (f64 for f64) and rounded once. Differentiable, without communication: the gradient of `x` is `dy`,
-    which must be the same on all ranks, as it is where they compute one loss of the result.
+    which must be the same on all ranks, as for `matmul_all_reduce`.
 
     Args:
-        x: what this rank adds; of the same shape on every rank.
+        x: this rank's addend, with the same shape on every rank.
         group: as for `all_gather_matmul`.
-        out: a tensor for the result; it has no gradients.
+        out: a tensor for the result, which then has no gradients.
     """
     name = name_of(group)
     (x,) = ready(x)

@@ -20,7 +20,7 @@ from hostir.ir.source import error, user_span, warn_once
 from hostir.torch.ops.all_gather_matmul import gathered_products
 from hostir.torch.ops.all_gather_scaled_matmul import gathered_scaled_products
 from hostir.torch.ops.gradients import wants_gradients
-from hostir.torch.ops.library import check_operands, check_reduce_op
+from hostir.torch.ops.library import check_operands
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, leave_to_torch
 from hostir.torch.ops.scaled_matmul_reduce_scatter import scattered_scaled_product
 from hostir.torch.ops.scaled_operands import ScaledRight, check_lengths
@@ -41,7 +41,6 @@ class GatherCall(NamedTuple):
 
     def compute(self, call: OperatorCall) -> tuple[Tensor | None, list[Tensor]]:
         """Gather `A_shard`, and multiply it with each of `Bs`. Raises Unfit."""
-        check_operands(self.A_shard, self.Bs, self.gather_dim)
         check_lengths(self.Bs, kwargs_list=self.kwargs_list, out_dtypes=self.out_dtypes)
         scaled = _has_scales(self.mm_out_op, self.A_scale)
         for kwargs, dtype in zip(self.kwargs_list, self.out_dtypes, strict=True):
@@ -76,15 +75,12 @@ class ScatterCall(NamedTuple):
     def compute(self, call: OperatorCall) -> Tensor:
         """Multiply `A` with `B`, sum over all ranks, and return this rank's part. Raises Unfit."""
         check_operands(self.A, [self.B], self.scatter_dim_after_maybe_reshape)
-        check_reduce_op(self.reduce_op)
         if not _has_scales(self.mm_out_op, self.A_scale) or self.A_scale is None:
             raise Unfit("its product has no scales")
         _check_arguments(self.kwargs, SCALED, self.out_dtype)
         _check_gradients(self.A, self.B, self.A_scale, *self.kwargs.values())
-        right, average = _right_side(self.B, self.kwargs, self.out_dtype), self.reduce_op == "avg"
-        return scattered_scaled_product(
-            call, self.A, self.A_scale, right, average, self.orig_scatter_dim, self.output_shape
-        )
+        right, axis = _right_side(self.B, self.kwargs, self.out_dtype), self.orig_scatter_dim
+        return scattered_scaled_product(call, self.A, self.A_scale, right, self.reduce_op, axis, self.output_shape)
 
 
 SCALED = ("scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")  # arguments of a scaled product

@@ -531,12 +531,12 @@ def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = Non
 def _replace_sum(graph: Graph, collective: Node, wait: Node, fused: Node) -> None:
     """Replace a collective by the output of the fused operator."""
     result = viewed(graph, fused, shape_of(wait))
-    for node in (wait, collective):  # the collective's own result is an output where it is saved for the backward graph
+    for node in (wait, collective):  # the collective is an output if the backward graph needs it
         node.replace_all_uses_with(result, lambda user: user is not wait)
 
 
 def _amount(products: list[Node]) -> str:
-    return "1 product" if len(products) == 1 else f"a sum of {len(products)} products, made one"
+    return "1 product" if len(products) == 1 else f"a sum of {len(products)} products, combined into one"
 
 
 def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:

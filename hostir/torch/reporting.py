@@ -125,7 +125,7 @@ def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tu
         overlapping = (*overlapping, "it was started beside the computations that its operator issued next")
     if isinstance(choice, Choice):
         return str(choice.taken), (f"{choice.source} on {choice.machine}", *overlapping, *choice.notes)
-    taken = next(candidate for candidate, made in executor.executors.items() if made is ran)  # type: ignore[attr-defined]
+    taken = next(candidate for candidate, each in executor.executors.items() if each is ran)  # type: ignore[attr-defined]
     choices = [c for c in choice.choices.values() if c.taken == taken] or list(choice.choices.values())
     why = [clause for c in choices for clause in (f"{c.source} on {c.machine}", *overlapping, *c.notes)]
     why += [f"not {it.candidate}: {it.reason}" for c in choices for it in c.impossible]

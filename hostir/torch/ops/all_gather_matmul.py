@@ -15,18 +15,9 @@ from hostir.ir.program import Program
 from hostir.ir.source import error, user_span
 from hostir.lower.rows import SLICES
 from hostir.torch.ops import collectives
+from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, type_of
 from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side, weight_gradients
-from hostir.torch.ops.layouts import (
-    check_shape,
-    collapsed,
-    expanded,
-    extra_sizes,
-    fusion,
-    gathered_like,
-    in_front,
-    type_of,
-    unaliased,
-)
+from hostir.torch.ops.layouts import check_shape, collapsed, expanded, gathered_like, unaliased
 from hostir.torch.ops.library import GATHERED, LIBRARY, Operator, check_operands, check_out, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 
@@ -40,7 +31,6 @@ def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> Products:
     """Gather A along an axis, and multiply it with each of Bs."""
-    check_operands(A, Bs, gather_dim)
     return gathered_products(OperatorCall("symm_mem::fused_all_gather_matmul", group_name), A, Bs, gather_dim, return_A)
 
 
@@ -53,9 +43,8 @@ def all_gather_matmul(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool, linear: bool = False
 ) -> Products:
     """Gather `a` along an axis, and multiply it with each of `bs`; with `linear`, with their transposes."""
-    check_operands(a, bs, gather_dim)
     call = OperatorCall("hostir::all_gather_matmul", group_name)
-    return gathered_products(call, a, [b.t() for b in bs] if linear else bs, gather_dim, return_a)
+    return gathered_products(call, a, bs, gather_dim, return_a, linear)
 
 
 @define(
@@ -67,7 +56,6 @@ def all_gather_matmul_out(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, *, out: list[Tensor], gathered: Tensor | None = None
 ) -> None:
     """Gather `a` into `gathered`, if given, and write the products to `out`."""
-    check_operands(a, bs, gather_dim)
     call = OperatorCall("hostir::all_gather_matmul_out", group_name)
     results = [*out] if gathered is None else [*out, gathered]
     check_out(call.name, a, *bs, *results)
@@ -76,7 +64,7 @@ def all_gather_matmul_out(
         raise error(f"out has {len(out)} tensors", user_span(), expected=f"{len(bs)}, one for each matrix")
     if bs and all(x.is_contiguous() for x in rows):
         flat = [x if x.ndim == 2 else x.flatten(0, -2) for x in rows]
-        gathered_products(call, a, bs, gather_dim, gathered is not None, flat)
+        gathered_products(call, a, bs, gather_dim, gathered is not None, out=flat)
         return
     full, products = gathered_products(call, a, bs, gather_dim, gathered is not None)
     for result, x in zip(results, [*products, full], strict=False):
@@ -90,13 +78,17 @@ def gathered_products(
     bs: Sequence[Tensor],
     axis: int,
     return_a: bool,
-    out: Sequence[Tensor] | None = None,
+    linear: bool = False,
     gated: bool = False,
+    out: Sequence[Tensor] | None = None,
 ) -> Products:
-    """Gather `a` along an axis, and multiply it with each of `bs`; `gated` returns `silu(a @ b0) * (a @ b1)`.
+    """Gather `a` along an axis, and multiply it with each of `bs`, or with their transposes if `linear`.
 
-    `out` are matrices of rows for the products and, if wanted, for the gathered tensor.
+    `gated` returns `silu(a @ b0) * (a @ b1)`. `out` are matrices of rows for the products and, if wanted, for the
+    gathered tensor.
     """
+    check_operands(a, bs, axis)
+    bs = [b.t() for b in bs] if linear else bs
     contracted, ranks = axis == a.ndim - 1, call.group.size
     if THREAD.tracing:
         products = [gathered_like(a, axis, ranks, b.shape[1]) for b in bs[: 1 if gated else None]]

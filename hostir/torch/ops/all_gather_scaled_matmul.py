@@ -11,16 +11,8 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.scaled_ops import BLOCK
-from hostir.torch.ops.layouts import (
-    collapsed,
-    expanded,
-    extra_sizes,
-    fusion,
-    gathered_like,
-    in_front,
-    type_of,
-    unaliased,
-)
+from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, type_of
+from hostir.torch.ops.layouts import collapsed, expanded, gathered_like, unaliased
 from hostir.torch.ops.library import GATHERED, check_operands, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 from hostir.torch.ops.scaled_operands import (
@@ -72,7 +64,6 @@ def fused_all_gather_scaled_matmul(
     use_fast_accum: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather A with its scales, and multiply it with each of Bs."""
-    check_operands(A, Bs, gather_dim)
     lists: dict[str, Sequence[Any]] = {
         "B_scales": B_scales,
         "biases": biases,
@@ -109,7 +100,6 @@ def all_gather_scaled_matmul(
 
     Results: the gathered `a`, the scales of all its rows, and the products.
     """
-    check_operands(a, bs, gather_dim)
     rights = [
         ScaledRight(b, scale, bias, None, out_dtype, use_fast_accum)
         for b, scale, bias in zip(bs, b_scales, biases, strict=True)
@@ -139,6 +129,7 @@ def gathered_scaled_products(
         scales: the layout of `scale`, as for `gather_fusion`; by default it follows from the shapes.
         return_a: whether to return the gathered `a` and its scales, before the products; otherwise they are None.
     """
+    check_operands(a, [right.b for right in rights], axis)
     ranks = call.group.size
     if THREAD.tracing:
         products = [gathered_like(a, axis, ranks, r.b.shape[1], r.out_dtype or r.b.dtype) for r in rights]

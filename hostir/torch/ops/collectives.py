@@ -13,27 +13,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_group_size_by_name
 
 from hostir.ir.program import Program
+from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, type_of
 from hostir.torch.ops.gradients import refuse_twice
-from hostir.torch.ops.layouts import (
-    check_shape,
-    collapsed,
-    empty_rows,
-    extra_sizes,
-    fusion,
-    in_front,
-    type_of,
-    unaliased,
-)
-from hostir.torch.ops.library import (
-    GATHERED,
-    SCATTERED,
-    SUMMED,
-    Operator,
-    check_out,
-    check_reduce_op,
-    define,
-    takes_over,
-)
+from hostir.torch.ops.layouts import check_shape, collapsed, empty_rows, into, unaliased
+from hostir.torch.ops.library import GATHERED, SCATTERED, SUMMED, Operator, check_out, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
 
 
@@ -46,8 +29,7 @@ def all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
 @define("reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -> Tensor", SCATTERED)
 def reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     """Sum a tensor over all ranks; return this rank's part along an axis, which is outermost in memory."""
-    check_reduce_op(reduce_op)
-    return scattered(OperatorCall("hostir::reduce_scatter", group_name), x, reduce_op == "avg", scatter_dim)
+    return scattered(OperatorCall("hostir::reduce_scatter", group_name), x, reduce_op, scatter_dim)
 
 
 @define("all_reduce(Tensor x, str group_name) -> Tensor", SUMMED)
@@ -61,14 +43,6 @@ def all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
     """Sum a tensor over all ranks into `out`."""
     check_out("hostir::all_reduce_out", x, out)
     into(out, lambda y: reduced(OperatorCall("hostir::all_reduce_out", group_name), x, y))
-
-
-def into(out: Tensor, compute: Callable[[Tensor], Any]) -> None:
-    """Compute into `out`, which may have any strides, by a function that writes to a contiguous tensor."""
-    dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    compute(dense)
-    if dense is not out:
-        out.copy_(dense)
 
 
 def gathered(call: OperatorCall, x: Tensor, axis: int) -> Tensor:
@@ -90,9 +64,9 @@ def start_gathered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Ten
     return lambda: _unmoved(started.wait()[0], x, axis, x.shape[axis] * ranks, ranks)
 
 
-def scattered(call: OperatorCall, x: Tensor, average: bool, axis: int) -> Tensor:
+def scattered(call: OperatorCall, x: Tensor, reduce_op: str, axis: int) -> Tensor:
     """Sum `x` over all ranks; return this rank's part along an axis, which is outermost in the result's memory."""
-    ranks = call.group.size
+    ranks, average = call.group.size, is_average(reduce_op)
     if THREAD.tracing:
         return empty_rows(x, [n // ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
     key, operand = _to_scatter(x, average, axis, ranks)
@@ -104,7 +78,7 @@ def scattered(call: OperatorCall, x: Tensor, average: bool, axis: int) -> Tensor
 def start_scattered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
     """Start to sum and scatter beside the caller's next computations; return a function that waits for the result."""
     if THREAD.tracing:
-        return lambda: scattered(call, x, False, axis)
+        return lambda: scattered(call, x, "sum", axis)
     ranks = call.group.size
     key, operand = _to_scatter(x, False, axis, ranks)
     started = call.start(scatter_fusion, key, [operand])
@@ -128,6 +102,13 @@ def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
         return lambda: reduced(call, x)
     started = call.start(reduce_fusion, (), [x.reshape(prod(x.shape[:-1]), x.shape[-1])])
     return lambda: unaliased(started.wait()[0], x, call.group.size).view(x.shape)
+
+
+def is_average(reduce_op: str) -> bool:
+    """Return True for a mean. Raises ValueError for a reduction that torch's operators do not know."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError("reduce_op must be sum or avg")
+    return reduce_op == "avg"
 
 
 def dtype_of_sum(x: Tensor, average: bool) -> str:
@@ -211,7 +192,7 @@ def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: st
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"reduce_op ({reduce_op}) is not supported")
     call = OperatorCall("symm_mem::_low_contention_reduce_scatter", group_name)
-    return _overlapped(tensor, scattered, call, tensor, reduce_op == "avg", 0)
+    return _overlapped(tensor, scattered, call, tensor, reduce_op, 0)
 
 
 def _overlapped(x: Tensor, compute: Callable[..., Tensor], *args: Any) -> Tensor:

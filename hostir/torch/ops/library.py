@@ -175,12 +175,6 @@ def check_operands(a: Tensor, bs: Sequence[Tensor], axis: int = 0) -> None:
         raise ValueError("Invalid gather_dim")
 
 
-def check_reduce_op(reduce_op: str) -> None:
-    """Raise ValueError for a sum that torch's operators do not know."""
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError("reduce_op must be sum or avg")
-
-
 def check_out(name: str, *tensors: Tensor) -> None:
     """Raise HostIRError if a tensor of a call with `out` requires gradients, which such a call does not have."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

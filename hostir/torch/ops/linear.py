@@ -10,7 +10,7 @@ from torch import Tensor
 from hostir.torch.ops import collectives
 from hostir.torch.ops.all_gather_matmul import gathered_products
 from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side, weight_gradient, weight_gradients
-from hostir.torch.ops.library import GATHERED, SUMMED, check_operands, define
+from hostir.torch.ops.library import GATHERED, SUMMED, define
 from hostir.torch.ops.matmul_all_reduce import matmul_all_reduce
 from hostir.torch.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from hostir.torch.ops.running import OperatorCall
@@ -25,9 +25,8 @@ def all_gather_gated(
     a: Tensor, gate: Tensor, up: Tensor, gather_dim: int, group_name: str, return_a: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gather `a` along an axis; return `silu(a @ gate^T) * (a @ up^T)`."""
-    check_operands(a, [gate, up], gather_dim)
     call = OperatorCall("hostir::all_gather_gated", group_name)
-    full, (y,) = gathered_products(call, a, [gate.t(), up.t()], gather_dim, return_a, gated=True)
+    full, (y,) = gathered_products(call, a, [gate, up], gather_dim, return_a, linear=True, gated=True)
     return y, full
 
 

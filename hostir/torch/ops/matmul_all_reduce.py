@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.torch.ops.all_gather_matmul import check_rows
-from hostir.torch.ops.collectives import into
+from hostir.torch.ops.fusions import extra_sizes, fusion, type_of
 from hostir.torch.ops.gradients import grad_dtype, refuse_twice, weight_gradient
-from hostir.torch.ops.layouts import check_shape, collapsed, extra_sizes, fusion, type_of
+from hostir.torch.ops.layouts import check_shape, collapsed, into
 from hostir.torch.ops.library import SUMMED, check_operands, check_out, define
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 
@@ -26,8 +26,7 @@ def matmul_all_reduce(
     a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None
 ) -> Tensor:
     """Multiply with `b`, with `linear` with its transpose; sum over all ranks, and add the addend."""
-    check_operands(a, [b])
-    return summed_product(OperatorCall("hostir::matmul_all_reduce", group_name), a, b.t() if linear else b, addend)
+    return summed_product(OperatorCall("hostir::matmul_all_reduce", group_name), a, b, addend, linear)
 
 
 @define(
@@ -35,16 +34,22 @@ def matmul_all_reduce(
 )
 def matmul_all_reduce_out(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
     """Multiply, sum over all ranks, add the addend, and write the result to `out`."""
-    check_operands(a, [b])
     call = OperatorCall("hostir::matmul_all_reduce_out", group_name)
     check_out(call.name, a, b, out, *(() if addend is None else (addend,)))
-    into(out, lambda y: summed_product(call, a, b, addend, y))
+    into(out, lambda y: summed_product(call, a, b, addend, out=y))
 
 
 def summed_product(
-    call: OperatorCall, a: Tensor, b: Tensor, addend: Tensor | None = None, out: Tensor | None = None
+    call: OperatorCall,
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None = None,
+    linear: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply, sum over all ranks, and add the addend; contiguous, and in `out` if given."""
+    check_operands(a, [b])
+    b = b.t() if linear else b
     shape = [*a.shape[:-1], b.shape[1]]
     if THREAD.tracing:
         return a.new_empty(shape)

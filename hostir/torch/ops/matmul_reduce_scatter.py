@@ -11,10 +11,11 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 
 from hostir.ir.program import Program
 from hostir.torch.ops import all_gather_matmul as gather
-from hostir.torch.ops.collectives import dtype_of_sum, into, mean
+from hostir.torch.ops.collectives import dtype_of_sum, is_average, mean
+from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, moved_back, type_of
 from hostir.torch.ops.gradients import grad_dtype, refuse_twice, weight_gradient
-from hostir.torch.ops.layouts import check_shape, collapsed, extra_sizes, fusion, in_front, moved_back, type_of
-from hostir.torch.ops.library import SCATTERED, Operator, check_operands, check_out, check_reduce_op, define, takes_over
+from hostir.torch.ops.layouts import check_shape, collapsed, into
+from hostir.torch.ops.library import SCATTERED, Operator, check_operands, check_out, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
 
 
@@ -25,10 +26,9 @@ from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
 )
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     """Multiply, sum over all ranks, and return this rank's part along an axis."""
-    check_operands(A, [B], scatter_dim)
-    check_reduce_op(reduce_op)
-    call = OperatorCall("symm_mem::fused_matmul_reduce_scatter", group_name)
-    return scattered_product(call, A, B, reduce_op == "avg", scatter_dim)
+    return scattered_product(
+        OperatorCall("symm_mem::fused_matmul_reduce_scatter", group_name), A, B, reduce_op, scatter_dim
+    )
 
 
 @define(
@@ -40,10 +40,8 @@ def matmul_reduce_scatter(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False
 ) -> Tensor:
     """Multiply with `b`, with `linear` with its transpose; sum over all ranks; return this rank's part."""
-    check_operands(a, [b], scatter_dim)
-    check_reduce_op(reduce_op)
     call = OperatorCall("hostir::matmul_reduce_scatter", group_name)
-    return scattered_product(call, a, b.t() if linear else b, reduce_op == "avg", scatter_dim)
+    return scattered_product(call, a, b, reduce_op, scatter_dim, linear)
 
 
 @define(
@@ -55,17 +53,17 @@ def matmul_reduce_scatter_out(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *, out: Tensor
 ) -> None:
     """Multiply, sum over all ranks, and write this rank's part to `out`."""
-    check_operands(a, [b], scatter_dim)
-    check_reduce_op(reduce_op)
     call = OperatorCall("hostir::matmul_reduce_scatter_out", group_name)
     check_out(call.name, a, b, out)
-    into(out, lambda y: scattered_product(call, a, b, reduce_op == "avg", scatter_dim, y))
+    into(out, lambda y: scattered_product(call, a, b, reduce_op, scatter_dim, out=y))
 
 
 def scattered_product(
-    call: OperatorCall, a: Tensor, b: Tensor, average: bool, axis: int, out: Tensor | None = None
+    call: OperatorCall, a: Tensor, b: Tensor, reduce_op: str, axis: int, linear: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and in `out` if given."""
+    check_operands(a, [b], axis)
+    b, average = b.t() if linear else b, is_average(reduce_op)
     last, ranks = axis == a.ndim - 1, call.group.size
     shape = [*a.shape[:-1], b.shape[1]]
     length = shape[axis]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hostir.ir.program import Program
 from hostir.ir.scaled_ops import BLOCK
-from hostir.torch.ops.collectives import mean
-from hostir.torch.ops.layouts import collapsed, extra_sizes, fusion, in_front, moved_back, type_of
-from hostir.torch.ops.library import SCATTERED, check_operands, check_reduce_op, define, takes_over
+from hostir.torch.ops.collectives import is_average, mean
+from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, moved_back, type_of
+from hostir.torch.ops.layouts import collapsed
+from hostir.torch.ops.library import SCATTERED, check_operands, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 from hostir.torch.ops.scaled_operands import (
     RESULTS,
@@ -51,17 +52,13 @@ class FusedArguments(NamedTuple):
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
 
-    def product_shape(self) -> list[int]:
-        """Return the shape of the product."""
-        return [*(self.output_shape or (*self.A.shape[:-1], self.B.shape[1]))]
-
 
 def _with_shape(torchs: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function with the shape of the product, if a call leaves it out."""
 
     def call(*args: Any) -> Any:
-        arguments = FusedArguments(*args)
-        return torchs(*arguments._replace(output_shape=arguments.product_shape()))
+        it = FusedArguments(*args)
+        return torchs(*it._replace(output_shape=it.output_shape or [*it.A.shape[:-1], it.B.shape[1]]))
 
     return call
 
@@ -75,13 +72,9 @@ def fused_scaled_matmul_reduce_scatter(*args: Any) -> Tensor:
     """Multiply A with B, sum over all ranks, and return this rank's part along an axis."""
     it = FusedArguments(*args)
     check_operands(it.A, [it.B], it.scatter_dim_after_maybe_reshape)
-    check_reduce_op(it.reduce_op)
-    call, right = (
-        OperatorCall("symm_mem::fused_scaled_matmul_reduce_scatter", it.group_name),
-        ScaledRight(it.B, it.B_scale, it.bias, None, it.out_dtype, it.use_fast_accum),
-    )
-    average, axis, shape = it.reduce_op == "avg", it.orig_scatter_dim, it.product_shape()
-    return scattered_scaled_product(call, it.A, it.A_scale, right, average, axis, shape)
+    call = OperatorCall("symm_mem::fused_scaled_matmul_reduce_scatter", it.group_name)
+    right = ScaledRight(it.B, it.B_scale, it.bias, None, it.out_dtype, it.use_fast_accum)
+    return scattered_scaled_product(call, it.A, it.A_scale, right, it.reduce_op, it.orig_scatter_dim, it.output_shape)
 
 
 @define(
@@ -103,11 +96,9 @@ def scaled_matmul_reduce_scatter(
 ) -> Tensor:
     """Multiply `a` with `b`, sum over all ranks, and return this rank's part along an axis."""
     check_operands(a, [b], scatter_dim)
-    check_reduce_op(reduce_op)
     call = OperatorCall("hostir::scaled_matmul_reduce_scatter", group_name)
     right = ScaledRight(b, b_scale, bias, None, out_dtype, use_fast_accum)
-    shape = [*a.shape[:-1], b.shape[1]]
-    return scattered_scaled_product(call, a, a_scale, right, reduce_op == "avg", scatter_dim, shape)
+    return scattered_scaled_product(call, a, a_scale, right, reduce_op, scatter_dim)
 
 
 def scattered_scaled_product(
@@ -115,29 +106,29 @@ def scattered_scaled_product(
     a: Tensor,
     scale: Tensor,
     right: ScaledRight,
-    average: bool,
+    reduce_op: str,
     axis: int,
-    output_shape: Sequence[int],
+    output_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Multiply, sum over all ranks, and return this rank's part along an axis of `output_shape`; contiguous.
+    """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous.
 
-    As in torch, each rank adds the bias to its own product.
+    As in torch, each rank adds the bias to its own product, and the axis is one of `output_shape`, the shape of the
+    product; by default the product has the rows of `a`.
     """
-    b, bias, ranks = right.b, right.bias, call.group.size
-    shape = [*output_shape]
-    if not 0 <= axis < len(shape):
+    b, bias, ranks, average = right.b, right.bias, call.group.size, is_average(reduce_op)
+    output_shape = [*(output_shape or (*a.shape[:-1], b.shape[1]))]
+    if not 0 <= axis < len(output_shape):
         raise ValueError("Invalid scatter dim for 3D+ output tensor")
-    length = shape[axis]
-    shape[axis] //= ranks
+    shape = [n // ranks if k == axis else n for k, n in enumerate(output_shape)]
     if THREAD.tracing:
         return a.new_empty(shape, dtype=right.out_dtype)
     layout = layout_of_scales(a, scale, right)
     if prod(output_shape[:-1]) != prod(a.shape[:-1]) or output_shape[-1] != b.shape[1]:
-        raise ValueError(f"output_shape {[*output_shape]} does not fit A of shape {[*a.shape]} and B of {[*b.shape]}")
+        raise ValueError(f"output_shape {output_shape} does not fit A of shape {[*a.shape]} and B of {[*b.shape]}")
     if axis == len(shape) - 1:
         raise Unfit("it scatters the columns of the product, of which scales are no rows")
-    if length % ranks:
-        raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {length}")
+    if output_shape[axis] % ranks:
+        raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {output_shape[axis]}")
     if right.out_dtype not in RESULTS:
         raise Unfit(f"partial sums in {right.out_dtype or b.dtype} would be added over ranks: give out_dtype")
     summed = torch.float32 if average and right.out_dtype == torch.float16 else right.out_dtype  # f16 may overflow
