@@ -616,13 +616,13 @@ class Session:
             self.meetings.restart(numbers[1])
             if memory is not None:
                 memory.meetings = numbers[2]
+            self.watchdog.renewed()  # first: from then on, a thread that looks sees no lost call
             self.groups.renew(min(self.timeout, TIMEOUT.get()))
         except HostIRError as problem:
             self.groups.broken = self.groups.broken or headline(problem)
             raise
         for member in list(self.members):
             member._renew()
-        self.watchdog.renewed()
         LOG.info("renewed what the ranks share, after a call that ended midway")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
