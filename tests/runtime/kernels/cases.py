@@ -25,11 +25,12 @@ from benchmarks import (
     reshard,
     scaled_matmul,
 )
-from benchmarks.scores import KINDS, LARGE, Row
+from benchmarks.scores import BENCHMARKS, LARGE, Row
 from examples import patterns
 from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES
-from hostir.torch import programs
+from hostir.torch.ops.all_gather_matmul import gather_fusion
+from hostir.torch.ops.matmul_reduce_scatter import rows_fusion
 from tests.gpu.torchrun_patterns import every_pattern, names_of, sizes_for
 
 RANKS = (2, 8)
@@ -110,7 +111,7 @@ def scaled(kind: type[Any], row: Row, ranks: int, scales: str, fast: bool, axis:
     groups = row.K // scaled_matmul.BLOCK if scales == "blocks" else 1
     columns = {"tensor": (1, 1), "rows": (1, row.N), "blocks": (groups, row.N // scaled_matmul.BLOCK)}[scales]
     lead = [row.M] if axis is None else [scaled_matmul.BATCH, row.M // scaled_matmul.BATCH]
-    scaling = {"scales": scales, "fast": fast, "of_b": SimpleNamespace(shape=columns)}
+    scaling = {"scales": scales, "fast": fast, "scale_b": SimpleNamespace(shape=columns)}
     return subject(kind, row, ranks, **scaling, batched=axis is not None, axis=axis or 0, lead=lead)
 
 
@@ -142,9 +143,9 @@ def subjects(name: str, row: Row, ranks: int) -> Iterator[tuple[str, Any]]:
 def of_rows() -> Iterator[Case]:
     """Every row of the benchmarks that lower fusions."""
     texts = {"departures", "torch_operators", "scaled_gather_emulated", "scaled_scatter_emulated"}
-    for name, ranks in itertools.product([name for name in KINDS if name not in texts], RANKS):
+    for name, ranks in itertools.product([name for name in BENCHMARKS if name not in texts], RANKS):
         policies = ("triton", "aten") if name.startswith("scaled") else ("triton",)
-        for row in KINDS[name].rows():
+        for row in BENCHMARKS[name].rows():
             if row.M % ranks and name not in ("all_reduce", "decode"):
                 continue
             for words, each in subjects(name, row, ranks):
@@ -158,20 +159,20 @@ def of_rows() -> Iterator[Case]:
 def of_emulated_rows() -> Iterator[Case]:
     """Rows as a rank of 8 meets them, on two GPUs."""
     for model, M in itertools.product(("8B", "70B", "405B"), LARGE):
-        gathered, scattered = KINDS["allgather"].row(model, M), KINDS["departures"].row(model, M)
+        gathered, scattered = BENCHMARKS["allgather"].row(model, M), BENCHMARKS["departures"].row(model, M)
         for way in arrivals.WAYS:
-            yield text(f"arrivals {gathered}: {way.name}", way.kernels, arrivals.text(gathered, EMULATED, way))
+            yield text(f"arrivals {gathered}: {way.name}", way.kernels, arrivals.program_text(gathered, EMULATED, way))
         for departure in matmul_reduce_scatter.WAYS:
-            program = matmul_reduce_scatter.text(scattered, EMULATED, departure, "bf16")
+            program = matmul_reduce_scatter.program_text(scattered, EMULATED, departure, "bf16")
             yield text(f"departures {scattered}: {departure}", departure.kernels, program)
         for scales, fast in SCALES if model == "70B" else ():
             what = f"{model} M={M} {scales}{' fast' * fast}"
-            left = scaled(scaled_matmul.GatheredAsRankOf, gathered, EMULATED, scales, fast)
-            scaling = arrivals.Scaling(0 if scales == "tensor" else left.of_b.shape[0], left.of_b.shape, fast)
+            left = scaled(scaled_matmul.EmulatedGathered, gathered, EMULATED, scales, fast)
+            scaling = arrivals.Scaling(0 if scales == "tensor" else left.scale_b.shape[0], left.scale_b.shape, fast)
             for way in arrivals.WAYS:
-                program = arrivals.text(gathered, EMULATED, way, scaling)
+                program = arrivals.program_text(gathered, EMULATED, way, scaling)
                 yield text(f"scaled arrivals {what}: {way.name}", way.kernels, program)
-            right = scaled(scaled_matmul.ScatteredAsRankOf, scattered, EMULATED, scales, fast)
+            right = scaled(scaled_matmul.EmulatedScattered, scattered, EMULATED, scales, fast)
             for departure in matmul_reduce_scatter.WAYS:
                 yield text(f"scaled departures {what}: {departure}", departure.kernels, right.program(departure))
 
@@ -183,16 +184,16 @@ def text(name: str, kernels: str, program: str) -> Case:
 
 def of_operators() -> Iterator[Case]:
     """Functions of hostir.torch, forward and backward: the number of rows is a symbol of their programs."""
-    for row, ranks in itertools.product(KINDS["torch_operators"].rows(), RANKS):
+    for row, ranks in itertools.product(BENCHMARKS["torch_operators"].rows(), RANKS):
         if row.M % ranks:
             continue
         gathers, trained = "-gather" in row.model, row.model.endswith("-trained")
         products = [(gathers, row.K, row.N), *([(not gathers, row.N, row.K)] if trained else [])]
         for gather, K, N in products:
             if gather:
-                source = partial(programs.all_gather_matmul, ranks, "bf16", K, (N,), 0, 0, trained, False)
+                source = partial(gather_fusion, ranks, "bf16", K, (N,), 0, 0, 0, trained, False)
             else:
-                source = partial(programs.matmul_reduce_scatter, ranks, "bf16", K * ranks, N, 0, 0, "bf16")
+                source = partial(rows_fusion, ranks, "bf16", K * ranks, N, 0, 0, "bf16")
             what = f"torch {row} {'gathers' if gather else 'scatters'} on {ranks}"
             yield from lowered(what, source, ["triton"], sizes=(("M", row.M),))
 
