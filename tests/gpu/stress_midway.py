@@ -108,6 +108,8 @@ def main() -> None:
             for k in range(0, min(map(int, count)), chosen.every):
                 layer.check(0)
                 layer.check(1)
+                for each, seed in itertools.product((layer, other), (turn + 1, turn + 2)):
+                    each.parts(seed)
                 job.exchange("no rank is in a call", "")
                 lost, turn, began = turn % job.size, turn + 1, time.monotonic()
                 if job.rank == lost:
