@@ -117,7 +117,7 @@ class CostBarrier:
     ranks: int
 
 
-Work = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier
+TaskWork = Nothing | Pause | Gemm | Traffic | CostTransfer | CostCopy | CostBarrier
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class CostTask:
     """
 
     rank: int
-    work: Work
+    work: TaskWork
     after: list[CostTask] = field(default_factory=list)
     joins: list[CostTask] = field(default_factory=list)
     partners: list[CostTask] = field(default_factory=list)
@@ -239,7 +239,7 @@ class RankTasks:
         if unrolled.symmetric:  # a kernel resets flags at the end of a call
             self.issue(CALLER, Traffic(0), launch="compute")
 
-    def issue(self, lane: Any, work: Work, *joins: CostTask | None, launch: str = "") -> CostTask:
+    def issue(self, lane: Any, work: TaskWork, *joins: CostTask | None, launch: str = "") -> CostTask:
         """Add a task after the latest one of its lane, and after `joins`."""
         if isinstance(lane, int) and lane != self.stream:
             self.stream = lane

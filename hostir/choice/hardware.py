@@ -65,13 +65,13 @@ class Hardware:
         collective: the fixed time of a collective.
         low_latency: the fixed time of a collective by a low-latency protocol, which has a third of the rate.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
-        beside_computation: the share of that rate that is left while a computation runs.
+        during_computation: the share of that rate that is left while a computation runs.
         copy: the fixed time of a copy by a copy engine.
         link: the rate of copies to a peer.
         crowded: the share of `link` that is left while copies overlap.
         push: the fixed time of a kernel that copies on some SMs.
         sm_rate: the rate at which each of those SMs stores to a peer; together they reach at most `link`.
-        beside_push: the share of its rate that a matmul keeps if it starts while such a kernel runs.
+        during_push: the share of its rate that a matmul keeps if it starts while such a kernel runs.
         barrier, signal: the time of a barrier and of a signal, across ranks.
         kernel_signal: from the end of a copy until a kernel on another stream has set the flag for it.
         edge: from the end of a task until a task on another stream that waits for it starts.
@@ -91,13 +91,13 @@ class Hardware:
     collective: float
     low_latency: float
     rates: Mapping[str, float]
-    beside_computation: Mapping[str, float]
+    during_computation: Mapping[str, float]
     copy: float
     link: float
     crowded: float
     push: float
     sm_rate: float
-    beside_push: float
+    during_push: float
     barrier: float
     signal: float
     kernel_signal: float
@@ -164,13 +164,13 @@ H200 = Hardware(
     collective=21.0,
     low_latency=10.0,
     rates={"allgather": 375.0, "reduce_scatter": 360.0, "allreduce": 360.0, "alltoall": 360.0},
-    beside_computation={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
+    during_computation={"allgather": 1.0, "reduce_scatter": 0.6, "allreduce": 0.6, "alltoall": 0.6},
     copy=3.5,
     link=365.0,
     crowded=0.66,
     push=7.0,
     sm_rate=25.0,
-    beside_push=0.88,
+    during_push=0.88,
     barrier=5.0,
     signal=2.0,
     kernel_signal=2.5,
@@ -220,13 +220,13 @@ CPU = Hardware(
     collective=300.0,
     low_latency=300.0,
     rates={"allgather": 1.0, "reduce_scatter": 0.5, "allreduce": 0.5, "alltoall": 1.0},
-    beside_computation={},
+    during_computation={},
     copy=20.0,
     link=4.0,
     crowded=1.0,
     push=20.0,
     sm_rate=4.0,
-    beside_push=1.0,
+    during_push=1.0,
     barrier=100.0,
     signal=20.0,
     kernel_signal=20.0,

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from math import inf, log2
 
-from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, Traffic, Work
+from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
 from hostir.runtime.kernels.tiles import Gemm, Grid, Tile, block_ends, choose, duration
 
@@ -109,7 +109,7 @@ class GemmCosts:
             end = start + max(self.tiles(gemm, tile), streaming)
             return end, tuple(max(t, start + streaming * (i + 1) / count) for i, t in enumerate(flags))
         sms = h.sms - task.overlapped_sms - task.reserved_sms
-        rates = self.rates.scaled(h.beside_push) if task.overlapped_sms else self.rates
+        rates = self.rates.scaled(h.during_push) if task.overlapped_sms else self.rates
         poll = h.poll * (STARTED_POLL if task.overlapped_sms else 1.0)
         begins, tile = [max(start, arrival) + poll for arrival in arrivals], self.fastest(gemm, sms)
         flags = block_ends(tile, gemm, sms, rates, begins, count) if count else ()
@@ -148,7 +148,7 @@ class Costs:
             return {"stream": h.signal, "kernel": h.kernel_signal}.get(work.sender, work.microseconds)
         return 0.0
 
-    def polls(self, work: Work) -> bool:
+    def polls(self, work: TaskWork) -> bool:
         """Return True if one kernel computes all blocks, and polls and raises their flags itself."""
         return self.sums_in_triton if isinstance(work, Traffic) else self.in_triton
 
@@ -171,7 +171,7 @@ class Costs:
         rate = h.memory / 2 if copy.peer == rank else min(h.sm_rate * copy.sms, h.link)
         return h.push * copy.first + copy.bytes / rate / 1e3
 
-    def in_matmul(self, work: Work) -> bool:
+    def in_matmul(self, work: TaskWork) -> bool:
         """Return True for a copy that a matmul makes: it stores its result to the peer itself."""
         return self.in_triton and isinstance(work, CostCopy) and work.in_matmul
 
@@ -271,7 +271,7 @@ class HostCosts:
 
 
 class Activity:
-    """Work under way: one task, or the tasks of a collective on all its ranks.
+    """TaskWork under way: one task, or the tasks of a collective on all its ranks.
 
     Fields:
         remaining: the microseconds until its end, if its rate is 1.
@@ -433,4 +433,4 @@ class Simulation:
                 a.rate = 0.0
         for a in self.active:
             if isinstance(a.task.work, CostTransfer) and any(task.rank in idle for task in a.tasks):
-                a.rate = self.costs.hardware.beside_computation.get(a.task.work.collective, 1.0)
+                a.rate = self.costs.hardware.during_computation.get(a.task.work.collective, 1.0)

@@ -1,10 +1,10 @@
-"""Calls that fail midway on one rank, at every few steps: each rank gets one error, and later calls are right.
+"""Calls fail midway on one rank, at every few steps. Each rank gets one error, and later calls are correct.
 
     HOSTIR_TIMEOUT=8 torchrun --nproc-per-node N tests/gpu/stress_midway.py [--device cpu] [--every K]
 
-Two executors of equal programs take turns, and one of another program. The rank that fails goes round. On CUDA the
-other ranks go on calling until they hear of it, and look at no results before. Prints a line for each failure, with
-the seconds until all ranks have called again. Exits with 1 where a result is wrong or an error is missing.
+Two executors of equal programs take turns with an executor of another program. The ranks take turns to fail. On CUDA
+the other ranks go on calling until they get the error, and read no results before. Prints a line for each failure, with
+the seconds until all ranks have called again. Exits with 1 if a result is wrong or an error is missing.
 """
 
 from __future__ import annotations
@@ -44,41 +44,40 @@ class Layer:
         fusion = getattr(patterns, pattern)(ranks, 1, ROWS * ranks, 64 * ranks, 128, dtype="bf16")
         self.program, self.rank, self.device = hi.lower(fusion, strategy), rank, device
         self.executors = [hi.Executor(hi.parse(str(self.program)), kernels=kernels) for _ in range(2)]
-        self.parts = lru_cache(maxsize=4)(
-            self._parts
-        )  # a copy to the device would wait for a call that a peer has left
+        # a copy to the device would wait for a call that a peer has left
+        self.parts = lru_cache(maxsize=4)(self._parts)
 
     def _parts(self, seed: int) -> list[torch.Tensor | None]:
-        whole = random_inputs(self.program, {}, seed=seed)
-        parts = [shard(x, v.tensor, self.rank, {}) for x, v in zip(whole, self.program.inputs, strict=True)]
+        unsharded = random_inputs(self.program, {}, seed=seed)
+        parts = [shard(x, v.tensor, self.rank, {}) for x, v in zip(unsharded, self.program.inputs, strict=True)]
         return [None if x is None else x.to(self.device) for x in parts]
 
     def issue(self, seed: int) -> Any:
         return self.executors[seed % 2](*self.parts(seed))
 
     def check(self, seed: int) -> None:
-        """One call, whose result is that of the unsharded product."""
-        (found,) = self.issue(seed)
+        """A call whose result is the rank's part of the unsharded product."""
+        (result,) = self.issue(seed)
         a, b = (x.to(self.device).double() for x in random_inputs(self.program, {}, seed=seed))
         (value,) = self.program.outputs
-        want = shard((a @ b).to(torch.bfloat16), value.tensor, self.rank, {})
-        assert want is not None
-        torch.testing.assert_close(found.double(), want.double(), rtol=3e-2, atol=3e-1)
+        expected = shard((a @ b).to(torch.bfloat16), value.tensor, self.rank, {})
+        assert expected is not None
+        torch.testing.assert_close(result.double(), expected.double(), rtol=3e-2, atol=3e-1)
 
     def steps(self) -> Iterator[tuple[list[Any], int]]:
-        """The steps of the first executor's plan, each as a list and a place in it."""
+        """The steps of the first executor's plan: each is a list of steps and a position in the list."""
         (plan,) = self.executors[0].plans.values()
         of_streams = (lane for key, lane in getattr(plan, "lanes", {}).items() if isinstance(key, int))  # on CPU
         lists = [plan.steps] if hasattr(plan, "steps") else [lane.steps for lane in of_streams]
         return ((steps, k) for steps in lists for k in range(len(steps)))
 
 
-def strike() -> None:
-    raise RuntimeError("on strike")
+def fail() -> None:
+    raise RuntimeError("this step fails")
 
 
 def error_of(layer: Layer, seed: int, seconds: float = 60.0) -> str:
-    """The error that a call, or one of those that follow, raises."""
+    """The error of the first call that raises one: this call or a later one."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -86,53 +85,56 @@ def error_of(layer: Layer, seed: int, seconds: float = 60.0) -> str:
         except hi.HostIRError as problem:
             return str(problem)
         time.sleep(0.02)
-    raise SystemExit(f"rank {layer.rank} heard of no failure within {seconds:g} s")
+    raise SystemExit(f"rank {layer.rank} got no error within {seconds:g} s")
 
 
 def main() -> None:
     """Runs as one rank of a job."""
     parser = argparse.ArgumentParser(description="Calls that fail midway on one rank.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--every", type=int, default=5, help="let every so many-th step fail")
+    parser.add_argument("--every", type=int, default=5, help="fail at every K-th step", metavar="K")
     chosen = parser.parse_args()
     on_cpu = chosen.device == "cpu"
     with session(chosen.device) as job:
         assert job is not None
-        kinds = [case for case in CASES if not on_cpu or case[2] == "aten"]
+        cases = [case for case in CASES if not on_cpu or case[2] == "aten"]
         other = Layer("allgather_matmul_rows", "sequential", "aten", job.rank, job.size, job.device)
         store, turn = dist.distributed_c10d._get_default_store(), 0
-        for case in kinds:
+        for case in cases:
             layer = Layer(*case, job.rank, job.size, job.device)
             layer.check(0)
             count = job.exchange("steps", str(len(list(layer.steps()))))
             for k in range(0, min(map(int, count)), chosen.every):
                 layer.check(0)
                 layer.check(1)
+                for each, seed in itertools.product((layer, other), (turn + 1, turn + 2)):
+                    each.parts(seed)
                 job.exchange("no rank is in a call", "")
-                lost, turn, began = turn % job.size, turn + 1, time.monotonic()
-                if job.rank == lost:
+                failing, turn, began = turn % job.size, turn + 1, time.monotonic()
+                if job.rank == failing:
                     steps, at = next(itertools.islice(layer.steps(), k, None))
-                    steps[at], kept = strike, steps[at]
-                    said = error_of(layer, 0)
-                    steps[at] = kept
-                    assert "on strike" in said, said
+                    steps[at], step = fail, steps[at]
+                    message = error_of(layer, 0)
+                    steps[at] = step
+                    assert "this step fails" in message, message
                     store.set(f"midway/{turn}", job.groups.abandoned)
-                early = turn % 2 == 0 and job.rank != lost and not on_cpu
+                early = turn % 2 == 0 and job.rank != failing and not on_cpu
                 if early:
                     layer.issue(0)
-                midway = on_cpu or store.get(f"midway/{turn}")  # on a CPU a call needs all ranks at once
-                if not midway:  # nobody has noticed: the rank makes that call again
-                    layer.check(0) if not early else None
-                elif job.rank != lost:
-                    said = error_of(layer, 0)
-                    assert "on strike" in said, said
-                for each in (layer, other, layer):
-                    each.check(turn)
-                    each.check(turn + 1)
+                abandoned = on_cpu or store.get(f"midway/{turn}")  # on a CPU a call needs all ranks at once
+                if not abandoned:  # no rank has noticed: this rank makes the call again
+                    if not early:
+                        layer.check(0)
+                elif job.rank != failing:
+                    message = error_of(layer, 0)
+                    assert "this step fails" in message, message
+                for caller in (layer, other, layer):
+                    caller.check(turn)
+                    caller.check(turn + 1)
                 if job.rank == 0:
                     seconds = time.monotonic() - began
-                    print(f"{'/'.join(case)}: step {k} of rank {lost}: {seconds:.2f} s", flush=True)
-        print(f"rank {job.rank}: {turn} failures, and all later calls are right", flush=True)
+                    print(f"{'/'.join(case)}: step {k} of rank {failing}: {seconds:.2f} s", flush=True)
+        print(f"rank {job.rank}: {turn} failures, and all later calls are correct", flush=True)
 
 
 if __name__ == "__main__":

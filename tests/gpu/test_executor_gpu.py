@@ -316,19 +316,21 @@ program @many(%x: f32[{count}, 8]) -> (%y) streams {count} {{
     assert torch.equal(y, torch.relu(x))
 
 
-def test_a_first_call_compiles_nothing_once_its_plan_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_compiles_its_kernels_before_the_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details["repr"])
+    )
     monkeypatch.setattr(matmul, "_calls", {})
     matmul.matmul_kernel.device_caches.clear()
-    run, before = CudaPlan.run, list[int]()
+    run, compiled_before_run = CudaPlan.run, list[int]()
 
-    def counted(plan: CudaPlan, *tensors: Any, **options: Any) -> Any:
-        before.append(len(compiled))
+    def count_and_run(plan: CudaPlan, *tensors: Any, **options: Any) -> Any:
+        compiled_before_run.append(len(compiled))
         return run(plan, *tensors, **options)
 
-    monkeypatch.setattr(CudaPlan, "run", counted)
+    monkeypatch.setattr(CudaPlan, "run", count_and_run)
     a, b = inputs_of(torch.float16)
     (c,) = Executor(pipeline("f16"), machine="cuda", kernels="triton")(a, b)
     assert is_product(c, a, b)
-    assert before == [len(compiled)] != [0]
+    assert compiled_before_run == [len(compiled)] != [0]

@@ -1,4 +1,4 @@
-"""The names of operators in which calls of executors are made."""
+"""The operator that a call of an executor is made for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import pytest
 
 from hostir.ir.source import HostIRError, error
 from hostir.runtime.session import Calls
-from hostir.torch.ops.running import OperatorCall
+from hostir.torch.ops import running
 
 
-def test_a_call_that_is_refused_within_another_leaves_the_operator_of_that() -> None:
-    """As one in a signal handler: the interrupted call is still to be compared with those of the other ranks."""
+def test_a_call_that_is_refused_inside_another_keeps_the_operator_of_the_outer_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal handler can make such a call. The ranks have still to compare the interrupted call."""
+    monkeypatch.setattr(running, "group_named", lambda name: None)
     executor: Any = types.SimpleNamespace(calls=Calls())
-    group: Any = None
-    outer, inner = OperatorCall("hostir::outer", group), OperatorCall("hostir::inner", group)
+    outer, inner = (running.OperatorCall(name, "world") for name in ("hostir::outer", "hostir::inner"))
 
     def refused() -> None:
         raise error("@p is called while this thread runs another call")

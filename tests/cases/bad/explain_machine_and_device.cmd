@@ -1,2 +1,2 @@
-# error: --machine names another machine, and --device this one's
+# error: --machine names another machine, and --device a device of this machine
 explain examples/patterns.py:mlp --machine h200x4 --device cpu

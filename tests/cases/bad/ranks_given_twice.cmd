@@ -1,3 +1,3 @@
 # error: @mlp is for 2 ranks, not 4
-# hint: have a parameter 'ranks' of its function make the mesh, or leave --ranks out
+# hint: make the mesh from a parameter 'ranks' of its function, or leave --ranks out
 check examples/patterns.py:mlp --set ranks=2 --ranks 4

@@ -1,3 +1,3 @@
 # error: kernels='cutlass'
-# expected: auto, triton or aten
+# expected: auto, triton, cublas or aten
 run examples/patterns.py:mlp --kernels cutlass
