@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from hostir.choice.choices import Candidate, Impossible
-from hostir.choice.platforms import Platform
+from hostir.choice.platforms import CUDA, Platform
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span
@@ -106,7 +107,7 @@ def _kernel_families(fusion: Program, platform: Platform, kernels: str) -> Seque
     """Return the families of kernels to consider for a fusion."""
     if kernels != "auto":
         return (kernels,)
-    if platform.computes != "cuda":
+    if platform.computes != "cuda" or (platform.machine == CUDA and find_spec("triton") is None):
         return ("aten",)
     if any(s.contracts for s in fusion.body):
         return ("cublas", "triton")  # both sum in Triton: ATen's sums read and write several times as many bytes

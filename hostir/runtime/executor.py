@@ -560,7 +560,7 @@ class Executor:
 
     # Planning -----------------------------------------------------------------------------------------------------
     def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
-        """Begin the call on this rank, and return the bound call for these tensors; make one if there is none."""
+        """Begin the call on this rank, and return the bound call for these tensors; make one if it is missing."""
         given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
         where = addresses(tensors) if out is not None or self._written else None

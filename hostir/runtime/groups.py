@@ -56,8 +56,8 @@ class Groups:
             executors that share memory share both.
         broken: why this rank runs nothing more: it could not connect, or on CPU, a call was interrupted here, and what
             peers within it still send and wait for would go to the next call, of any program. Empty if it may.
-        abandoned: why the ranks renew what they share before their next calls: a call that ended midway on this rank,
-            or on another, of which this rank's caller has got an error. Empty if they need not.
+        abandoned: the failure of a call that ended midway on some rank, once this rank's caller has got an error of
+            it. The ranks renew their shared state before their next calls. Empty if no such call ended.
     """
 
     rank: int

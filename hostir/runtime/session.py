@@ -41,12 +41,12 @@ from hostir.runtime.watchdog import ALIKE, PAGE, MisalignedError, Watchdog, head
 # gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
 # Nobody waits: ranks may be calls apart.
 #
-# A thread may call once another has ended its call. Calls that overlap have no order, and are refused. Where calls are
-# compared, so are the threads that make them, by names that are the same on all ranks: two threads that lock each other
-# out never overlap, but may come in another order on another rank.
+# A thread may call after another thread's call has ended. Calls that overlap have no order, and are refused. Two
+# threads that lock each other out never overlap, but may take turns in another order on another rank. So if calls are
+# compared, the threads that make them are compared, too, by names that are the same on all ranks.
 
 SLOTS = 512  # of the store: no rank is as many calls ahead of another
-SHOWING = 1.0  # seconds that a thread, in which another rank makes a call, has to make that call here as well
+SHOWING = 1.0  # seconds that a thread has to make a call that its namesake on another rank has made
 
 
 @dataclass(frozen=True)
@@ -577,18 +577,18 @@ class Session:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
     # Calls that end midway --------------------------------------------------------------------------------------------
-    # After a call that a rank has abandoned, all ranks raise once, and renew what they share at their next calls.
+    # After a rank has abandoned a call, all ranks raise once. At their next calls they renew their shared state.
     #
-    # A call is abandoned if it ends on a rank when peers may have noticed its beginning. They may wait for the rest,
-    # and what is left in flags, in process groups and in the counts of calls does not fit together any more. So every
-    # rank raises an error to its caller: the rank itself, and the others in the call under way or at the next. At the
-    # first call after that they meet. All have raised then, so that nobody takes the results of what is released now
-    # for good ones. When their devices are idle, the memory gets its first contents again, and so do all counts.
+    # A call is abandoned if it fails on a rank after peers may have noticed its beginning. The peers may wait for the
+    # rest. Flags, process groups and counts of calls then disagree between ranks. So every rank raises an error to its
+    # caller: the failing rank in that call, and the others in the call under way or in their next. At the first call
+    # after the error, the ranks meet. By then every caller knows that results may be lost, so waits can be released.
+    # When all devices are idle, symmetric memory and all counts get their first values again.
 
     @property
     def has_lost_call(self) -> bool:
         """Whether another rank has abandoned a call, and this rank's caller does not know yet."""
-        watchdog = vars(self).get("watchdog")  # there is none while the session begins
+        watchdog = vars(self).get("watchdog")  # it is missing while the session begins
         return watchdog is not None and watchdog.abandoned is not None and not self.groups.abandoned
 
     def lost_call(self) -> HostIRError:

@@ -1,7 +1,8 @@
-"""The threads that make calls: names that mean the same on all ranks, and which thread is which on another rank.
+"""Threads that make calls: names that are the same on all ranks, and pairs of threads of two ranks.
 
-Python's own names number threads of all kinds, of which a rank may have more than another (a logger, a progress bar).
-So a thread's common name has its kind, and its number among the threads of that kind, in the order of their start.
+Python numbers all threads together, and a rank may have more threads than another (a logger, a progress bar). So a
+common name consists of the thread's class and name, without digits, and its number among the threads alike, in the
+order of their start.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict
 
-MANY = " number "  # between the kind and the number, from the second thread of a kind on
+MANY = " number "  # between the name and the number, from the second thread of a name on
 _names: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
 _alike = Counter[str]()  # threads so far, by kind
 _naming = threading.Lock()
@@ -41,7 +42,10 @@ def is_foreign(thread: threading.Thread) -> bool:
 
 
 def _kind(thread: threading.Thread) -> str:
-    """Return what a thread's class and its name say without numbers; a name contains the function that it runs."""
+    """Return a thread's name without digits, and its class unless that is `threading.Thread`.
+
+    By default Python puts the function that a thread runs into its name.
+    """
     name, its = re.sub(r"\d+", "*", thread.name), type(thread).__name__
     return name if type(thread).__module__ == threading.__name__ else f"{its} {name}"
 
@@ -61,7 +65,7 @@ class ThreadPairs:
 
     def __init__(self) -> None:
         self.callers: set[str] = set()
-        # By rank and kind, the numbers of its threads and of ours, sorted; and the pairs of two kinds.
+        # By peer and name, the sorted pairs of the peer's and this rank's numbers; and pairs of different names.
         self._numbers: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
         self._kinds: set[tuple[int, str, str]] = set()
 

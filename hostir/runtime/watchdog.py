@@ -368,7 +368,7 @@ class Watchdog:
         self.failed: set[int] = set()  # ranks that have failed since
         self.away: set[int] = set()  # those that have not made another call since
         self.since = 0.0
-        self.misaligned = ""  # how the calls of the ranks differ, of which one may run: the first report
+        self.misaligned = ""  # the first report of calls that differ between ranks while one of them may run
         self.disturbed = False  # whether this rank's next call has more to do than run
         self.renewals = 0  # how often the ranks have renewed their shared state
         self.abandoned: RankEvent | None = None  # a call that a rank has abandoned since
@@ -400,7 +400,7 @@ class Watchdog:
             self.replaced.clear()
 
     def blame(self, failure: HostIRError, abandoned: bool = False) -> HostIRError:
-        """Report this rank's failure to all ranks; if another failed first, the error that it returns says so.
+        """Report this rank's failure to all ranks; return the error to raise, with a note if another rank failed first.
 
         `abandoned`: peers may wait for the rest of a call of this rank.
         """

@@ -172,3 +172,11 @@ def test_what_a_time_depends_on_is_part_of_a_platforms_identity() -> None:
         platforms.platform_of([facts(versions={"torch": "2.12"})] * 2),
     ]
     assert all(other.identity != one for other in others)
+
+
+def test_a_gpu_without_triton_has_aten_s_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostir.choice.candidates.find_spec", lambda name: None)
+    for fusion in (patterns.reduce_scatter(ranks=4), patterns.allgather_matmul(ranks=4)):
+        assert {c.kernels for c in candidates_of(fusion.program(), GPUS).programs} == {"aten"}
+    elsewhere = candidates_of(patterns.allgather_matmul(ranks=4).program(), reference(H200, 4)).programs
+    assert {c.kernels for c in elsewhere} == {"cublas", "triton"}, "a machine that is not here has Triton"

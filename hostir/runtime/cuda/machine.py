@@ -207,7 +207,7 @@ class CudaMachine:
         limit: int | None = None,
         first: Sequence[torch.Tensor | None] = (),
     ) -> CudaPlan:
-        """Return a plan, whose symmetric memory is that of a kind of sizes; see `SymmetricMemory.of`.
+        """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`.
 
         `first`: the inputs of the first call. Kernels are loaded for such addresses.
         """

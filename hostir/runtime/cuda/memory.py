@@ -230,8 +230,9 @@ def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
 
 PATIENT, RELEASING = 0.25, 0.6  # parts of the timeout in which the GPU may end by itself, and then with raised flags
 PAUSE = 0.01  # seconds between two looks at a GPU whose flags are raised
-# The priority of the stream that raises flags, which CUDA clamps to its range: in a hardware queue with a stream that
-# waits, the stream would wait as well. Then the GPU does not end its work in time, and the ranks say so.
+# The priority of the stream that raises flags; CUDA clamps it to its range. Streams of other priorities have other
+# hardware queues. In the queue of a waiting stream it would wait, too: the GPU then does not end its work in time, and
+# the ranks raise an error.
 HIGHEST = -100
 
 

@@ -345,7 +345,7 @@ class SignalKernel:
 def _loaded(
     key: tuple[object, ...], device: torch.device, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]
 ) -> Compiled | None:
-    """Return the compiled kernel with this key, which is loaded if there is none; None in the interpreter."""
+    """Return the compiled kernel with this key, and load it first if necessary; None in the interpreter."""
     if key in _compiled or INTERPRETED:
         return _compiled.get(key)
     with launching(device):

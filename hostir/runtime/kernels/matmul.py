@@ -637,6 +637,7 @@ def _loaded(
         call = _prepare(matrices, vectors, ready, done, *how, pushed, too_large)
         if call is None or INTERPRETED:
             return call
+        assert call.tile.unsplit not in too_large, "a tile that is too large is not taken again"
         a, b, out, own = matrices
         try:
             call.load((a, b, out, None if call.copies_own else own), vectors, ready, done, pushed)

@@ -37,7 +37,7 @@ BY_HAND = {name: program(body, "%box %keep") for name, body in BODIES.items()}
 
 
 class StrikeError(Exception):
-    """What a step raises that fails."""
+    """The error of a step that fails."""
 
 
 def strike() -> None:

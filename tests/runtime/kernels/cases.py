@@ -35,7 +35,7 @@ from tests.gpu.torchrun_patterns import every_pattern, names_of, sizes_for
 
 RANKS = (2, 8)
 EMULATED = 8  # ranks, of which two GPUs stand for one each
-# More worker streams change no kernel, but for those that send signals beside copies.
+# Only strategies whose kernels signal beside copies have other kernels with more worker streams.
 STREAMS = [(s, n) for s, each in STRATEGIES.items() for n in each.stream_counts if n in (each.stream_counts[0], 2)]
 SCALES = (("rows", True), ("rows", False), ("tensor", True), ("blocks", False))  # and whether tensor cores add up
 Source = Callable[[], hi.Fusion | hi.Program]

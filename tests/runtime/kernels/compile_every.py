@@ -41,7 +41,7 @@ def kernels_of(cases: Sequence[Case]) -> dict[str, tuple[Case, Kernel]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What compiling a kernel gave: bytes of shared memory and of spilled registers, and what is wrong."""
+    """The result of compiling a kernel: bytes of shared memory, bytes of spilled registers, and its faults."""
 
     kernel: str
     shared: int
