@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.patterns import SCALED
 from hostir.check import check_structure
 from hostir.ir import HostIRError, Program, Statement, parse
 from hostir.ir.op import REGISTRY
+from hostir.lower import STRATEGIES, lower
 from hostir.nvfuser import print_nvfuser, read_nvfuser
 from hostir.nvfuser.print import DumpPrinter
 from tests.golden import Golden
@@ -153,10 +155,11 @@ def test_a_program_lowered_to_collectives_reads_back_equal(path: Path) -> None:
 
 
 def test_tensors_of_fp8_are_refused_at_their_position() -> None:
-    assert len(FP8) >= 10
-    for path in FP8:
+    texts = {f"{pattern.__name__} {name}": str(lower(pattern(), name)) for pattern in SCALED for name in STRATEGIES}
+    assert len(texts) >= 20
+    for name, text in texts.items():
         with pytest.raises(HostIRError, match="nvFuser's form has no spelling for tensors of f8e4m3: %") as refused:
-            print_nvfuser(parse(path.read_text(), path.name))
+            print_nvfuser(parse(text, name))
         (diagnostic,) = refused.value.diagnostics
         assert diagnostic.span is not None
         assert diagnostic.expected == "one of: f64, f32, f16, bf16"
