@@ -21,8 +21,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hostir.check.events import BlockEvents, Event, Flag, WaitingKernel
+from hostir.check.memory import Access, View
 from hostir.check.order import SIGNAL, Clock, Lanes, Order, Trouble, together
-from hostir.check.tracer import Access, BlockEvents, Event, Flag, Tracer, View, WaitingKernel
+from hostir.check.tracer import Tracer
 from hostir.ir.machine import ARITHMETIC, Done, Frame, Ready
 from hostir.ir.program import Program
 from hostir.ir.regions import Dims, Region
@@ -189,7 +191,8 @@ class _Tracer(Tracer):
         of_rank_0 = ready and replace(ready, first=_at(ready.first, 0), own_first=_at(ready.own_first, 0))
         super().compute(kind, out, operands, options, of_rank_0, done and replace(done, first=0))
         if ready is not None or done is not None:
-            self.by_blocks[-1].ready, self.by_blocks[-1].done = ready, done
+            blocks = self.trace.by_blocks[-1]
+            blocks.ready, blocks.done = ready, done
 
 
 class _Frame(Frame):
@@ -232,7 +235,7 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
     try:
         for _ in range(calls):
             tracer.call()
-        if tracer.problems:
+        if tracer.misuse.problems:
             return None
         return Alike(tracer)
     except (UnlikeError, HostIRError):
@@ -249,17 +252,17 @@ class Alike(Order):
     def __init__(self, tracer: _Tracer) -> None:
         self.torus = tracer.torus
         self.count = tracer.program.ranks
-        sides = [side for sides in tracer.collectives.values() for side in sides]
-        if tracer.messages or any(side.exchange.moves is not None for side in sides):
+        sides = [side for sides in tracer.trace.collectives.values() for side in sides]
+        if tracer.trace.messages or any(side.exchange.moves is not None for side in sides):
             raise UnlikeError
         _Rotations(tracer).check()
-        kinds = dict.fromkeys(event.lane[1:] for event in tracer.events if event.lane is not None)
+        kinds = dict.fromkeys(event.lane[1:] for event in tracer.trace.events if event.lane is not None)
         self.width = len(kinds)  # lanes of a rank
-        tracer.events += [copy for event in tracer.events for copy in self._at_rank_0(event)]
-        tracer.signals = [self._signal(flag, tracer.events) for flag in tracer.signals]
-        for flag in tracer.waits:
+        tracer.trace.events += [copy for event in tracer.trace.events for copy in self._at_rank_0(event)]
+        tracer.trace.signals = [self._signal(flag, tracer.trace.events) for flag in tracer.trace.signals]
+        for flag in tracer.trace.waits:
             flag.slot = _at(flag.slot, 0)
-        super().__init__([tracer])
+        super().__init__([tracer.trace])
         # The lane of a signal exists once, so it has no counterpart on other ranks.
         if any(lane[1] == SIGNAL for lane in self.lanes):
             raise UnlikeError
@@ -368,11 +371,11 @@ class _Rotations:
 
     def check(self) -> None:
         """Raise UnlikeError unless every address maps to the next rank's address along each axis."""
-        computed = self.tracer.by_blocks
+        computed = self.tracer.trace.by_blocks
         in_blocks = {id(event) for blocks in computed for event in (*blocks.parts, *blocks.units)}
         of_blocks = {id(flag) for blocks in computed for flag in (*blocks.waits, *blocks.signals)}
-        flags = [*self.tracer.signals, *self.tracer.waits]
-        plain = [event for event in self.tracer.events if id(event) not in in_blocks]
+        flags = [*self.tracer.trace.signals, *self.tracer.trace.waits]
+        plain = [event for event in self.tracer.trace.events if id(event) not in in_blocks]
         moving = [(access, self._moving(access.region.offset)) for event in plain for access in event.accesses]
         going = [(flag, self._moving(flag.slot)) for flag in flags if id(flag) not in of_blocks]
         self._weigh(moving, going)

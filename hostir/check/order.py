@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.tracer import Access, Buffer, Event, Flag, Lane, Side, Tracer, WaitingKernel
+from hostir.check.events import Event, Flag, Lane, Side, WaitingKernel
+from hostir.check.memory import Access, Buffer
+from hostir.check.trace import RankTrace
 from hostir.ir.machine import Move
 from hostir.ir.regions import Near, Region, covered
 
@@ -45,7 +47,7 @@ class Trouble:
 class Order:
     """The events of all ranks, and the edges between ranks. `troubles` are mismatches detected while joining them."""
 
-    ranks: Sequence[Tracer]
+    ranks: Sequence[RankTrace]
     events: list[Event] = field(default_factory=list)
     lanes: dict[Lane, int] = field(default_factory=dict)
     # Clocks of signals; if kernels wait, also clocks of the begin events in `lasting`.
@@ -623,7 +625,7 @@ def calls_needed(order: Order, ranks: int) -> int:
     return ranks * (calls - 1) + 2
 
 
-def _of_the_first_call(rank: Tracer) -> Iterator[Event]:
+def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
     """Yield the events of a rank's first call that need SMs, and the ends of events that may keep holding SMs."""
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)

@@ -8,11 +8,13 @@ the missing order, and the statement to insert.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hostir.check import MAX_CALLS
 from hostir.check.alike import Alike, alike
+from hostir.check.events import CALLER, Event
+from hostir.check.memory import Buffer
 from hostir.check.order import (
     Conflict,
     Order,
@@ -25,7 +27,7 @@ from hostir.check.order import (
     kernels_in_the_way,
 )
 from hostir.check.signature import small_sizes
-from hostir.check.tracer import CALLER, Buffer, Event, Tracer
+from hostir.check.tracer import Tracer
 from hostir.ir.machine import uncollected, unrolled_length
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
@@ -121,9 +123,9 @@ def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
                 tracer.call()
     except HostIRError as refused:
         return Analysis(list(refused.diagnostics), None, sizes, calls)
-    if problems := {key: problem for tracer in tracers for key, problem in tracer.problems.items()}:
+    if problems := {key: problem for tracer in tracers for key, problem in tracer.misuse.problems.items()}:
         return Analysis(sorted(problems.values(), key=_in_program_order), None, sizes, calls)
-    order = Order(tracers)
+    order = Order([tracer.trace for tracer in tracers])
     return Analysis(findings_of(program, order), order, sizes, calls, order.resizable)
 
 
@@ -136,12 +138,12 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
     for tracer in tracers:
         tracer.call()
         last: Event | None = None
-        for event in tracer.events:
+        for event in tracer.trace.events:
             if last is not None and event.lane is not None:
                 event.after.append(last)
             if event.verb == "waits":
                 last = event
-    order = Order(tracers)
+    order = Order([tracer.trace for tracer in tracers])
     left = order.run(lambda event, clock: None)
     cycle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
     return list(FindingBuilder(program).troubles(cycle))
@@ -163,7 +165,7 @@ def findings_of(program: Program, order: Order) -> list[Diagnostic]:
     if not left:
         memory.finish()
         findings += build.troubles(order.stuck() if isinstance(order, Alike) else kernels_in_the_way(order))
-        findings += build.leaks(_leaked(order.ranks))
+        findings += build.leaks(buffer for rank in order.ranks for buffer in rank.leaked)
     findings += [build.conflict(c, times) for c, times in _most_specific(memory.conflicts.values())]
     memory.forget()
     return sorted(findings, key=_in_program_order)
@@ -182,13 +184,6 @@ def _of_new(conflict: Conflict) -> bool:
 
 def _sides(conflict: Conflict) -> tuple[int, str]:
     return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""
-
-
-def _leaked(tracers: Sequence[Tracer]) -> list[Buffer]:
-    """Return the buffers that are neither freed nor returned as outputs."""
-    gone = {buffer for t in tracers for buffer in t.freed}
-    gone |= {view.buffer for t in tracers for outputs in t.outputs for view in outputs if view}
-    return [buffer for t in tracers for buffer in t.buffers if buffer not in gone]
 
 
 def _in_program_order(finding: Diagnostic) -> tuple[bool, int, int]:

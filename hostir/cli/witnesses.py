@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from hostir.check.events import Event
 from hostir.check.proof import Finding
-from hostir.check.tracer import Event
 from hostir.cli.run import Results, wrong_outputs
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError

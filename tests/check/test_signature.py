@@ -42,7 +42,7 @@ def relations(program: Program, sizes: dict[str, int], calls: int = 1) -> Any:
 def _between(tracer: Tracer) -> Iterator[Any]:
     seen: dict[Any, dict[Region, None]] = {}
     written: dict[Any, dict[Region, None]] = {}
-    for event in tracer.events:
+    for event in tracer.trace.events:
         for access in event.accesses:
             place = access.buffer.name, access.rank
             others = seen.setdefault(place, {})

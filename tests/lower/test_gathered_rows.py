@@ -12,7 +12,8 @@ import torch
 import hostir as hi
 from examples import patterns
 from examples.ag_matmul import ag_matmul
-from hostir.check.tracer import Tracer, View
+from hostir.check.memory import View
+from hostir.check.tracer import Tracer
 from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize

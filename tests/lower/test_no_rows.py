@@ -81,7 +81,7 @@ def test_a_proof_without_rows_has_no_accesses_to_them() -> None:
     (_, p), *_ = lowered(PATTERNS[0], 2)
     tracer = Tracer(0, p, {"M": 0})
     tracer.call()
-    assert all(access.buffer.name == "b" for event in tracer.events for access in event.accesses)
+    assert all(access.buffer.name == "b" for event in tracer.trace.events for access in event.accesses)
     assert hi.check(p, sizes={"M": 0}) == []
 
 
