@@ -206,9 +206,11 @@ def another_executor() -> None:
 
 
 def wrong_inputs() -> None:
-    """Rank 1 refuses its input of a call that both know."""
+    """Rank 1 refuses its input of a call that both know, once rank 0 has returned from the call before."""
     executor = hi.Executor(hi.parse(GATHER))
     executor(rows(8))
+    store = executor._agreement.session.store  # type: ignore[union-attr]
+    store.set("called", "") if RANK == 0 else store.wait(["called"])
     executor(rows(8)[:, :4] if RANK == 1 else rows(8))
 
 
