@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from hostir.call import bound
 from hostir.call import executor as executors
 from hostir.call.executor import Executor
 from hostir.ir import parse
@@ -226,7 +225,7 @@ def test_a_plan_that_a_graph_of_the_caller_uses_stays(executor: Executor, monkey
 
 
 def test_more_calls_than_are_remembered_are_right(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "MAX_BOUND", 3)
+    monkeypatch.setattr(executors, "MAX_BOUND", 3)
     outs = [torch.empty(4) for _ in range(5)]
     for turn in range(3):
         for out in outs:

@@ -11,12 +11,12 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
+from hostir.call import local
 from hostir.call.local import rehearse
 from hostir.call.random import random_inputs
 from hostir.call.room import Room
 from hostir.cli import run as command
 from hostir.ir.source import amount
-from hostir.machines.simulated import machine as local
 from hostir.machines.simulated.memory import SimulatedMemory
 from hostir.machines.simulated.rank import RankMachine
 from hostir.machines.simulated.scheduler import check_seed

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hostir as hi
+from hostir.job import calls as team_calls
 from hostir.job.calls import Calls
 from hostir.job.threads import ThreadPairs, common_name
 from tests.launch import environment, launch
@@ -121,7 +122,7 @@ def test_what_autograd_s_thread_calls_belongs_to_the_thread_that_waits(monkeypat
     mine = calls.caller, calls.name
     assert mine == (threading.current_thread(), "MainThread")
     with monkeypatch.context() as backward:
-        backward.setattr(calls, "in_backward", lambda: True)
+        backward.setattr(team_calls, "in_backward", lambda: True)
         for _ in range(2):
             in_thread(enter, lambda run: _thread.start_new_thread(run, ()))
             assert (calls.caller, calls.name) == mine

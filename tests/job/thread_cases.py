@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import hostir as hi
 from hostir.job.calls import SHOWING
-from tests.call.misaligned_calls import GATHER, PUT, RANK, gathered, rows, uncompared
+from tests.job.misaligned_calls import GATHER, PUT, RANK, gathered, rows, uncompared
 
 
 def call(executor: hi.Executor, value: int) -> None:

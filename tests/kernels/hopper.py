@@ -35,11 +35,11 @@ from hostir.job.groups import Groups
 from hostir.job.symmetric import Rooms, SymmetricMemory
 from hostir.kernels import devices, reduce
 from hostir.kernels.devices import StandIn
-from hostir.kernels.flags import ready as signals
-from hostir.kernels.matmul import matmul
+from hostir.kernels.flags import signals
+from hostir.kernels.matmul import matmul, workspaces
 from hostir.kernels.matmul.tiles import Tile
 from hostir.kernels.table import kernel_table
-from hostir.machines.cuda import machine, onesided, streams
+from hostir.machines.cuda import copies, driver, machine, onesided, streams
 from hostir.machines.cuda.machine import CudaMachine
 from hostir.machines.cuda.memory import PeerMemory
 from hostir.plan.unroll import unroll
@@ -304,7 +304,8 @@ def hopper() -> Iterator[Hopper]:
         (streams, "_known", {}),
         (streams, "_workers", {}),
         (streams, "_taken", Counter()),
-        (streams, "_driver", lambda: nothing),
+        (driver, "cuda_driver", lambda: nothing),
+        (copies, "cuda_driver", lambda: nothing),
         (onesided, "in_batches", lambda ops: nothing),
         (onesided, "StridedCopy", lambda: nothing),
         (machine, "PeerMemory", lambda device, rank, group: _Peers(device, rank)),
@@ -312,8 +313,8 @@ def hopper() -> Iterator[Hopper]:
         (Groups, "of", lambda groups, team: (nothing, tuple(sorted(team)))),
         (signals, "_compiled", {}),
         (matmul, "_calls", {}),
-        (matmul, "_by_stream", {}),
-        (matmul, "_for_graphs", {}),
+        (workspaces, "_by_stream", {}),
+        (workspaces, "_for_graphs", {}),
         (reduce, "_sums", {}),
     ]
     devices.limits.cache_clear()

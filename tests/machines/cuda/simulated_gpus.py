@@ -28,10 +28,10 @@ from hostir.kernels.aten import add_up
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_table
 from hostir.machines.binding import completed, compute_block
+from hostir.machines.cuda import flow_control, streams
 from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import memory as cuda_memory
 from hostir.machines.cuda import onesided as cuda_onesided
-from hostir.machines.cuda import streams
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.memory import PeerMemory
 from hostir.machines.cuda.onesided import CudaOneSided
@@ -312,6 +312,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
     for module in (cuda_onesided, cuda_memory):
         monkeypatch.setattr(module, "in_batches", these.in_batches)
+    for module in (cuda_onesided, flow_control):
         monkeypatch.setattr(module, "write", _write)
     monkeypatch.setattr(
         cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
