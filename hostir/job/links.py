@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LONGEST = 4000  # characters of an event's words
 ALIKE = "the same calls, in the same order, on every rank"
 PAGE = "docs/calls.md says what the ranks of a job must do alike"
-PATIENCE = 1.0  # seconds that a rank waits for rank 0 to return its event
+PATIENCE = 3.0  # seconds that a rank waits for rank 0 to return its event
 CONNECTING = 2.0  # seconds that an attempt may take
 TRYING = 10.0  # seconds of failed attempts after which a warning is printed
 PAUSE = 0.02  # seconds between two attempts, or polls
