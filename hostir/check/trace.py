@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hostir.check.events import CALLER, BlockEvents, Event, Flag, Lane, Pushing, Side, WaitingKernel
 from hostir.check.memory import Access, Buffer, View
@@ -17,6 +17,7 @@ class RankTrace(Observer):
     `hostir.check.order.Order` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
 
     Fields:
+        sizes: the values of all symbols.
         turn: the number of the current call, from 0.
         current: the current stream.
         statement, rounds: the current statement, None for the caller, and the indices of the loops around it.
@@ -26,8 +27,9 @@ class RankTrace(Observer):
         leaked: buffers that are neither freed nor outputs when their call ends.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, sizes: Mapping[str, int]) -> None:
         self.rank = rank
+        self.sizes = sizes
         self.turn = 0
         self.current = CALLER
         self.statement: Statement | None = None

@@ -30,7 +30,7 @@ class Tracer(OptionalMethods):
         self.rank: int = rank
         self.program = program
         self.sizes = sizes
-        self.trace = RankTrace(rank)
+        self.trace = RankTrace(rank, sizes)
         self.misuse = Misuse(self.trace)
         self.inputs = [self._input(v) for v in program.inputs]
         self.copies: list[View] = []  # results of `dense` in this call
@@ -62,7 +62,8 @@ class Tracer(OptionalMethods):
         value = self.trace.statement.buffer if self.trace.statement else None
         name = value.name if value else "buffer"
         if not symmetric:
-            self.misuse.allocated.append(buffer := Buffer(self.rank, name, prod(shape), value))
+            buffer = Buffer(self.rank, name, prod(shape), value)
+            self.misuse.allocated.append(buffer)
             # In stream order, as the previous owner of the memory may still use it there. Not by `step`: a waiting
             # kernel may overlap copies by SMs even if an `allocate` comes between them.
             self.trace.follow(self.trace.event("allocates", [access_all(buffer, "undefines")]), self.trace.current)

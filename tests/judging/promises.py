@@ -25,7 +25,7 @@ from hostir.check.order import Order, RaceDetector
 from hostir.check.trace import RankTrace
 from hostir.check.tracer import Tracer
 from hostir.ir.program import Program
-from hostir.runtime.simulated.rank import RankMachine
+from hostir.machines.simulated.rank import RankMachine
 from tests.launch import ROOT
 
 FOLDER = ROOT / "tests" / "cases" / "promises"
@@ -39,7 +39,8 @@ class Promise:
     Fields:
         rule: the rule of docs/memory-model.md that it strengthens.
         says: the order that it adds.
-        changes: a class or module, the name of a method or function, and its replacement, which gets the method and then the arguments.
+        changes: a class or module, the name of a method or function, and its replacement, which gets the original and
+            then the arguments.
         calls: the number of calls that the checker analyses; None for the usual number.
     """
 
