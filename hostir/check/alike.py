@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hostir.check.events import BlockEvents, Event, Flag, WaitingKernel
+from hostir.check.held_sms import Lanes, together
+from hostir.check.joining import SIGNAL, Trouble
 from hostir.check.memory import Access, View
-from hostir.check.order import SIGNAL, Clock, Lanes, Order, Trouble, together
+from hostir.check.order import Clock, Order
 from hostir.check.tracer import Tracer
 from hostir.ir.machine import ARITHMETIC, Done, Frame, Ready
 from hostir.ir.program import Program

@@ -14,20 +14,14 @@ from dataclasses import dataclass, field, replace
 from hostir.check import MAX_CALLS
 from hostir.check.alike import Alike, alike
 from hostir.check.events import CALLER, Event
+from hostir.check.held_sms import calls_needed, kernels_in_the_way
+from hostir.check.joining import Trouble
 from hostir.check.memory import Buffer
-from hostir.check.order import (
-    Conflict,
-    Order,
-    RaceDetector,
-    Touch,
-    Trouble,
-    calls_needed,
-    cyclic_waits,
-    flags_out_of_order,
-    kernels_in_the_way,
-)
+from hostir.check.order import Order
+from hostir.check.races import Conflict, RaceDetector, Touch
 from hostir.check.signature import small_sizes
 from hostir.check.tracer import Tracer
+from hostir.check.waits import cyclic_waits, flags_out_of_order
 from hostir.ir.machine import uncollected, unrolled_length
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement

@@ -21,7 +21,8 @@ from unittest.mock import patch
 import hostir as hi
 from hostir.check import blocks
 from hostir.check.events import CALLER, Event
-from hostir.check.order import Order, RaceDetector
+from hostir.check.order import Order
+from hostir.check.races import RaceDetector
 from hostir.check.trace import RankTrace
 from hostir.check.tracer import Tracer
 from hostir.ir.program import Program
