@@ -26,7 +26,7 @@ from examples import patterns
 from hostir import knobs
 from hostir.check import check_structure
 from hostir.check.alike import alike
-from hostir.check.proof import Analysis, analyse, analyse_quickly, findings_of
+from hostir.check.proof import Analysis, analyse, analyse_quickly, judge
 from hostir.check.signature import small_sizes
 from hostir.ir import Program
 from hostir.ir.machine import unrolled_length
@@ -101,7 +101,7 @@ def compare(mutant: Mutant) -> str:
     order = alike(program, sizes, 2)
     if order is None:
         return "ranks differ"
-    wrong, all_wrong = bool(findings_of(program, order)), bool(analyse(program, sizes, 2).findings)
+    wrong, all_wrong = bool(judge(program, order, sizes, 2).findings), bool(analyse(program, sizes, 2).findings)
     if wrong != all_wrong:
         print(f"{mutant.name}: {mutant.change}: one rank says {wrong}, all say {all_wrong}", flush=True)
         return "DIFFERENT"

@@ -27,14 +27,12 @@ class Order(JoinedRanks):
     Fields:
         clocks: the clocks of signals; if kernels wait, also of the events that begin work in `lasting`.
         needs: the clocks of signals that also count events in `held`.
-        resizable: True if symmetric buffers may have another size in every call (see `hostir.check.races`).
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:
         super().__init__(ranks)
         self.clocks: dict[Event, Clock] = {}
         self.needs: dict[Event, Clock] = {}
-        self.resizable = False
 
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
         """Visit all events in an order that follows the edges; return the events that are never reached."""

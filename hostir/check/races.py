@@ -194,6 +194,12 @@ class RaceDetector:
             if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
                 self._note(Conflict("unwritten", buffer, why, touch))
 
+    def most_specific(self) -> list[tuple[Conflict, int]]:
+        """Return the conflicts, without an `allocate` if another shows the same missing order between two streams."""
+        every = self.conflicts.values()
+        streams = {(id(c.second.event.statement), c.first.event.stream) for c, _ in every if c.first and not _of_new(c)}
+        return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
+
     def forget(self) -> None:
         """Drop the cyclic links between groups, which would cost the garbage collector more time."""
         for history in self.histories.values():
@@ -220,3 +226,11 @@ def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
     """Return two accesses in the order in which their ranks issue them."""
     first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
     return (a, b) if first else (b, a)
+
+
+def _of_new(conflict: Conflict) -> bool:
+    return conflict.first is not None and conflict.first.event.verb == "allocates"
+
+
+def _sides(conflict: Conflict) -> tuple[int, str]:
+    return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""

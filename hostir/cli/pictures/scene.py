@@ -15,8 +15,8 @@ from itertools import pairwise, permutations
 from typing import Any, Literal
 
 from hostir.check.events import CALLER, Event
+from hostir.check.findings import Finding
 from hostir.check.order import Order
-from hostir.check.proof import Finding
 from hostir.ir.op import Statement, Sync
 from hostir.ir.program import Program, format_statement
 
