@@ -27,7 +27,7 @@ from hostir import knobs
 from hostir.check import check_structure
 from hostir.check.alike import alike
 from hostir.check.proof import Analysis, analyse, analyse_quickly, judge
-from hostir.check.signature import small_sizes
+from hostir.check.small_sizes import small_sizes
 from hostir.ir import Program
 from hostir.ir.machine import unrolled_length
 from hostir.lower import STRATEGIES

@@ -81,7 +81,7 @@ def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
     program.check_whole(bound)
     if bound.keys() != known.names:
-        from hostir.check.signature import small_sizes
+        from hostir.check.small_sizes import small_sizes
 
         bound = small_sizes(program, bound) or bound
     key = known.of(bound)

@@ -18,7 +18,7 @@ from hostir.check.findings import Finding, FindingBuilder, in_program_order, lea
 from hostir.check.held_sms import calls_needed, kernels_in_the_way
 from hostir.check.order import Order
 from hostir.check.races import RaceDetector
-from hostir.check.signature import small_sizes
+from hostir.check.small_sizes import small_sizes
 from hostir.check.tracer import Tracer
 from hostir.check.waits import cyclic_waits, flags_out_of_order
 from hostir.ir.machine import uncollected, unrolled_length

@@ -14,7 +14,7 @@ from hostir.ir.source import HostIRError, error
 class RankTrace(Observer):
     """The events of one rank over all calls, in the order of issue.
 
-    `hostir.check.joining.JoinedRanks` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
+    `hostir.check.joining` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
 
     Fields:
         sizes: the values of all symbols.
