@@ -64,6 +64,11 @@ class Stream:
         self.tasks.append(Task(do, may))
         self.copying = None
 
+    def query(self) -> bool:
+        """True if the queue is empty, once whatever may run in any queue has run."""
+        Gpus.here.advance()
+        return not self.tasks
+
     def wait_stream(self, other: Stream) -> None:
         event = Event()
         event.record(other)
@@ -153,11 +158,15 @@ class Gpus:
     def synchronize(self, device: torch.device) -> None:
         """Runs what is in the queues until they are empty; other threads do so too, and raise flags meanwhile."""
         while any(s.tasks for s in self.streams):
-            with self.running:
-                while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
-                    for stream in ready:
-                        stream.tasks.popleft().do()
+            self.advance()
             time.sleep(1e-4)
+
+    def advance(self) -> None:
+        """Runs what may run; other threads do so too."""
+        with self.running:
+            while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
+                for stream in ready:
+                    stream.tasks.popleft().do()
 
     def run(self, random: Random) -> None:
         """Runs what is in the queues. Fails where nothing can go on."""
@@ -306,6 +315,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", these.synchronize)
+    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [*these.streams])  # ranks share this device
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     # Whatever has been issued holds its tensors: nothing is reused before it has run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
