@@ -25,7 +25,7 @@ from benchmarks.harness import table, write
 from examples import patterns
 from hostir import knobs
 from hostir.check import check_structure
-from hostir.check.alike import alike
+from hostir.check.one_rank.alike import alike
 from hostir.check.proof import Analysis, analyse, analyse_quickly, judge
 from hostir.check.small_sizes import small_sizes
 from hostir.ir import Program

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hostir.check.events import CALLER, Event
-from hostir.check.joining import Trouble
-from hostir.check.memory import Buffer
-from hostir.check.races import Conflict, Touch
+from hostir.check.ordering.joining import Trouble
+from hostir.check.ordering.races import Conflict, Touch
+from hostir.check.tracing.events import CALLER, Event
+from hostir.check.tracing.memory import Buffer
 from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, Span

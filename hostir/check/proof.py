@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hostir.check import MAX_CALLS
-from hostir.check.alike import Alike, alike
-from hostir.check.events import Event
 from hostir.check.findings import Finding, FindingBuilder, in_program_order, leaks
-from hostir.check.held_sms import calls_needed, kernels_in_the_way
-from hostir.check.order import Order
-from hostir.check.races import RaceDetector
+from hostir.check.one_rank.alike import Alike, alike
+from hostir.check.ordering.held_sms import calls_needed, kernels_in_the_way
+from hostir.check.ordering.order import Order
+from hostir.check.ordering.races import RaceDetector
+from hostir.check.ordering.waits import cyclic_waits, flags_out_of_order
 from hostir.check.small_sizes import small_sizes
-from hostir.check.tracer import Tracer
-from hostir.check.waits import cyclic_waits, flags_out_of_order
+from hostir.check.tracing.events import Event
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir.machine import uncollected, unrolled_length
 from hostir.ir.program import Program
 from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from hostir.check.events import Event, Flag
-from hostir.check.order import Order
-from hostir.check.tracer import Tracer
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import Event, Flag
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir.machine import Frame
 from hostir.ir.onesided_ops import Signal, WaitSignal
 from hostir.ir.op import (

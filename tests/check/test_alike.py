@@ -14,10 +14,10 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.check import check_structure
-from hostir.check.alike import alike
+from hostir.check.one_rank.alike import alike
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError
 from hostir.check.proof import analyse, analyse_quickly, judge
 from hostir.check.small_sizes import small_sizes
-from hostir.check.torus import PerRank, Torus, UnlikeError
 from hostir.ir import Program
 from hostir.lower import STRATEGIES
 from tests.judging.mutants import mutants

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 import hostir as hi
-from hostir.check.memory import Buffer, View, dense, rows_of
 from hostir.check.proof import analyse
+from hostir.check.tracing.memory import Buffer, View, dense, rows_of
 from hostir.cli.pictures.scene import boxes_of, stage
 from hostir.ir import Program
 from hostir.repair.repair import repair

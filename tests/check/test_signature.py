@@ -14,7 +14,7 @@ from examples import patterns
 from hostir.check import proof as orders
 from hostir.check import prove
 from hostir.check.signature import Signature
-from hostir.check.tracer import Tracer
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import Axis, HostIRError, Mesh, Phase, Program, TensorType, Value
 from hostir.ir.host_ops import Allocate, Chunk, Select
 from hostir.ir.op import Lit, Statement, codecs_of

@@ -19,12 +19,12 @@ from typing import Any
 from unittest.mock import patch
 
 import hostir as hi
-from hostir.check import blocks
-from hostir.check.events import CALLER, Event
-from hostir.check.order import Order
-from hostir.check.races import RaceDetector
-from hostir.check.trace import RankTrace
-from hostir.check.tracer import Tracer
+from hostir.check.ordering.order import Order
+from hostir.check.ordering.races import RaceDetector
+from hostir.check.tracing import blocks
+from hostir.check.tracing.events import CALLER, Event
+from hostir.check.tracing.trace import RankTrace
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir.program import Program
 from hostir.machines.simulated.rank import RankMachine
 from tests.launch import ROOT

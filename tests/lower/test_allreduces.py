@@ -10,7 +10,7 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.call.random import random_inputs
-from hostir.check.alike import alike
+from hostir.check.one_rank.alike import alike
 from hostir.ir import Program, parse
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize

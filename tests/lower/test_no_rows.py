@@ -14,7 +14,7 @@ from hostir.call.executor import Executor
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.call.reference import reference
-from hostir.check.tracer import Tracer
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import Program
 from hostir.plan.operations import AllocateOp, ComputeOp, ViewOp
 from hostir.plan.unroll import unroll

@@ -13,8 +13,8 @@ import hostir as hi
 from examples import patterns
 from hostir.call.random import random_inputs
 from hostir.check import verify
-from hostir.check.memory import View
-from hostir.check.tracer import Tracer
+from hostir.check.tracing.memory import View
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import HostIRError, Program, parse
 from hostir.ir.comm_ops import Communication, ReduceScatter
 from hostir.ir.host_ops import Synchronize

@@ -14,7 +14,7 @@ from html import escape
 from textwrap import wrap
 
 from hostir.check.findings import Finding
-from hostir.check.order import Order
+from hostir.check.ordering.order import Order
 from hostir.check.proof import Analysis
 from hostir.cli.pictures.scene import (
     COMMUNICATION,

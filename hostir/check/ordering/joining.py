@@ -8,8 +8,8 @@ from itertools import zip_longest
 from math import prod
 from typing import TypeVar
 
-from hostir.check.events import Event, Flag, Lane, Side
-from hostir.check.trace import RankTrace
+from hostir.check.tracing.events import Event, Flag, Lane, Side
+from hostir.check.tracing.trace import RankTrace
 from hostir.ir.machine import Move
 
 SIGNAL = "signal"  # the lane of one signal

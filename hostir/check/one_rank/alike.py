@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hostir.check.events import Event, Flag, WaitingKernel
-from hostir.check.held_sms import Lanes, together
-from hostir.check.joining import SIGNAL, Trouble
-from hostir.check.memory import Access, View
-from hostir.check.order import Order
-from hostir.check.rotations import Rotations
-from hostir.check.torus import PerRank, Torus, UnlikeError, at, differs
-from hostir.check.tracer import Tracer
+from hostir.check.one_rank.rotations import Rotations
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at, differs
+from hostir.check.ordering.held_sms import Lanes, together
+from hostir.check.ordering.joining import SIGNAL, Trouble
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import Event, Flag, WaitingKernel
+from hostir.check.tracing.memory import Access, View
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir.machine import Done, Frame, Ready
 from hostir.ir.program import Program
 from hostir.ir.regions import Region

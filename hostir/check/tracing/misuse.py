@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hostir.check.events import Event
-from hostir.check.memory import Buffer, View
-from hostir.check.trace import RankTrace
+from hostir.check.tracing.events import Event
+from hostir.check.tracing.memory import Buffer, View
+from hostir.check.tracing.trace import RankTrace
 from hostir.ir.op import Codec, Phase, Statement, Value
 from hostir.ir.source import Diagnostic, Span
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from hostir.check.events import BlockEvents, Event, Flag, WaitingKernel
-from hostir.check.memory import View, access, rows_of
-from hostir.check.trace import RankTrace
+from hostir.check.tracing.events import BlockEvents, Event, Flag, WaitingKernel
+from hostir.check.tracing.memory import View, access, rows_of
+from hostir.check.tracing.trace import RankTrace
 from hostir.ir.machine import Done, Ready
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hostir.check.events import CALLER, BlockEvents, Event, Flag, Lane, Pushing, Side, WaitingKernel
-from hostir.check.memory import Access, Buffer, View
+from hostir.check.tracing.events import CALLER, BlockEvents, Event, Flag, Lane, Pushing, Side, WaitingKernel
+from hostir.check.tracing.memory import Access, Buffer, View
 from hostir.ir.machine import Exchange, Observer
 from hostir.ir.op import Statement
 from hostir.ir.source import HostIRError, error
@@ -14,7 +14,7 @@ from hostir.ir.source import HostIRError, error
 class RankTrace(Observer):
     """The events of one rank over all calls, in the order of issue.
 
-    `hostir.check.joining` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
+    `hostir.check.ordering.joining` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
 
     Fields:
         sizes: the values of all symbols.

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from hostir.check.events import Event, Lane
-from hostir.check.joining import JoinedRanks
-from hostir.check.trace import RankTrace
+from hostir.check.ordering.joining import JoinedRanks
+from hostir.check.tracing.events import Event, Lane
+from hostir.check.tracing.trace import RankTrace
 
 Clock = Any  # an array, by lane
 

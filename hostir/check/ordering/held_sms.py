@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from hostir.check.events import Event, WaitingKernel
-from hostir.check.joining import Trouble
-from hostir.check.order import Clock, Order
-from hostir.check.trace import RankTrace
+from hostir.check.ordering.joining import Trouble
+from hostir.check.ordering.order import Clock, Order
+from hostir.check.tracing.events import Event, WaitingKernel
+from hostir.check.tracing.trace import RankTrace
 
 MAX_PATHS = 20_000  # the most paths followed in a strongly connected set of kernels; a set with more counts as stuck
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hostir.check.events import BlockEvents, Flag
-from hostir.check.memory import Access
-from hostir.check.torus import PerRank, Torus, UnlikeError, at, differs
-from hostir.check.trace import RankTrace
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at, differs
+from hostir.check.tracing.events import BlockEvents, Flag
+from hostir.check.tracing.memory import Access
+from hostir.check.tracing.trace import RankTrace
 from hostir.ir.regions import Dims
 
 # For each axis of the grid: the weight of the digit that rises along the axis; 0 if no digit does.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hostir.check.order import Clock
+from hostir.check.ordering.order import Clock
 from hostir.ir.machine import ARITHMETIC
 from hostir.ir.program import Program
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostir.check.memory import Access, View
+from hostir.check.tracing.memory import Access, View
 from hostir.ir.machine import Done, Exchange, Ready
 from hostir.ir.op import Statement
 

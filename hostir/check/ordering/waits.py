@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from hostir.check.events import Event, Flag
-from hostir.check.joining import Trouble
-from hostir.check.order import Order
+from hostir.check.ordering.joining import Trouble
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import Event, Flag
 
 
 def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hostir.check.events import Event
-from hostir.check.memory import Access, Buffer
-from hostir.check.order import Clock, Order
+from hostir.check.ordering.order import Clock, Order
+from hostir.check.tracing.events import Event
+from hostir.check.tracing.memory import Access, Buffer
 from hostir.ir.regions import Near, Region, covered
 
 

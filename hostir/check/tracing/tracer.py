@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
-from hostir.check.blocks import trace_by_blocks
-from hostir.check.events import Event, Flag
-from hostir.check.memory import Buffer, View, access, access_all, dense, strides_in
-from hostir.check.misuse import Misuse
-from hostir.check.trace import RankTrace
+from hostir.check.tracing.blocks import trace_by_blocks
+from hostir.check.tracing.events import Event, Flag
+from hostir.check.tracing.memory import Buffer, View, access, access_all, dense, strides_in
+from hostir.check.tracing.misuse import Misuse
+from hostir.check.tracing.trace import RankTrace
 from hostir.ir.machine import Done, Exchange, Frame, OptionalMethods, Ready, interpret
 from hostir.ir.op import Phase, Value
 from hostir.ir.program import Program
