@@ -69,14 +69,10 @@ class Buffers:
 
     def _free(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
         view = "" if x.name == root else "a view of "
-        if root in self.inputs:
-            yield Diagnostic(
-                f"{x} is {view}an input: only the caller may free an input", s.span, hint="remove this line"
-            )
-        elif root in self.symmetric:
-            yield Diagnostic(
-                f"{x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="remove this line"
-            )
+        why = "a symmetric buffer: it lasts from call to call" if root in self.symmetric else ""
+        why = "an input: only the caller may free an input" if root in self.inputs else why
+        if why:
+            yield Diagnostic(f"{x} is {view}{why}", s.span, hint="remove this line")
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
         """Yield findings about a statement that reaches memory of a peer that is not symmetric."""

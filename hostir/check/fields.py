@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite, prod
 
 from hostir.ir.op import (
@@ -76,8 +76,7 @@ def _holds(codec: Codec, held: object) -> bool:
     return isinstance(held, tuple if codec is Codec.BLOCK else str)
 
 
-def _all(held: object, is_one: object) -> bool:
-    assert callable(is_one)
+def _all(held: object, is_one: Callable[[object], bool]) -> bool:
     return isinstance(held, tuple) and all(map(is_one, held))
 
 
@@ -116,11 +115,8 @@ def _is_tensor_type(held: TensorType) -> bool:
 
 
 def _is_sound(held: TensorType) -> bool:
-    if held.dtype not in (*DTYPES.values(), FLAG):
-        return False
-    if not (held.mesh is None or _is_mesh(held.mesh)) or not _all(held.axes, _is_axis):
-        return False
-    if not _all(held.partial, _is_name):
+    known_dtype, known_mesh = held.dtype in (*DTYPES.values(), FLAG), held.mesh is None or _is_mesh(held.mesh)
+    if not (known_dtype and known_mesh and _all(held.axes, _is_axis) and _all(held.partial, _is_name)):
         return False
     marks = [mark for axis in held.axes for mark in axis.marks if mark != STREAM] + list(held.partial)
     known = held.mesh.axes if held.mesh else ()

@@ -202,8 +202,6 @@ def _ordering(c: Conflict) -> str:
     user = "the stream that 'current_stream' gives at the beginning"
     if first.stream == CALLER and second.stream != CALLER:
         return f"on {_stream(second)}, 'synchronize %user' before it, %user being {user}"
-    if second.stream == CALLER and first.stream != CALLER:
-        return f"on the caller's stream, 'synchronize {first.stream.removeprefix('stream ')}' before it"
     if first.stream != second.stream:
         return f"on {_stream(second)}, 'synchronize {first.stream.removeprefix('stream ')}' before it"
     return "wait for the communication before memory that it uses is touched"

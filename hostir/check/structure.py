@@ -206,23 +206,17 @@ def _agree(a: TensorType, b: TensorType) -> bool:
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial
 
 
-def constant(expr: Expr) -> int | None:
-    """Return the value of a constant expression, else None."""
-    terms = _terms(expr)
-    return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
-
-
 def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
     """Yield the parts of an expression that divide by a literal zero."""
     if isinstance(expr, Bin):
-        if expr.op in "/%" and constant(expr.right) == 0:
+        if expr.op in "/%" and not _terms(expr.right):
             yield expr
         yield from divisions_by_zero(expr.left)
         yield from divisions_by_zero(expr.right)
 
 
 def _terms(expr: Expr) -> dict[Expr, int]:
-    """Return the expression as a sum: the factor of each term. The constant is the factor of `_UNIT`."""
+    """Return the expression as a sum: the factor of each term. The constant is the factor of `_UNIT`; 0 is {}."""
     if isinstance(expr, Lit):
         return {_UNIT: expr.value} if expr.value else {}
     if isinstance(expr, Bin):

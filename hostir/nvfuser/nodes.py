@@ -77,7 +77,9 @@ class Node:
 
     @property
     def tensors(self) -> tuple[TensorNode, ...]:
-        return ()
+        """The tensors that it names: operands first, the result last."""
+        fields = [getattr(self, name, ()) for name in ("x", "operands", "out")]
+        return tuple(tensor for held in fields for tensor in (held if isinstance(held, tuple) else (held,)))
 
 
 @dataclass(frozen=True)
@@ -104,20 +106,12 @@ class AllocateNode(Node):
     out: TensorNode
     always: bool
 
-    @property
-    def tensors(self) -> tuple[TensorNode, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True)
 class DeallocateNode(Node):
     """Deallocate { x }."""
 
     x: TensorNode
-
-    @property
-    def tensors(self) -> tuple[TensorNode, ...]:
-        return (self.x,)
 
 
 @dataclass(frozen=True)
@@ -131,10 +125,6 @@ class ViewNode(Node):
     index: Formula | None = None
     over: str = ""
 
-    @property
-    def tensors(self) -> tuple[TensorNode, ...]:
-        return (self.x, self.out)
-
 
 @dataclass(frozen=True)
 class ComputeNode(Node):
@@ -144,10 +134,6 @@ class ComputeNode(Node):
     out: TensorNode
     operands: tuple[TensorNode, ...]
     dtype: str = ""
-
-    @property
-    def tensors(self) -> tuple[TensorNode, ...]:
-        return (*self.operands, self.out)
 
 
 @dataclass(frozen=True)
@@ -160,10 +146,6 @@ class CommunicationNode(Node):
     root: Formula | None
     x: TensorNode
     out: TensorNode
-
-    @property
-    def tensors(self) -> tuple[TensorNode, ...]:
-        return (self.x, self.out)
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ class _DumpParser(PartParser):
         self.expect("{")
         while self.next.text in ("HOST", "IRS", "FUSION", ":"):  # the first versions wrote a title
             self.at += 1
-        inputs = self.tensors()
+        inputs = self.listed(self.tensor, "(", ")")
         self.expect("->")
-        outputs = self.tensors()
+        outputs = self.listed(self.tensor, "(", ")")
         self.expect(":")
         body = self.block(0)
         self.expect("}")
@@ -169,15 +169,6 @@ class _DumpParser(PartParser):
                     raise error(f"a pool of {streams} streams", span, expected="at least 1")
                 return streams
         return None
-
-    def tensors(self) -> tuple[TensorNode, ...]:
-        self.expect("(")
-        found: list[TensorNode] = []
-        while not self.skip(")"):
-            found.append(self.tensor())
-            if self.next.text != ")":
-                self.expect(",")
-        return tuple(found)
 
     def block(self, column: int) -> tuple[Node, ...]:
         """Return the statements of a block: they start right of a column."""
@@ -313,24 +304,19 @@ class _DumpParser(PartParser):
             return ViewNode(span, "chunk", out, x, index=call.formula("stream_index"))
         if name == "AsPartial":
             return ViewNode(span, "as_partial", out, x, over=call.need("over", Token).text[-1:])
-        if name == "Dense":
-            return ViewNode(span, "dense", out, x)
-        return ViewNode(span, "permute" if name == "Set.Permute" else "reshape", out, x)
+        return ViewNode(span, {"Dense": "dense", "Set.Permute": "permute"}.get(name, "reshape"), out, x)
 
     def call(self, name: Token) -> CallNode:
         """Read the parenthesised arguments after a name."""
         call = CallNode(name)
-        self.expect("(")
-        while not self.skip(")"):
-            if TENSOR.fullmatch(self.next.text):
-                call.tensors.append(self.tensor())
-            else:
-                self.option(call)
-            if self.next.text != ")":
-                self.expect(",")
+        self.listed(lambda: self.argument(call), "(", ")")
         return call
 
-    def option(self, call: CallNode) -> None:
+    def argument(self, call: CallNode) -> None:
+        """Read a tensor, or an option by name."""
+        if TENSOR.fullmatch(self.next.text):
+            call.tensors.append(self.tensor())
+            return
         words = 0
         while self.peek(words).text.isidentifier():
             words += 1

@@ -31,19 +31,14 @@ class PartParser(Cursor):
         if match is None:
             raise self.unexpected("a tensor, such as T0_g_float[iS0{i0}, iS1{i2}]")
         self.take()
-        self.expect("[")
-        domains: list[IterDomain] = []
-        while not self.skip("]"):
-            domains.append(self.domain())
-            if self.next.text != "]":
-                self.expect(",")
+        domains = self.listed(self.domain, "[", "]")
         devices = self.devices() if self.next.text == "(" and self.peek(1).text == "DeviceMesh" else None
         while self.next.text in ("ca_pos", "produce_pos"):
             self.take()
             self.expect("(")
             self.integer()
             self.expect(")")
-        return TensorNode(match[1], _dtype(match[2], head), tuple(domains), devices, head.span)
+        return TensorNode(match[1], _dtype(match[2], head), domains, devices, head.span)
 
     def devices(self) -> Devices:
         self.expect("(")

@@ -104,6 +104,10 @@ class DumpReader(Builder):
                     self.allocate(out)
             case DeallocateNode(x=x):
                 self.emit(host.FreeBuffer(self.tensor(x)), node.span)
+            case ViewNode(op="select"):
+                self.select(node, self.tensor(node.x))
+            case ViewNode(op="chunk"):
+                self.chunk(node, self.tensor(node.x))
             case ViewNode():
                 self.view(node)
             case ComputeNode():
@@ -154,10 +158,6 @@ class DumpReader(Builder):
                     self.allocate(node.out)
 
     def view(self, node: ViewNode) -> None:
-        if node.op == "select":
-            return self.select(node, self.tensor(node.x))
-        if node.op == "chunk":
-            return self.chunk(node, self.tensor(node.x))
         x = self.operand(node.x)
         over = self.types.mark(node.over, self.types.mesh(node.x), node.span) if node.over else ""
         partial = (*x.tensor.partial, over)
@@ -175,7 +175,6 @@ class DumpReader(Builder):
         if out is not None:  # the view is written to existing memory
             self.same_shape(out, target, node.span)
             self.emit(ops.DenseCopy(out, target), node.span)
-        return None
 
     def inferred(self, view: V, node: ViewNode) -> V:
         """Return the view with the type inferred from its operand; raise unless the type has the printed shape."""

@@ -103,6 +103,16 @@ class Cursor:
             raise self.unexpected("an integer")
         return int(self.take().text)
 
+    def listed(self, read: Callable[[], T], start: str, end: str) -> tuple[T, ...]:
+        """Read items that are separated by commas, between two signs."""
+        items: list[T] = []
+        self.expect(start)
+        while not self.skip(end):
+            items.append(read())
+            if self.next.text != end:
+                self.expect(",")
+        return tuple(items)
+
     def integers(self, end: str) -> tuple[int, ...]:
         numbers: list[int] = []
         while not self.skip(end):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hostir.check.one_rank.rotations import Rotations
-from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at, differs
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at
 from hostir.check.ordering.held_sms import Lanes, together
 from hostir.check.ordering.joining import SIGNAL, Trouble
 from hostir.check.ordering.order import Order
@@ -196,6 +196,7 @@ class Alike(Order):
 def _access(access: Access, rank: int) -> Access:
     """Translate a remote access to the buffer coordinates of the rank that owns the memory."""
     region = access.region
-    if differs(region.offset):
-        region = Region(at(region.offset, rank), region.dims)
+    offset: Any = region.offset
+    if isinstance(offset, PerRank):
+        region = Region(at(offset, rank), region.dims)
     return Access(access.buffer, region, access.does)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at, differs
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at
 from hostir.check.tracing.events import BlockEvents, Flag
 from hostir.check.tracing.memory import Access
 from hostir.check.tracing.trace import RankTrace
@@ -51,9 +51,11 @@ class Rotations:
         self._apart()
         for access, steps in moving:
             for axis, step in enumerate(steps):
-                if (access.buffer.name, axis) in self.steps:
-                    self._region(access, axis, _one_place if step else _all_places)
-        if any(differs(flag.epoch[1]) for flag in flags):
+                fits = _one_place if step else _all_places
+                weight = self.steps.get((access.buffer.name, axis))
+                if weight and not fits(at(access.region.offset, 0), access.region.dims, weight, self.shape[axis]):
+                    raise UnlikeError
+        if any(isinstance(flag.epoch[1], PerRank) for flag in flags):
             raise UnlikeError
         for flag, steps in going:
             if any((flag.flags, axis) in self.steps for axis, step in enumerate(steps) if not step):
@@ -65,16 +67,12 @@ class Rotations:
         weights += [(flag.flags, steps) for flag, steps in going]
         for name, steps in dict.fromkeys(weights):
             for axis, step in enumerate(steps):
-                if step:
-                    self._need(name, axis, step)
+                if step and self.steps.setdefault((name, axis), step) != step:
+                    raise UnlikeError
 
     def _moving(self, address: Any) -> Steps:
         """Return the weight of the digit of an address that rises along each axis; 0 if the address stays the same."""
-        return _steps(address.numbers, self.shape) if differs(address) else (0,) * len(self.shape)
-
-    def _need(self, buffer: str, axis: int, step: int) -> None:
-        if self.steps.setdefault((buffer, axis), step) != step:
-            raise UnlikeError
+        return _steps(address.numbers, self.shape) if isinstance(address, PerRank) else (0,) * len(self.shape)
 
     def _apart(self) -> None:
         """Raise unless the digits of a buffer for different axes are disjoint, which makes rotations independent."""
@@ -82,11 +80,6 @@ class Rotations:
         for (buffer, axis), step in self.steps.items():
             digits.setdefault(buffer, []).append((step, step * self.shape[axis]))
         if any(map(_overlap, digits.values())):
-            raise UnlikeError
-
-    def _region(self, access: Access, axis: int, fits: Callable[[int, Dims, int, int], bool]) -> None:
-        region, step = access.region, self.steps[access.buffer.name, axis]
-        if not fits(at(region.offset, 0), region.dims, step, self.shape[axis]):
             raise UnlikeError
 
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:

@@ -156,11 +156,6 @@ def at(number: Any, rank: int) -> int:
     return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
 
 
-def differs(number: object) -> bool:
-    """Return True if a number differs from rank to rank."""
-    return isinstance(number, PerRank)
-
-
 @lru_cache(maxsize=1 << 12)
 def _peer(place: bytes | int, count: int, stride: int, torus: Torus) -> int:
     ranks = np.arange(prod(torus.shape))

@@ -79,8 +79,7 @@ class Misuse:
     def free(self, buffer: Buffer) -> bool:
         """Record that the current statement frees a buffer; return False, and report it, if it is freed already."""
         if (before := self.freed.get(buffer)) is not None:
-            first = ((before.span, "first here"),)
-            self.refuse(f"%{buffer.name} is freed twice", hint="free it once", notes=first)
+            self.refuse(f"%{buffer.name} is freed twice", hint="free it once", notes=((before.span, "first here"),))
             return False
         assert self.trace.statement is not None
         self.freed[buffer] = self.trace.statement

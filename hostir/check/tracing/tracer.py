@@ -68,9 +68,8 @@ class Tracer(OptionalMethods):
             # kernel may overlap copies by SMs even if an `allocate` comes between them.
             self.trace.follow(self.trace.event("allocates", [access_all(buffer, "undefines")]), self.trace.current)
             return dense(buffer, shape)
-        return dense(
-            self.trace.kept.setdefault(name, Buffer(self.rank, name, prod(shape), value, persists=True)), shape
-        )
+        buffer = Buffer(self.rank, name, prod(shape), value, persists=True)
+        return dense(self.trace.kept.setdefault(name, buffer), shape)
 
     def free(self, x: View) -> None:
         if self.misuse.free(x.buffer):
