@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -38,14 +38,10 @@ class PerRank:
     def values(self) -> Any:
         return np.frombuffer(self.numbers, dtype=np.int64)
 
-    def __str__(self) -> str:
+    def _unlike(self) -> NoReturn:
         raise UnlikeError
 
-    def __hash__(self) -> int:
-        raise UnlikeError
-
-    def __index__(self) -> int:
-        raise UnlikeError
+    __str__ = __hash__ = __index__ = _unlike
 
 
 def _plain(number: Any) -> Any:

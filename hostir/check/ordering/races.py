@@ -196,11 +196,9 @@ class RaceDetector:
 
     def most_specific(self) -> list[tuple[Conflict, int]]:
         """Return the conflicts, without an `allocate` if another shows the same missing order between two streams."""
-        every = [
-            (c, n, (id(c.second.event.statement), c.first and c.first.event.stream)) for c, n in self.conflicts.values()
-        ]
-        streams = {sides for c, _, sides in every if c.first and not _of_new(c)}
-        return [(c, n) for c, n, sides in every if not (_of_new(c) and sides in streams)]
+        every = self.conflicts.values()
+        streams = {_sides(c) for c, _ in every if c.first and not _of_new(c)}
+        return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
 
     def forget(self) -> None:
         """Drop the cyclic links between groups, which would cost the garbage collector more time."""
@@ -232,3 +230,7 @@ def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
 
 def _of_new(conflict: Conflict) -> bool:
     return conflict.first is not None and conflict.first.event.verb == "allocates"
+
+
+def _sides(conflict: Conflict) -> tuple[int, str]:
+    return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""

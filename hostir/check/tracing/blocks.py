@@ -75,8 +75,7 @@ def _blocks(
         size = count // done.blocks
         for n in range(done.blocks):
             signal = trace.event("signals", [], units[n * size : (n + 1) * size])
-            place = done.flags.buffer.name, n, (trace.turn, done.epoch)
-            blocks.signals.append(Flag(signal, trace.rank, *place))
+            blocks.signals.append(Flag(signal, trace.rank, done.flags.buffer.name, n, (trace.turn, done.epoch)))
     for n, unit in enumerate(units):  # an observer of the signal, or of the end, has seen all earlier events
         unit.ends = blocks.signals[n * done.blocks // count].event.ends if done else unit.ends
         for part in parts[n::count]:
