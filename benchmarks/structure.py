@@ -6,7 +6,7 @@ statement changes, and functions of a warm call.
 
 Lines are code, docstrings, comments, imports or blank. A hand-kept list of classes is an `isinstance`, a `case`, or the
 keys and items of a literal that name classes of statements or of operations of an unrolled program. It counts in the
-packages that should ask for traits instead: check, runtime and choice. The files that a new statement changes are taken
+packages that should ask for traits instead, `ROOMS`. The files that a new statement changes are taken
 from docs/extending.md, as in the test of that page. Parameters of a method do not include `self`. A warm call is the
 fourth call `executor(a, b, out=(c,))` of a program on one CPU process; its chain is the deepest stack of hostir's
 functions.
