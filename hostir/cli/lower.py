@@ -13,7 +13,8 @@ from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import Codec, Expr, Phase, Ref, Statement
 from hostir.ir.program import Printer, Program, format_statement
 from hostir.ir.source import did_you_mean, error
-from hostir.ir.tensor_ops import Contraction, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower import lower, passes_of
 
 CALLER = "the caller's stream"

@@ -21,8 +21,9 @@ from hostir.ir.op import (
     template,
 )
 from hostir.ir.program import declares_type
-from hostir.ir.tensor_ops import TensorOp, ViewStatement
+from hostir.ir.tensor_ops import TensorOp
 from hostir.ir.types import DTYPES
+from hostir.ir.view_ops import ViewStatement
 
 SECTIONS: tuple[tuple[str, tuple[type[Statement], ...]], ...] = (
     ("Computations", (TensorOp,)),

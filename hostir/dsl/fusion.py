@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from hostir.dsl.tensor import NAME, SizeLike, Tensor
-from hostir.ir import comm_ops, scaled_ops, tensor_ops
-from hostir.ir import tensor_ops as view_ops
+from hostir.ir import comm_ops, scaled_ops, tensor_ops, view_ops
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size, product

@@ -19,8 +19,9 @@ from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import product
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, RmsNorm, Shard, Unary
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, RmsNorm, Unary
 from hostir.ir.types import Axis, Factor, TensorType
+from hostir.ir.view_ops import Shard
 from hostir.lower.propagate import result_of, users_of
 
 

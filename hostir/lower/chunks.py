@@ -9,8 +9,9 @@ from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import If, Signal, WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum, ViewStatement
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum
 from hostir.ir.types import Axis, TensorType
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower.allreduces import rows_axis
 from hostir.lower.host import Host
 from hostir.lower.scatters import add_view, epilogue

@@ -12,8 +12,9 @@ from hostir.ir.onesided_ops import Put, Rank
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Sync, Value
 from hostir.ir.program import Names, Program, rewrite
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import DenseCopy, Reshape, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Kind
+from hostir.ir.view_ops import Reshape, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.propagate import splits_only
 

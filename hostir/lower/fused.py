@@ -30,19 +30,8 @@ from hostir.ir.onesided_ops import Signal
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size, product
-from hostir.ir.tensor_ops import (
-    Add,
-    Contraction,
-    DenseCopy,
-    Linear,
-    Matmul,
-    Permute,
-    RmsNorm,
-    Shard,
-    TensorOp,
-    Unary,
-    ViewStatement,
-)
+from hostir.ir.tensor_ops import Add, Contraction, DenseCopy, Linear, Matmul, RmsNorm, TensorOp, Unary
+from hostir.ir.view_ops import Permute, Shard, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.allreduces import AllReduceSteps, fits_chunks, rows_axis
 from hostir.lower.chunks import Chunks, rows_in

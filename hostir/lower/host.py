@@ -24,8 +24,9 @@ from hostir.ir.onesided_ops import Rank
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import DenseCopy, Permute, Reshape, ViewStatement
+from hostir.ir.tensor_ops import DenseCopy
 from hostir.ir.types import Axis, Factor, Kind, TensorType, leads
+from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 
 # Layouts --------------------------------------------------------------------------------------------------------------

@@ -10,23 +10,9 @@ from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import (
-    CONTRACTED,
-    Add,
-    Binary,
-    Cast,
-    Contraction,
-    Map,
-    Permute,
-    Reshape,
-    RmsNorm,
-    Shard,
-    Sum,
-    TensorOp,
-    Unary,
-    ViewStatement,
-)
+from hostir.ir.tensor_ops import CONTRACTED, Add, Binary, Cast, Contraction, Map, RmsNorm, Sum, TensorOp, Unary
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType, flat_marks, is_multiple, place_marks, refine
+from hostir.ir.view_ops import Permute, Reshape, Shard, ViewStatement
 from hostir.lower import Pass
 
 # Shardings of one computation -----------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from hostir.ir.onesided_ops import Get
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import DenseCopy, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower import Pass
 from hostir.lower.allreduces import shared_axis
 from hostir.lower.columns import columns_as_rows

@@ -10,8 +10,9 @@ from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Contraction, Reshape
+from hostir.ir.tensor_ops import Contraction
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import Reshape
 from hostir.lower.allreduces import in_two_steps
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons

@@ -14,8 +14,9 @@ from hostir.ir.host_ops import Chunk, For, Select
 from hostir.ir.onesided_ops import WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Value
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, DenseCopy, Permute, Sum, Unary, ViewStatement
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, DenseCopy, Sum, Unary
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import Permute, ViewStatement
 from hostir.lower.host import Host, modulo
 from hostir.lower.reshard import Reduction
 from hostir.lower.rows import piece_axis, shard_place

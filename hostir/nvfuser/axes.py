@@ -15,8 +15,9 @@ from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, rewrite
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import Span, error
-from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
+from hostir.ir.view_ops import ViewStatement
 from hostir.nvfuser.parse import (
     CommunicationNode,
     ComputeNode,

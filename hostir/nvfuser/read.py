@@ -12,13 +12,13 @@ from typing import TypeVar
 from hostir.ir import comm_ops as comm
 from hostir.ir import host_ops as host
 from hostir.ir import tensor_ops as ops
-from hostir.ir import tensor_ops as views
+from hostir.ir import view_ops as views
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
-from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import Kind, TensorType, Type
+from hostir.ir.view_ops import ViewStatement
 from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, with_canonical_sizes
 from hostir.nvfuser.parse import (
     AllocateNode,

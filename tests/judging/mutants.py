@@ -27,8 +27,9 @@ from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Ran
 from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
 from hostir.ir.program import Names, Printer, Program, format_program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
+from hostir.ir.view_ops import ViewStatement
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
