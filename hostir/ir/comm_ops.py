@@ -23,9 +23,10 @@ from hostir.ir.op import (
     Write,
     statement,
 )
+from hostir.ir.sharding import Mark, flat_marks, leads
 from hostir.ir.sizes import Size, product
 from hostir.ir.source import did_you_mean
-from hostir.ir.types import Kind, Mark, Mesh, TensorType, flat_marks, leads
+from hostir.ir.types import Kind, Mesh, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

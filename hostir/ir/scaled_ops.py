@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from hostir.ir.op import Int, Name, Read, ReadIf, Shape, Value, statement
+from hostir.ir.sharding import ALONE, CONTRACTED, Map
 from hostir.ir.sizes import ONE, Division, Size
 from hostir.ir.source import did_you_mean
-from hostir.ir.tensor_ops import ALONE, BY_BLOCKS, CONTRACTED, Contraction, Map, TensorOp, check_contracted
+from hostir.ir.tensor_ops import BY_BLOCKS, Contraction, TensorOp, check_contracted
 from hostir.ir.types import DTYPES, FP8, DType, TensorType
 
 BLOCK = 128  # elements along K, and columns of B, that share a block-wise scale

@@ -38,18 +38,16 @@ from hostir.ir.op import (
     codecs_of,
     statement,
 )
+from hostir.ir.sharding import ALONE, CONTRACTED, Map, join
 from hostir.ir.sizes import Division, Size, product
 from hostir.ir.source import HostIRError, did_you_mean
-from hostir.ir.types import DTYPES, FP8, DType, TensorType, join
+from hostir.ir.types import DTYPES, FP8, DType, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
 
 
 MAX_F32, MAX_F64 = (2 - 2.0**-23) * 2.0**127, sys.float_info.max
-CONTRACTED = -1  # in a Map: the axis is summed over, and the result does not have it
-ALONE = -2  # in a Map: each rank reads all of the axis, for example a broadcast axis of extent 1
-Map = tuple[int, ...]  # for each axis of an operand: the axis of the result with its elements, or one for each block
 
 
 @dataclass(frozen=True, eq=False, repr=False)

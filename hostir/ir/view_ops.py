@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hostir.ir.op import BOTH, Alias, Define, Ints, Phase, Shape, Statement, ViewStrides, statement
+from hostir.ir.sharding import flat_marks, leads
 from hostir.ir.sizes import product
 from hostir.ir.source import described
-from hostir.ir.types import TensorType, flat_marks, leads
+from hostir.ir.types import TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

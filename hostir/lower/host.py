@@ -23,9 +23,10 @@ from hostir.ir.host_ops import Allocate, AsPartial, CurrentStream, Wait
 from hostir.ir.onesided_ops import Rank
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
+from hostir.ir.sharding import leads
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import DenseCopy
-from hostir.ir.types import Axis, Factor, Kind, TensorType, leads
+from hostir.ir.types import Axis, Factor, Kind, TensorType
 from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 

@@ -9,9 +9,10 @@ from math import prod
 from hostir.ir.comm_ops import Communication, Reshard
 from hostir.ir.op import Codec, Statement, Value
 from hostir.ir.program import Program
+from hostir.ir.sharding import CONTRACTED, Map, flat_marks, is_multiple, place_marks, refine
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import CONTRACTED, Add, Binary, Cast, Contraction, Map, RmsNorm, Sum, TensorOp, Unary
-from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType, flat_marks, is_multiple, place_marks, refine
+from hostir.ir.tensor_ops import Add, Binary, Cast, Contraction, RmsNorm, Sum, TensorOp, Unary
+from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.ir.view_ops import Permute, Reshape, Shard, ViewStatement
 from hostir.lower import Pass
 

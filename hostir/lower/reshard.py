@@ -21,8 +21,9 @@ from hostir.ir.comm_ops import (
 from hostir.ir.op import Codec, Statement, Value, codecs_of
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul
+from hostir.ir.sharding import leads
 from hostir.ir.tensor_ops import Add, DenseCopy, Linear, TensorOp
-from hostir.ir.types import Axis, Mesh, TensorType, leads
+from hostir.ir.types import Axis, Mesh, TensorType
 from hostir.ir.view_ops import Reshape, Shard, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.host import isolate

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from hostir.ir.comm_ops import AllReduce, Communication
 from hostir.ir.host_ops import AsPartial, Chunk, Select
 from hostir.ir.op import Expr, Statement, Value
+from hostir.ir.sharding import is_multiple, refine
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import DenseCopy, Sum, TensorOp
-from hostir.ir.types import Axis, TensorType, is_multiple, refine
+from hostir.ir.types import Axis, TensorType
 from hostir.ir.view_ops import Permute, Reshape, Shard, ViewStatement
 from hostir.lower.host import Host, Scope
 from hostir.lower.propagate import operands_of, result_of

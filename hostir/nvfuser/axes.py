@@ -13,9 +13,10 @@ from hostir.ir import tensor_ops as ops
 from hostir.ir.host_ops import Chunk, For
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, rewrite
+from hostir.ir.sharding import CONTRACTED
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import Span, error
-from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp
+from hostir.ir.tensor_ops import Binary, TensorOp
 from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
 from hostir.ir.view_ops import ViewStatement
 from hostir.nvfuser.parse import (
@@ -403,7 +404,7 @@ class Computation:
         maps = maps_of(statement)
         if [len(map) for map in maps] != [len(value.tensor.axes) for value in operands]:
             return None
-        if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(out.tensor.axes))):
+        if {to for map in maps for to in map if to != CONTRACTED} != set(range(len(out.tensor.axes))):
             return None
         of: dict[object, TensorNode] = dict(list(values.items()))
         return [((of[a], j), (of[b], k)) for (_, a, j), (_, b, k) in computed(statement)]
