@@ -36,7 +36,7 @@ test: lint
 	@echo "==> pytest: the tests, $(JOBS) at a time"
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not alone"
 	@echo "==> pytest: the tests of ranks that die or stand still, one at a time: they have seconds to notice"
-	@$(BIN)/python -m pytest -q -m alone tests/runtime/test_processes.py tests/runtime/test_torchrun.py
+	@$(BIN)/python -m pytest -q -m alone tests/call/test_processes.py tests/call/test_torchrun.py
 
 lint: $(READY)
 	@echo "==> ruff: style and formatting"
@@ -49,7 +49,7 @@ lint: $(READY)
 
 kernels: $(READY)
 	@echo "==> every kernel that plans load on a Hopper GPU, compiled without one ($(JOBS) processes, about ten minutes with two)"
-	@$(BIN)/python -m tests.runtime.kernels.compile_every --jobs $(JOBS)
+	@$(BIN)/python -m tests.kernels.compile_every --jobs $(JOBS)
 
 setup: $(READY)
 

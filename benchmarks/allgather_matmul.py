@@ -34,8 +34,8 @@ from benchmarks.harness import synchronize
 from benchmarks.scores import BY_HAND, GRAPH, TORCH, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
-from hostir.runtime.kernels.matmul import matmul as triton_matmul
-from hostir.runtime.session import Session
+from hostir.job.session import Session
+from hostir.kernels.matmul.matmul import matmul as triton_matmul
 
 NATIVE = "torch native"
 VARIANTS = tuple(

@@ -27,8 +27,8 @@ from benchmarks.allgather_matmul import Judge
 from benchmarks.comparison import PATIENCE, WARM_CALLS, Candidate
 from benchmarks.harness import Clock, graphed, table, write
 from benchmarks.scores import GRAPH, LARGE, MODELS, MUST, Row, rows
+from hostir.job.session import session
 from hostir.lower.fused import SMS
-from hostir.runtime.session import session
 
 TITLE = "All-gather + matmul as ranks of more GPUs meet it, on 2"
 

@@ -37,9 +37,9 @@ from benchmarks.scores import BENCHMARKS, COMPILED, EAGER, GRAPH, MODES, Result,
 from hostir.choice.candidates import candidates_of
 from hostir.choice.platforms import CUDA, GLOO, Platform, platform_here
 from hostir.ir.comm_ops import Communication
+from hostir.job.session import Session, session
 from hostir.lower import STRATEGIES
 from hostir.lower.strategies import fusion_of
-from hostir.runtime.session import Session, session
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 ALARM = 120  # seconds that a step may take before the process ends with a traceback of each thread

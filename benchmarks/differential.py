@@ -50,6 +50,11 @@ import hostir as hi
 from benchmarks.harness import table, write
 from examples import patterns
 from hostir import knobs
+from hostir.call import bounds
+from hostir.call.bounds import reductions, relative_error
+from hostir.call.parts import assemble, shard
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.ir.host_ops import Chunk
 from hostir.ir.op import Codec, codecs_of
 from hostir.ir.program import Program
@@ -58,10 +63,8 @@ from hostir.ir.sizes import product as sizes_product
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import ByBlocks
 from hostir.ir.types import TensorType
+from hostir.kernels.dtypes import torch_dtype
 from hostir.lower import STRATEGIES
-from hostir.runtime import reference as compare
-from hostir.runtime.reference import reductions, reference, relative_error
-from hostir.runtime.sharding import assemble, random_inputs, shard, torch_dtype
 from tests.launch import launch
 from tests.lower.gathered import gathered
 from tests.lower.scaled import scaled
@@ -323,7 +326,7 @@ def judged(case: Case, machine: str) -> tuple[str, str]:
     for value, g, p, t in zip(case.program.outputs, got, plain, true, strict=True):
         if g.shape != t.shape or (g.dtype != p.dtype and not value.tensor.partial):
             return "wrong", f"{value} is {g.dtype} of shape {list(g.shape)}, not {p.dtype} of {list(t.shape)}"
-        error, most = relative_error(g, t), compare.bound(p, t, sums, torch_dtype(value.tensor.dtype))
+        error, most = relative_error(g, t), bounds.bound(p, t, sums, torch_dtype(value.tensor.dtype))
         if not error <= most:
             return "wrong", f"{value}: error {error:.2e}, at most {most:.2e} allowed"
     return "right", ""
@@ -410,7 +413,7 @@ def simulated(cases: int, seed: int, workers: int, seconds: float, first: int = 
 # Real ranks -------------------------------------------------------------------------------------------------------
 def on_this_rank(cases: int, seed: int, first: int) -> None:
     """What each process of a job does: tells each case before it begins, and how it ended."""
-    from hostir.runtime.session import session
+    from hostir.job.session import session
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN

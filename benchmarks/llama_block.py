@@ -53,7 +53,7 @@ from torch.profiler import ProfilerActivity, profile
 import hostir.torch
 from benchmarks.harness import Clock, graphed, synchronize, table, write
 from examples.llama import Block, plan
-from hostir.runtime.session import Session, session
+from hostir.job.session import Session, session
 from hostir.torch import OverlapPass
 
 SIZES = {"8B": (4096, 32, 8, 14336), "70B": (8192, 64, 8, 28672)}  # features, heads, kv heads, hidden

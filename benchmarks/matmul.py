@@ -32,10 +32,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness import environment, table, write
-from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
-from hostir.runtime.kernels.matmul import matmul
-from hostir.runtime.kernels.scaled import scaled_by_library, scaled_matmul, scaled_matmul_reference
-from hostir.runtime.kernels.tiles import Gemm, Tile, candidates, choose
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
+from hostir.kernels.matmul.estimate import choose
+from hostir.kernels.matmul.matmul import matmul
+from hostir.kernels.matmul.tiles import Gemm, Tile, candidates
+from hostir.kernels.scaled import scaled_matmul
+from hostir.kernels.scaled_library import scaled_by_library
+from hostir.kernels.scales import scaled_matmul_reference
 
 ROWS = (64, 512, 2048, 4096, 8192, 16384)
 GATHER = ((1792, 4096), (3584, 8192), (6656, 16384))  # (N, K) of 8B, 70B and 405B layers over 8 ranks

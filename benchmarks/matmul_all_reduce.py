@@ -46,8 +46,8 @@ from benchmarks.harness import synchronize
 from benchmarks.scores import BENCHMARKS, BY_HAND, COMPILED, FIRST, GRAPH, ONE_SHOT, TWO_SHOT, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
-from hostir.runtime.kernels.matmul import matmul as triton_matmul
-from hostir.runtime.session import Session
+from hostir.job.session import Session
+from hostir.kernels.matmul.matmul import matmul as triton_matmul
 
 LAYERS = 80
 OTHERS = tuple(

@@ -53,9 +53,9 @@ from benchmarks.harness import synchronize
 from benchmarks.scores import BENCHMARKS, BY_HAND, LARGE, ODD, TORCH, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
+from hostir.job.session import Session
+from hostir.kernels.matmul.matmul import matmul as triton_matmul
 from hostir.lower.fused import SMS
-from hostir.runtime.kernels.matmul import matmul as triton_matmul
-from hostir.runtime.session import Session
 
 
 def low_contention(part: torch.Tensor) -> torch.Tensor:

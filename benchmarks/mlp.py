@@ -28,7 +28,7 @@ import hostir as hi
 from benchmarks.comparison import PIECES, Judge, Subject, Work, compare, options_parser, summed_rows
 from benchmarks.harness import synchronize
 from benchmarks.scores import BENCHMARKS, BY_HAND, FIRST, TORCH, Row
-from hostir.runtime.session import Session
+from hostir.job.session import Session
 
 OTHERS = tuple(model for model in BENCHMARKS["mlp"].models if model != FIRST[0])  # measured only if named
 

@@ -40,7 +40,7 @@ from typing import Any, TextIO
 import hostir.__main__
 from benchmarks.harness import environment
 from benchmarks.scores import BENCHMARKS
-from hostir.runtime.session import Session, session
+from hostir.job.session import Session, session
 
 ROOT = Path(__file__).parents[1]
 LEAST = 60.0  # seconds; no part begins with fewer left

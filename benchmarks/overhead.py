@@ -33,7 +33,7 @@ from benchmarks.torch_operators import ByHand, Gathering, Scattering
 from examples import patterns
 from hostir.check import verify
 from hostir.ir import parse
-from hostir.runtime.session import Session, session
+from hostir.job.session import Session, session
 from hostir.torch import column_parallel_linear, install, row_parallel_linear
 
 SLICES, STREAMS = 8, 4

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import hostir as hi
 from benchmarks.harness import Clock, graphed, table, write
 from examples import patterns
-from hostir.runtime.session import Session, session
+from hostir.job.session import Session, session
 
 LAYERS = {"8B": (1792, 4096), "70B": (3584, 8192), "405B": (6656, 16384)}  # N and K of a rank, after an all-gather
 ROWS = (4096, 8192, 16384)

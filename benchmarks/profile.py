@@ -23,8 +23,8 @@ from examples import patterns
 from hostir.ir.host_ops import Delay
 from hostir.ir.program import rewrite
 from hostir.ir.types import bind_shape
-from hostir.runtime.session import Session, session
-from hostir.runtime.trace import Trace
+from hostir.job.session import Session, session
+from hostir.machines.trace import Trace
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:

@@ -21,9 +21,9 @@ from random import Random
 import hostir as hi
 from benchmarks.harness import table, write
 from hostir.check.proof import analyse
-from hostir.check.repair import longest_chain, repair
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
+from hostir.repair.repair import longest_chain, repair
 from tests.judging.mutants import Mutant, mutants
 from tests.judging.mutation import originals
 

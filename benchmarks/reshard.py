@@ -28,7 +28,7 @@ from benchmarks.harness import synchronize
 from benchmarks.matmul_all_reduce import PARTS, REDUCTIONS, by_nccl, one_shot
 from benchmarks.matmul_reduce_scatter import low_contention
 from benchmarks.scores import ONE_SHOT, Row
-from hostir.runtime.session import Session
+from hostir.job.session import Session
 
 PARTIAL = """hostir 1
 mesh @mesh [didx] = {ranks}

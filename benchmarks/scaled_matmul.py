@@ -54,8 +54,8 @@ from benchmarks.matmul_reduce_scatter import EmulatedRank, Way, program_text
 from benchmarks.scores import BY_HAND, EAGER, LARGE, TORCH, Result, Row
 from examples import patterns
 from hostir.choice.platforms import Platform
-from hostir.runtime.kernels.scaled import scaled_matmul_reference
-from hostir.runtime.session import Session
+from hostir.job.session import Session
+from hostir.kernels.scales import scaled_matmul_reference
 
 F8 = torch.float8_e4m3fn
 BATCH, BLOCK = 2, 128  # the extent of axis 0 of rows with `--axis`; the number of elements with the same block scale

@@ -43,11 +43,13 @@ from torch.utils.data import DataLoader
 import hostir as hi
 from benchmarks.harness import table, write
 from examples import patterns
+from hostir.call.bounds import bound, reductions, relative_error
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.runtime.reference import bound, reductions, reference, relative_error
-from hostir.runtime.session import session
-from hostir.runtime.sharding import random_inputs, shard
+from hostir.job.session import session
 from tests.launch import launch
 
 RANKS = 2

@@ -6,7 +6,7 @@ touches, a warm call.
 
 Lines are code, docstrings, comments, imports and blank ones. A list of classes kept by hand is an `isinstance`, a
 `case`, or the keys and items of a literal that name classes of statements, or of operations of an unrolled program, in
-a room that should ask them for what they do: check, runtime or choice. The files that a new statement touches are those
+a room that should ask them for what they do: `ROOMS`. The files that a new statement touches are those
 that docs/extending.md changes, as a test does. The parameters of a method are those that a call gives, not `self`. A
 warm call is `executor(a, b, out=(c,))` of a program that one CPU process runs, for the fourth time; its chain is the
 deepest stack of hostir's own functions.
@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.harness import table, write
 from tests.edits import anchor
 
-ROOMS = ("check", "runtime", "choice")  # which are to keep no lists of classes
+ROOMS = ("check", "repair", "plan", "job", "machines", "call", "choice")  # which are to keep no lists of classes
 LONG = 12  # parameters
 CHANGE = re.compile(r"^```python (?:after|in|import) (\S+)$", re.MULTILINE)
 KINDS = ("code", "docstrings", "comments", "imports", "blank")

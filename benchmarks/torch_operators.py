@@ -52,7 +52,7 @@ from benchmarks.comparison import (
 from benchmarks.harness import synchronize
 from benchmarks.scores import BY_HAND, GRAPH, HOSTIR, TORCH, Row
 from hostir.choice.platforms import Platform
-from hostir.runtime.session import Session
+from hostir.job.session import Session
 from hostir.torch import all_gather_matmul, column_parallel_linear, matmul_reduce_scatter, row_parallel_linear
 
 

@@ -26,10 +26,10 @@ STEPS = {
     "hostir/lower": ("2 lower",),
     "hostir/ir": ("3 print",),
     "hostir/check": ("4 check",),
-    "hostir/runtime": ("5 unroll", "7 launch"),
-    "hostir/runtime/gloo": ("6 bind",),
-    "hostir/runtime/cuda": ("6 bind",),
-    "hostir/runtime/kernels": ("8 compute",),
+    "hostir/plan": ("5 unroll",),
+    "hostir/machines": ("6 bind",),
+    "hostir/call": ("7 launch",),
+    "hostir/kernels": ("8 compute",),
 }
 
 # In pixels.
@@ -147,7 +147,7 @@ def _height(room: Room, width: int) -> int:
 
 
 def _box(room: Room, x: int, y: int, width: int, height: int, kind: str) -> Iterator[str]:
-    name = room.path.removeprefix("hostir/").removeprefix("runtime/")
+    name = room.path.removeprefix("hostir/")
     yield f'<g><title>{room.path}: {room.size}</title><rect class="{kind}" rx="5" x="{x}" y="{y}" width="{width}"'
     yield f' height="{height}"/><text class="name" x="{x + PAD}" y="{y + 21}">{escape(name)}</text>'
     yield f'<text class="quiet size" x="{x + width - PAD}" y="{y + 21}">{room.size}</text></g>'

@@ -14,6 +14,8 @@ from hostir.ir.source import described, did_you_mean, error, user_span
 if TYPE_CHECKING:
     import torch
 
+    from hostir.call.executor import Executor
+    from hostir.call.started import Started
     from hostir.choice import Choice, FallbackWarning, Ranges, compile
     from hostir.dsl import (
         DeviceMesh,
@@ -37,21 +39,19 @@ if TYPE_CHECKING:
         sum,
         tensor,
     )
+    from hostir.job.session import Session, session
     from hostir.lower import HasProgram
     from hostir.lower.strategies import Watcher
-    from hostir.runtime.executor import Executor
-    from hostir.runtime.session import Session, session
-    from hostir.runtime.started import Started
-    from hostir.runtime.trace import Trace
+    from hostir.machines.trace import Trace
 
 # Names that are loaded at first use: from the choice of a strategy, the runtime (which loads torch) and the DSL.
 _LAZY = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "Ranges", "compile"), "hostir.choice"),
-    "Executor": "hostir.runtime.executor",
-    **dict.fromkeys(("Session", "session"), "hostir.runtime.session"),
-    "Started": "hostir.runtime.started",
-    "Trace": "hostir.runtime.trace",
+    "Executor": "hostir.call.executor",
+    **dict.fromkeys(("Session", "session"), "hostir.job.session"),
+    "Started": "hostir.call.started",
+    "Trace": "hostir.machines.trace",
 }
 # Import the packages before the functions below hide their names.
 import_module("hostir.lower")
@@ -205,9 +205,9 @@ def run(
         sizes, kernels, seed, machine, trace, check, timeout: as for `Executor`. The strategy `auto` chooses for these
             sizes and the shapes of the inputs. It chooses the kernels as well, unless `kernels` names them.
     """
+    from hostir.call.executor import run as run_program
     from hostir.choice import chosen_for
     from hostir.lower.strategies import AUTO, check_strategy
-    from hostir.runtime.executor import run as run_program
 
     check_strategy(strategy)
     if isinstance(fusion, Program) and fusion.phase is Phase.HOST:

@@ -219,7 +219,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
     except HostIRError as problem:
         return _report(problem)
     except (MemoryError, RuntimeError) as problem:
-        from hostir.runtime.sharding import lacks_memory, out_of_memory  # loads torch
+        from hostir.call.room import lacks_memory, out_of_memory  # loads torch
 
         if not lacks_memory(problem):
             raise
@@ -253,7 +253,7 @@ def _report(problem: HostIRError) -> int:
 
 def _joined_a_job() -> bool:
     """Return True if this rank has begun to join a job. Before that all ranks read the same files and fail alike."""
-    session = sys.modules.get("hostir.runtime.session")
+    session = sys.modules.get("hostir.job.session")
     return session is not None and session.begun
 
 

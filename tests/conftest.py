@@ -13,7 +13,7 @@ from tests.golden import Golden
 TESTS = Path(__file__).parent
 NO_GPU = "for lack of a CUDA GPU"
 # `make test` runs tests marked `alone` at the end, and looks for them in these files only.
-ALONE = {TESTS / "runtime" / f"test_{name}.py" for name in ("processes", "torchrun")}
+ALONE = {TESTS / "call" / f"test_{name}.py" for name in ("processes", "torchrun")}
 
 # The draws are the same every time, so that a failure is the fault of the change. For new draws:
 # pytest --hypothesis-profile=fresh

@@ -212,10 +212,10 @@ def main() -> None:
     import torch.distributed.checkpoint  # noqa: F401
 
     import examples.patterns  # noqa: F401
+    import hostir.call.executor
     import hostir.choice.measure
     import hostir.cli.run
-    import hostir.runtime.executor
-    import hostir.runtime.kernels.reduce  # with Triton and the matmul
+    import hostir.kernels.reduce  # with Triton and the matmul
     import hostir.torch  # noqa: F401
     from hostir.ir.grammar import tree_of
 

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hostir as hi
+from hostir.call.local import rehearse
+from hostir.call.random import random_inputs
 from hostir.ir import Program
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import LocalMachine, rehearse
+from hostir.machines.simulated.machine import LocalMachine
 from tests.judging.simulated import failure_of, outcome
 
 Draw = Callable[..., Any]

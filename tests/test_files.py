@@ -121,7 +121,7 @@ def test_a_repair_notes_that_comments_are_dropped(tmp_path: Path, capfd: pytest.
 def test_the_first_rank_of_a_host_reports_an_error_of_all_ranks(
     rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hostir.runtime.session.begun", False)
+    monkeypatch.setattr("hostir.job.session.begun", False)
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank % 2), ("WORLD_SIZE", 4)):
         monkeypatch.setenv(name, str(value))
     waited: list[float] = []
@@ -143,7 +143,7 @@ def test_a_missing_file_is_reported_once_under_torchrun() -> None:
 def test_ranks_do_not_share_a_pipe(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("hostir.runtime.session.begun", False)
+    monkeypatch.setattr("hostir.job.session.begun", False)
     assert main(["run", "-"]) == 2
     assert "error: standard input can be read once, and every rank would read it" in capfd.readouterr().err
 

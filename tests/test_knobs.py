@@ -10,9 +10,9 @@ import pytest
 
 from hostir import knobs
 from hostir.__main__ import main
+from hostir.call.executor import Executor
 from hostir.ir import parse, source
 from hostir.ir.source import HostIRError
-from hostir.runtime.executor import Executor
 
 
 @pytest.fixture(autouse=True)

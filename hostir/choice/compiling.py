@@ -21,7 +21,7 @@ from hostir.lower.strategies import Watcher, check_strategy, fusion_of
 if TYPE_CHECKING:
     import torch
 
-    from hostir.runtime.executor import Executor
+    from hostir.call.executor import Executor
 
 
 def lower_auto(
@@ -72,7 +72,7 @@ def compile(
 
     Raises HostIRError if `auto` cannot choose because a size has no value and does not follow from the inputs.
     """
-    from hostir.runtime.executor import Executor
+    from hostir.call.executor import Executor
 
     valid = [name for name in inspect.signature(Executor).parameters if name != "program"]
     if unknown := next((name for name in options if name not in valid), None):
@@ -107,7 +107,7 @@ def compiled(
     warn: bool = True,
 ) -> Executor:
     """Compile as `compile` does, with the same arguments. Without `warn` there are no fallback warnings."""
-    from hostir.runtime.executor import Executor
+    from hostir.call.executor import Executor
 
     program = fusion_of(fusion)
     check_strategy(strategy)
@@ -158,7 +158,7 @@ def chosen_for(
     machine: str | None,
 ) -> tuple[Program, str]:
     """Return the program and the kernels that `auto` chooses for the shapes of these unsharded inputs."""
-    from hostir.runtime.sharding import bind_sizes
+    from hostir.call.sizes import bind_sizes
 
     _refuse_streams(streams)
     program = fusion_of(fusion)

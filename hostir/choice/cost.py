@@ -15,10 +15,11 @@ from typing import Any
 from hostir.ir.machine import Done, Ready, uncollected
 from hostir.ir.program import Program
 from hostir.ir.types import FP8
-from hostir.runtime.binding import PushedProduct, Pushes
-from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm
-from hostir.runtime.order import CALLER, NONE
-from hostir.runtime.unroll import (
+from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm
+from hostir.machines.pushes import PushedProduct, Pushes
+from hostir.plan.operations import (
+    CALLER,
+    NONE,
     AllocateOp,
     BarrierOp,
     CollectiveOp,
@@ -32,12 +33,12 @@ from hostir.runtime.unroll import (
     SignalOp,
     SymmetricOp,
     SynchronizeOp,
-    UnrolledProgram,
     ViewOp,
     WaitOp,
     WaitSignalOp,
-    unroll,
 )
+from hostir.plan.unroll import unroll
+from hostir.plan.unrolled import UnrolledProgram
 
 F32 = 4  # bytes
 

@@ -40,7 +40,7 @@ from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower import CALLS, HasProgram, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.strategies import fusion_of
-from hostir.runtime.unroll import unroll
+from hostir.plan.unroll import unroll
 
 LOG = logger(__name__)
 UNMEASURED = "not measured: 'hostir tune' does it"
@@ -132,7 +132,7 @@ def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, 
 
     If ranks are simulated, or there is only this process, call `decide` here.
     """
-    from hostir.runtime.guest import session_of
+    from hostir.job.guest import session_of
 
     session = session_of(group) if machine_name(machine, group) != SIMULATED else None
     if session is None:
@@ -146,7 +146,7 @@ def machine_name(machine: str | None, group: object = None) -> str:
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
         return machine
-    from hostir.runtime.guest import session_of
+    from hostir.job.guest import session_of
 
     session = session_of(group)
     if session is None:
@@ -156,7 +156,7 @@ def machine_name(machine: str | None, group: object = None) -> str:
 
 def rank_here(machine: str | None, group: Any = None) -> int | None:
     """Return this process's rank in the group; None if ranks are simulated."""
-    from hostir.runtime.guest import session_of
+    from hostir.job.guest import session_of
 
     if machine_name(machine, group) == SIMULATED:
         return None

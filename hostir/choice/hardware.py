@@ -3,7 +3,7 @@
 Every constant of H200 was measured by itself:
 
 - Peaks, tiles and `throttle` are fitted to matmuls that run alone, as benchmarks/matmul.py and
-  benchmarks/allgather_matmul.py time them. The constants of the Triton matmul are in hostir/runtime/kernels/tiles.py.
+  benchmarks/allgather_matmul.py time them. The constants of the Triton matmul are in hostir/kernels/matmul/tiles.py.
 - The constants of collectives are fitted to all-gathers that run alone, of 0.5 to 540 MB on 2, 4 and 8 ranks, and to
   benchmarks/patterns.py. That benchmark also shows how much slower a matmul is beside a collective.
 - `copy`, `link` and `signal` come from a chain of copies in a CUDA graph, each followed by a signal: a copy and its
@@ -33,7 +33,8 @@ from dataclasses import dataclass, field, replace
 
 from hostir.ir.source import did_you_mean, error
 from hostir.ir.types import DTYPES, FP8
-from hostir.runtime.kernels.tiles import TRITON, Rates, Tile, candidates
+from hostir.kernels.matmul.estimate import TRITON, Rates
+from hostir.kernels.matmul.tiles import Tile, candidates
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hostir.call.bounds import SLACK, reductions, relative_error
+from hostir.call.executor import Executor
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.choice.cache import Entry
 from hostir.choice.choices import Candidate
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.executor import Executor
-from hostir.runtime.reference import SLACK, reductions, relative_error
-from hostir.runtime.session import Session
-from hostir.runtime.sharding import Part, random_inputs, shard, torch_dtype
+from hostir.job.session import Session
+from hostir.kernels.dtypes import torch_dtype
+from hostir.machines.binding import Part
 
 RUNS = {"cpu": 7, "cuda": 30}
 WARM = {"cpu": 1, "cuda": 4}

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hostir.runtime.unroll import ComputeOp, Op, UnrolledProgram
+from hostir.plan.operations import ComputeOp, Op
+from hostir.plan.unrolled import UnrolledProgram
 
 NOTHING = "it has no communication"
 

@@ -92,7 +92,7 @@ def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
     """
     if machine == SIMULATED:
         return simulated(ranks)
-    from hostir.runtime.guest import session_of
+    from hostir.job.guest import session_of
 
     session = session_of(group, "cuda" if machine == CUDA else "cpu")
     if session is None:
@@ -105,7 +105,7 @@ def _device_facts(machine: str, device: int) -> dict[str, Any]:
     """Return the facts about one rank's device: host, name, versions, links, and why it refuses peer accesses."""
     import torch
 
-    from hostir.runtime.cuda.memory import why_not
+    from hostir.machines.cuda.memory import why_not
 
     versions = {"hostir": _version("hostir"), "torch": torch.__version__}
     facts = {"machine": machine, "host": socket.gethostname(), "versions": versions, "peers": "", "refuses": ""}

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from hostir.call.arguments import sizes_of
+from hostir.call.bound import untraced
+from hostir.call.executor import Executor
+from hostir.call.sizes import bind_sizes
+from hostir.call.started import Started
 from hostir.choice.choices import Candidate
 from hostir.choice.ranges import Ranges
 from hostir.ir.op import Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.runtime.arguments import sizes_of
-from hostir.runtime.executor import Executor, untraced
-from hostir.runtime.sharding import Part, bind_sizes, torch_dtype
-from hostir.runtime.started import Started
+from hostir.kernels.dtypes import torch_dtype
+from hostir.machines.binding import Part
 
 
 class RangedExecutor(Executor):

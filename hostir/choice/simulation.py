@@ -21,7 +21,9 @@ from math import inf, log2
 
 from hostir.choice.cost import CostBarrier, CostCopy, CostTask, CostTransfer, Nothing, Pause, TaskWork, Traffic
 from hostir.choice.hardware import Hardware, Kernels
-from hostir.runtime.kernels.tiles import Gemm, Grid, Tile, block_ends, choose, duration
+from hostir.kernels.matmul.estimate import block_ends, choose, duration
+from hostir.kernels.matmul.schedule import Grid
+from hostir.kernels.matmul.tiles import Gemm, Tile
 
 EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock

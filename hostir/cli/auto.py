@@ -12,8 +12,8 @@ from hostir.choice.decision import Decider, check_ranks, check_sizes, choose
 from hostir.choice.hardware import REFERENCE, parse_machine
 from hostir.choice.platforms import Platform, platform_here, reference
 from hostir.ir.program import Program
+from hostir.job.session import joined, launched
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
-from hostir.runtime.session import joined, launched
 
 
 def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from hostir.check import check_calls, check_structure
 from hostir.check.proof import Analysis, Finding, analyse, analyse_quickly
-from hostir.check.repair import difference, redundant, repair
 from hostir.cli.loading import STANDARD, write
 from hostir.cli.lowering import load_to_lower, lowered
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError, Span, error
+from hostir.repair.repair import difference, redundant, repair
 
 
 def check_command(
@@ -119,7 +119,7 @@ def _draw(program: Program, analysis: Analysis, out: str) -> None:
         message = f"{out} was not drawn: @{program.name} has no order until its structure is sound"
         print(Diagnostic(message, level="note"), file=sys.stderr)
         return
-    from hostir.check.picture import draw  # loads networkx
+    from hostir.cli.pictures.drawing import draw  # loads networkx
 
     write(draw(program, analysis), out)
 

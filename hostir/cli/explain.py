@@ -16,7 +16,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import amount, error, is_first_rank
 from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 from hostir.lower.strategies import fusion_of
-from hostir.runtime.unroll import unroll
+from hostir.plan.unroll import unroll
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,21 +14,26 @@ from pathlib import Path
 import torch
 
 from hostir import knobs
+from hostir.call.bounds import Comparison, compare, of_single_ranks
+from hostir.call.executor import Executor, everyones
+from hostir.call.local import rehearse
+from hostir.call.parts import assemble, shard
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
+from hostir.call.room import Room, free_here, of_host
+from hostir.call.sizes import bind_sizes
 from hostir.check import prove, verify
 from hostir.cli.lowering import load_to_lower, lowered
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
 from hostir.ir.types import TensorType
-from hostir.runtime.executor import Executor, everyones
-from hostir.runtime.kernels import aten
-from hostir.runtime.reference import Comparison, compare, of_single_ranks, reference
-from hostir.runtime.session import Session, launched, session
-from hostir.runtime.sharding import Room, assemble, bind_sizes, free_here, of_host, random_inputs, shard
-from hostir.runtime.simulated.machine import LocalMachine, rehearse
-from hostir.runtime.simulated.rank import Parts
-from hostir.runtime.trace import Trace
-from hostir.runtime.trace import TraceEvent as TraceEvent
+from hostir.job.session import Session, launched, session
+from hostir.kernels import aten
+from hostir.machines.simulated.machine import LocalMachine
+from hostir.machines.simulated.rank import Parts
+from hostir.machines.trace import Trace
+from hostir.machines.trace import TraceEvent as TraceEvent
 
 REFUSED = "not run: 'hostir check --fix' may repair it, and --no-check runs it all the same"
 COMPARING = 600.0  # seconds: the longest time that a rank waits for another rank's reference

@@ -21,9 +21,9 @@ from hostir.cli.explain import table
 from hostir.cli.loading import load_named
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error
+from hostir.job.session import Session, launched, session
 from hostir.knobs import KERNELS
 from hostir.lower.strategies import fusion_of
-from hostir.runtime.session import Session, launched, session
 
 Begin = Callable[[str, int], Progress]  # called with the label of a case and its number of steps
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from hostir.call.local import rehearse
+from hostir.call.random import random_inputs
 from hostir.check.proof import Finding
 from hostir.check.tracer import Event
 from hostir.cli.run import Results, wrong_outputs
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import rehearse
-from hostir.runtime.simulated.tasks import Task
+from hostir.machines.simulated.tasks import Task
 
 SEEDS = 400
 SECONDS = 20.0  # the longest time for trying seeds

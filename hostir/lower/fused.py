@@ -15,7 +15,7 @@ for the count, and a separate kernel reduces. The two passes differ in who moves
 - in `push`, a few SMs of the sending rank move them, in one kernel before the kernel that waits. This is for few rows:
   a kernel writes to peers and sets flags in less time than copy engines take to start. The waiting kernel starts while
   the first one copies. On CUDA with Triton's kernels, a product of few rows stores them to the peers itself
-  (`hostir.runtime.binding.PushedProduct`). Low-latency collectives also store to peers from kernels: NCCL's LL
+  (`hostir.machines.pushes.PushedProduct`). Low-latency collectives also store to peers from kernels: NCCL's LL
   protocols, and the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hostir.ir.source import error, user_span
-from hostir.runtime.kernels import aten
+from hostir.kernels import aten
 from hostir.torch.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side, weight_gradient
 from hostir.torch.ops.library import GATHERED, SCATTERED, check_operands, define
@@ -37,7 +37,7 @@ def rows_quantizer(x: Tensor) -> Quantized:
     """Return `x` in fp8, and the scales of its rows, `[..., 1]`: powers of two that multiply the rows."""
     kernels: Any = aten
     if x.is_cuda:
-        from hostir.runtime.kernels import quantize as kernels  # loads Triton: only where it is used
+        from hostir.kernels import quantize as kernels  # loads Triton: only where it is used
     rows, scale = (
         torch.empty(x.shape, dtype=aten.FP8[FLOAT8], device=x.device),
         x.new_empty([*x.shape[:-1], 1], dtype=torch.float32),

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hostir.ir.source import check_known, described, error, user_span
-from hostir.runtime.guest import resolved
+from hostir.job.guest import resolved
 from hostir.torch import float8
 from hostir.torch.ops import all_gather_matmul as gather
 from hostir.torch.ops import collectives, linear

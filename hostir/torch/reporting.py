@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from hostir.call.executor import Executor
 from hostir.choice import Choice
 from hostir.choice.overlaps import overlap_clauses
 from hostir.ir.source import amount, counted
-from hostir.runtime.executor import Executor
 
 
 @dataclass(frozen=True)

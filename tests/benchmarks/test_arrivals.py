@@ -8,7 +8,7 @@ import torch
 import hostir as hi
 from benchmarks.arrivals import WAYS, Way, parse_options, program_text, report
 from benchmarks.scores import Row
-from hostir.runtime.simulated.machine import run_local
+from hostir.call.local import run_local
 
 ROW = Row("8B", 32, 6, 8)
 

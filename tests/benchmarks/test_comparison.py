@@ -32,9 +32,9 @@ from benchmarks.scores import (
     report,
     scored,
 )
+from hostir.call.local import run_local
+from hostir.kernels.scales import scaled_matmul_reference
 from hostir.lower import STRATEGIES
-from hostir.runtime.kernels.scaled import scaled_matmul_reference
-from hostir.runtime.simulated.machine import run_local
 from tests.launch import environment, launch
 
 SMALL = "--device cpu --repeats 2 --shrink 64"

@@ -15,11 +15,13 @@ import hostir as hi
 from benchmarks import differential
 from benchmarks.differential import CELLS, RANDOM, Result, fits, multiple_of, several
 from examples.patterns import PATTERNS
+from hostir.call import local as local_runs
 from hostir.ir import program as programs
 from hostir.ir.sizes import Division
 from hostir.ir.source import Diagnostic
-from hostir.runtime.kernels.table import Kernel, kernel_table
-from hostir.runtime.simulated import machine as local
+from hostir.kernels.repeats import Kernel
+from hostir.kernels.table import kernel_table
+from hostir.machines.simulated import machine as local
 
 SEED = 17
 CASES = 400  # numbers, of which some have nothing to overlap
@@ -114,7 +116,7 @@ def test_an_error_of_another_kind_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("the shards are lost")
 
-    monkeypatch.setattr(local, "shard", broken)
+    monkeypatch.setattr(local_runs, "shard", broken)
     found = found_in(40)
     assert any(text.startswith("exception") and "the shards are lost" in text for text in found)
     assert all("python -m benchmarks.differential --seed 17 --case" in text for text in found)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import on_eight
 from benchmarks.on_eight import PARTS, RUNNING, Job, Part, options, run_all
-from hostir.runtime.session import Session
+from hostir.job.session import Session
 from tests.launch import environment, launch
 
 

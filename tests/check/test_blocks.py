@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 import hostir as hi
-from hostir.check.picture import boxes_of, stage
 from hostir.check.proof import analyse
-from hostir.check.repair import repair
 from hostir.check.tracer import Buffer, View, dense, rows_of
+from hostir.cli.pictures.scene import boxes_of, stage
 from hostir.ir import Program
+from hostir.repair.repair import repair
 from tests.check.test_alike import assert_one_rank_stands_for_all
 from tests.judging.reduce_scatters import FORMS, IN_PIECES, reduce_scatter
 from tests.judging.simulated import failure_of

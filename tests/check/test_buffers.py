@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import hostir as hi
+from hostir.call.local import run_local
 from hostir.check import check_structure
 from hostir.check.proof import Finding
 from hostir.ir.source import Diagnostic, HostIRError
-from hostir.runtime.simulated.machine import run_local
-from tests.runtime.whole import run_whole
+from tests.call.whole import run_whole
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\n"
 INPUTS = "%a: f32[4, 4], %b: f32[4, 4], %p: f32[4, 4] partial(didx), %s: f32[4@didx, 4]"

@@ -8,8 +8,8 @@ import hostir as hi
 from examples import patterns
 from hostir.check import prove
 from hostir.check.proof import Finding, analyse, shared_queues
-from hostir.check.repair import repair
 from hostir.ir import Diagnostic, HostIRError, Program
+from hostir.repair.repair import repair
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\n"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import hostir as hi
+from hostir.call.local import rehearse
+from hostir.call.random import random_inputs
 from hostir.ir import HostIRError
 from hostir.ir.onesided_ops import Put
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import rehearse
 from tests.judging.simulated import outcome
 
 HEAD = """hostir 1

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import hostir as hi
+from hostir.call.local import run_local
 from hostir.check import check_structure
 from hostir.ir import HostIRError
 from hostir.ir.source import Diagnostic
-from hostir.runtime.simulated.machine import run_local
-from tests.runtime.whole import run_whole
+from tests.call.whole import run_whole
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nmesh @other [didx] = 1 0\n"
 INPUTS = "%a: f32[4@didx, 8], %b: f32[4, 8]"

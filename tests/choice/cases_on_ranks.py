@@ -15,17 +15,18 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.call.executor import Executor
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.choice import cache, measure
 from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Candidate
 from hostir.choice.decision import choose
 from hostir.choice.platforms import platform_here
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.executor import Executor
-from hostir.runtime.gloo import machine as gloo
-from hostir.runtime.session import joined, session
-from hostir.runtime.sharding import random_inputs, shard
-from hostir.runtime.unroll import UnrolledProgram
+from hostir.job.session import joined, session
+from hostir.machines.gloo import machine as gloo
+from hostir.plan.unrolled import UnrolledProgram
 
 RANK = int(os.environ["RANK"])
 CASES: dict[str, Callable[[], None]] = {}

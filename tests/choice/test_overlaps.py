@@ -7,7 +7,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.choice.overlaps import NOTHING, overlap_clauses
-from hostir.runtime.unroll import unroll
+from hostir.plan.unroll import unroll
 
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: f32[8@didx, 4], %x: f32[8, 8]) -> (%f, %y)"
 GATHER = "%f: f32[8, 4] = allocate\n  %h = allgather %a -> %f over didx\n"

@@ -12,7 +12,7 @@ import pytest
 from hostir.choice import simulation
 from hostir.choice.cost import tasks_of
 from hostir.choice.hardware import H200
-from hostir.runtime.kernels.tiles import Gemm
+from hostir.kernels.matmul.tiles import Gemm
 from tests.choice.fusions import scattered_rows
 from tests.choice.recorded import Recorded, Way, estimates, lowered, read, recorded
 

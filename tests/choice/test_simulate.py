@@ -17,7 +17,8 @@ from hostir.choice.hardware import H200, parse_machine
 from hostir.choice.platforms import reference
 from hostir.choice.simulation import EAGER, GRAPH, SMALL_KERNEL, Costs, HostCosts, Simulation, flops
 from hostir.ir.source import HostIRError
-from hostir.runtime.kernels.tiles import MIN_OWN_ROWS, Gemm, block_ends, candidates, choose, duration
+from hostir.kernels.matmul.estimate import block_ends, choose, duration
+from hostir.kernels.matmul.tiles import MIN_OWN_ROWS, Gemm, candidates
 from tests.choice.fusions import scattered_rows
 from tests.choice.recorded import estimates
 from tests.counting import calls_of

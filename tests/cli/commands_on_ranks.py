@@ -43,7 +43,7 @@ def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **
 @contextlib.contextmanager
 def wrong_kernel() -> Iterator[None]:
     """Rank 1's matmul is off in its first row."""
-    from hostir.runtime import executor
+    from hostir.call import executor
 
     right = executor.kernel_table
 
@@ -63,7 +63,7 @@ def wrong_kernel() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_copies() -> Iterator[None]:
     """Rank 1 copies nothing."""
-    from hostir.runtime.gloo.onesided import GlooOneSided
+    from hostir.machines.gloo.onesided import GlooOneSided
 
     with mock.patch.object(GlooOneSided, "copy", return_value=None):
         yield

@@ -13,14 +13,16 @@ import hostir as hi
 from examples import patterns
 from examples.ag_matmul import ag_matmul
 from hostir.__main__ import main
+from hostir.call.bounds import compare, relative_error
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.cli.run import rehearsed
 from hostir.ir.program import Program
-from hostir.runtime.kernels.table import Kernel, kernel_table
-from hostir.runtime.reference import compare, reference, relative_error
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated import machine as local
+from hostir.kernels.repeats import Kernel
+from hostir.kernels.table import kernel_table
+from hostir.machines.simulated import machine as local
+from tests.call.small_programs import program, said
 from tests.cli.commands_on_ranks import FAULTS, Ended, on_ranks
-from tests.runtime.small_programs import program, said
 
 ROOT = Path(__file__).parent.parent.parent
 ONESIDED = sorted((ROOT / "tests" / "cases" / "onesided").glob("*.hir"))

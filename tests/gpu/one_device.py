@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from hostir.call.executor import Executor
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.runtime.executor import Executor
-from tests.runtime.programs import ag_matmul
+from tests.call.programs import ag_matmul
 
 SLEEP = 100_000_000  # cycles: about 50 ms
 NAN = float("nan")

@@ -64,7 +64,7 @@ CASES = {
 # A rank -----------------------------------------------------------------------------------------------------------
 def rank_of(case: Case, device: str) -> None:
     """Call until rank 1 is lost, and then until this process ends."""
-    from hostir.runtime.session import session
+    from hostir.job.session import session
     from tests.gpu.stress_cases import Config, Product
     from tests.gpu.stress_units import Delays, Unit
 
@@ -89,7 +89,7 @@ def lose(unit: Unit, case: Case, form: str) -> None:
     if not case.killed:
         time.sleep(10 * TIMEOUT)
     if unit.device.type == "cuda":
-        from hostir.runtime.cuda.machine import CudaPlan
+        from hostir.machines.cuda.machine import CudaPlan
 
         torch.cuda._sleep(100_000_000)  # about 50 ms: the device still works when the process dies
         for plan in [] if case.replayed else unit.executor.plans.values():

@@ -25,9 +25,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
 import hostir as hi
-from hostir.runtime.executor import Executor
-from hostir.runtime.reference import relative_error
-from hostir.runtime.session import joined, session
+from hostir.call.bounds import relative_error
+from hostir.call.executor import Executor
+from hostir.job.session import joined, session
 
 NAN = float("nan")
 SIZES = (128, 256, 384, 512, 768, 1024)  # rows of a rank

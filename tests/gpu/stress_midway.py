@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed
 
 import hostir as hi
 from examples import patterns
-from hostir.runtime.session import session
-from hostir.runtime.sharding import random_inputs, shard
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
+from hostir.job.session import session
 
 ROWS = 64  # of each rank
 CASES = [

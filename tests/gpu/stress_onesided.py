@@ -39,7 +39,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
 from hostir.ir.source import HostIRError
-from hostir.runtime.session import Session, session
+from hostir.job.session import Session, session
 from tests.gpu import stress_cases as cases
 from tests.gpu.stress_cases import Iteration, Job
 from tests.gpu.stress_units import Delays, Parts, Streams, Unit

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from hostir.call.executor import Executor
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.ir.types import bind_shape
-from hostir.runtime.cuda.machine import CudaPlan
-from hostir.runtime.executor import Executor
-from hostir.runtime.gloo.machine import GlooPlan
-from hostir.runtime.sharding import TORCH, random_inputs, shard
+from hostir.kernels.dtypes import TORCH
+from hostir.machines.cuda.machine import CudaPlan
+from hostir.machines.gloo.machine import GlooPlan
 from tests.gpu.stress_cases import Config, differing, fingerprint, products_of, share_of_allowed
 
 NAN = float("nan")

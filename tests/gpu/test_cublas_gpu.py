@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hostir.runtime.cuda import machine as cuda
-from hostir.runtime.executor import Executor
+from hostir.call.executor import Executor
+from hostir.machines.cuda import machine as cuda
 from tests.gpu.one_device import NAN, alone
 
 TIMES = 20  # products of a call

@@ -8,14 +8,15 @@ import math
 import pytest
 import torch
 
-from hostir.runtime.cuda.streams import in_batches, wait_at_least, write
-from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts, timeout_error
-from hostir.runtime.kernels.matmul import _by_stream as workspaces
-from hostir.runtime.kernels.matmul import matmul, multiply
-from hostir.runtime.kernels.reduce import reduce_sum
-from hostir.runtime.kernels.tiles import Tile
+from hostir.kernels.flags.done import DoneFlags
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
+from hostir.kernels.matmul.matmul import matmul, multiply
+from hostir.kernels.matmul.tiles import Tile
+from hostir.kernels.matmul.workspaces import _by_stream as workspaces
+from hostir.kernels.reduce import reduce_sum
+from hostir.machines.cuda.driver import in_batches, wait_at_least, write
 from tests.gpu.one_device import descriptor_modes
-from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
+from tests.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
 
 CUDA = "cuda"
 BF16 = torch.bfloat16

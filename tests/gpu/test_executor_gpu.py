@@ -9,14 +9,14 @@ import pytest
 import torch
 import triton
 
+from hostir.call.executor import Executor
 from hostir.ir import parse
 from hostir.ir.source import HostIRError
-from hostir.runtime import symmetric
-from hostir.runtime.cuda.machine import CudaPlan
-from hostir.runtime.cuda.streams import queues
-from hostir.runtime.executor import Executor
-from hostir.runtime.kernels import matmul
-from hostir.runtime.trace import Trace
+from hostir.job import symmetric
+from hostir.kernels.matmul import matmul
+from hostir.machines.cuda.machine import CudaPlan
+from hostir.machines.cuda.streams import queues
+from hostir.machines.trace import Trace
 from tests.gpu.one_device import NAN, SLEEP, alone, delay_kernels, inputs_of, is_product, pipeline, poison
 
 pytestmark = pytest.mark.usefixtures("on_gpu")

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
+from hostir.call.executor import Executor
 from hostir.ir import parse
-from hostir.runtime.cuda.streams import Allocations
-from hostir.runtime.executor import Executor
+from hostir.machines.cuda.driver import Allocations
 from tests.gpu.one_device import NAN, SLEEP, alone, delay_kernels, inputs_of, is_product, pipeline
 
 pytestmark = pytest.mark.usefixtures("on_gpu")

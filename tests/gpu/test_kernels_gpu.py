@@ -9,16 +9,18 @@ import threading
 import pytest
 import torch
 
-from hostir.runtime.kernels import aten
-from hostir.runtime.kernels import matmul as workspace
-from hostir.runtime.kernels.devices import TooLargeError
-from hostir.runtime.kernels.layout import rows
-from hostir.runtime.kernels.matmul import DTYPES, matmul, matmul_reference
-from hostir.runtime.kernels.norm import rms_norm
-from hostir.runtime.kernels.reduce import reduce_sum
-from hostir.runtime.kernels.tiles import Tile
+from hostir.kernels import aten
+from hostir.kernels.devices import TooLargeError
+from hostir.kernels.layout import rows
+from hostir.kernels.matmul import matmul as workspace
+from hostir.kernels.matmul import workspaces
+from hostir.kernels.matmul.matmul import matmul, matmul_reference
+from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.matmul.tiles import Tile
+from hostir.kernels.norm import rms_norm
+from hostir.kernels.reduce import reduce_sum
 from tests.gpu.one_device import descriptor_modes
-from tests.runtime.kernels.checking import (
+from tests.kernels.checking import (
     assert_as_accurate,
     assert_only_view_written,
     check_matmul,
@@ -42,7 +44,7 @@ def splitting(use_descriptors: bool, most: int) -> Tile:
 def poison_workspaces() -> None:
     """Fill the workspaces of split-K with NaN; all tickets must be 0."""
     torch.cuda.synchronize()
-    for sums, tickets in workspace._by_stream.values():
+    for sums, tickets in workspaces._by_stream.values():
         sums.fill_(math.nan)
         assert not tickets.any()
 
@@ -214,12 +216,12 @@ def test_sums_of_split_tiles_are_float32_with_any_default_dtype():
                 config = splitting(use_descriptors, 2)
                 check_matmul(a, b, out, buffer, use_descriptors=use_descriptors, tile=config)
         with torch.cuda.graph(graph):
-            in_capture, _ = workspace.workspace(device, torch.cuda.current_stream().cuda_stream, 100, 4)
+            in_capture, _ = workspaces.workspace(device, torch.cuda.current_stream().cuda_stream, 100, 4)
             in_capture.zero_()  # torch warns about an empty graph
     finally:
         torch.set_default_dtype(torch.float32)
     assert in_capture.dtype == torch.float32
-    assert all(sums.dtype == torch.float32 for sums, _ in workspace._by_stream.values())
+    assert all(sums.dtype == torch.float32 for sums, _ in workspaces._by_stream.values())
 
 
 @pytest.mark.parametrize("allowed", [True, False])

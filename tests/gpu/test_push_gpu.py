@@ -7,10 +7,11 @@ from random import Random
 import pytest
 import torch
 
-from hostir.runtime.kernels.flags import Piece, PushKernel, ReadyFlags, no_timeouts, timeout_error
-from hostir.runtime.kernels.matmul import matmul, multiply
-from tests.runtime.kernels.checking import parts
-from tests.runtime.kernels.pushing import Job, Peers
+from hostir.kernels.flags.copies import Piece, PushKernel
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
+from hostir.kernels.matmul.matmul import matmul, multiply
+from tests.kernels.checking import parts
+from tests.kernels.pushing import Job, Peers
 
 CUDA = torch.device("cuda", 0)
 

@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 
-from hostir.runtime.kernels.flags import ReadyFlags, no_timeouts, timeout_error
-from hostir.runtime.kernels.matmul import DTYPES, matmul
-from hostir.runtime.kernels.tiles import Tile
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
+from hostir.kernels.matmul.matmul import matmul
+from hostir.kernels.matmul.operands import DTYPES
+from hostir.kernels.matmul.tiles import Tile
 from tests.gpu.one_device import descriptor_modes
-from tests.runtime.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
+from tests.kernels.checking import assert_only_view_written, embedded, filled, tiles_of
 
 CUDA = "cuda"
 

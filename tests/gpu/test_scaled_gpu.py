@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from hostir.runtime.kernels import aten
-from hostir.runtime.kernels.flags import DoneFlags, ReadyFlags, no_timeouts
-from hostir.runtime.kernels.matmul import DTYPES, DTYPES_8_BIT
-from hostir.runtime.kernels.matmul import _by_stream as workspaces
-from hostir.runtime.kernels.scaled import scaled_by_library, scaled_matmul, scaled_matmul_reference
-from hostir.runtime.kernels.table import kernel_table
-from hostir.runtime.kernels.tiles import Tile, candidates
+from hostir.kernels import aten
+from hostir.kernels.flags.done import DoneFlags
+from hostir.kernels.flags.ready import ReadyFlags, no_timeouts
+from hostir.kernels.matmul.operands import DTYPES, DTYPES_8_BIT
+from hostir.kernels.matmul.tiles import Tile, candidates
+from hostir.kernels.matmul.workspaces import _by_stream as workspaces
+from hostir.kernels.scaled import scaled_matmul
+from hostir.kernels.scaled_library import scaled_by_library
+from hostir.kernels.scales import scaled_matmul_reference
+from hostir.kernels.table import kernel_table
 from tests.gpu.one_device import descriptor_modes
-from tests.runtime.kernels.checking import assert_as_accurate, assert_only_view_written, embedded
+from tests.kernels.checking import assert_as_accurate, assert_only_view_written, embedded
 
 CUDA = "cuda"
 BF16 = torch.bfloat16

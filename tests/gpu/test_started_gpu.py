@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hostir.runtime.executor import Executor
+from hostir.call.executor import Executor
 from tests.gpu.one_device import NAN, SLEEP, delay_kernels, inputs_of, is_product, pipeline
 
 pytestmark = pytest.mark.usefixtures("on_gpu")

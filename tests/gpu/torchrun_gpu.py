@@ -32,16 +32,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installe
 
 import hostir as hi
 from examples import patterns
+from hostir.call.bounds import relative_error
+from hostir.call.executor import Executor
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.ir.program import Program
 from hostir.ir.types import DTYPES, FP8, bind_shape
-from hostir.runtime import binding, symmetric
-from hostir.runtime.executor import Executor
-from hostir.runtime.reference import relative_error
-from hostir.runtime.session import joined, session
-from hostir.runtime.sharding import TORCH, random_inputs, shard
-from tests.runtime import torchrun_programs as programs
-from tests.runtime.torchrun_cases import RANK, Reference, product
-from tests.runtime.torchrun_programs import GRID, RANKS, SIZE, TRANSFERS
+from hostir.job import symmetric
+from hostir.job.session import joined, session
+from hostir.kernels.dtypes import TORCH
+from hostir.machines import pushes
+from tests.call import torchrun_programs as programs
+from tests.call.torchrun_cases import RANK, Reference, product
+from tests.call.torchrun_programs import GRID, RANKS, SIZE, TRANSFERS
 
 CALLS = 6
 ROWS = f"""hostir 1
@@ -346,9 +349,9 @@ def decoder(m: int, strategy: str, kernels: str, layers: int = 8) -> bool:
         return last
 
     executor, not_pushed = Executor(program, kernels=kernels), Executor(program, kernels=kernels)
-    rows, binding.MAX_PUSHED_ROWS = binding.MAX_PUSHED_ROWS, 0
+    rows, pushes.MAX_PUSHED_ROWS = pushes.MAX_PUSHED_ROWS, 0
     run(not_pushed)  # makes its plan
-    binding.MAX_PUSHED_ROWS = rows
+    pushes.MAX_PUSHED_ROWS = rows
     run(executor)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -23,14 +23,16 @@ from unittest import mock
 import torch
 
 import hostir as hi
+from hostir.call.bounds import bound, reductions
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.cli.run import copies
 from hostir.ir.source import HostIRError
+from hostir.job.session import Session, session
+from hostir.kernels.matmul.tiles import SCALE_BLOCK
+from hostir.kernels.scales import flat_scales, of_blocks
 from hostir.lower import STRATEGIES
-from hostir.runtime.kernels.scaled import flat_scales, of_blocks
-from hostir.runtime.kernels.tiles import SCALE_BLOCK
-from hostir.runtime.reference import bound, reductions, reference
-from hostir.runtime.session import Session, session
-from hostir.runtime.sharding import random_inputs, shard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import patterns
@@ -104,7 +106,7 @@ def unfused(source: hi.Program, inputs: Sequence[torch.Tensor], kernels: str) ->
         return reference(source, inputs, dtype=None)
     fast = any(getattr(s, "accumulate", "") for s in source.walk())
     exactly = partial(by_tensor_cores, fast=fast)
-    with mock.patch("hostir.runtime.kernels.aten.scaled_matmul_reference", exactly):
+    with mock.patch("hostir.kernels.aten.scaled_matmul_reference", exactly):
         return reference(source, inputs, dtype=None)
 
 

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import hostir as hi
-from hostir.runtime.session import Session, session
-from hostir.runtime.sharding import random_inputs, shard
-from hostir.runtime.simulated.machine import rehearse
+from hostir.call.local import rehearse
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
+from hostir.job.session import Session, session
 
 NAN = float("nan")
 CLOSE = 2e-2  # relative to the largest element; stale or undefined data differ by far more

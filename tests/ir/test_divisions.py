@@ -11,11 +11,11 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.__main__ import main
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.check import check, prove
 from hostir.lower import STRATEGIES
-from hostir.runtime.reference import reference
-from hostir.runtime.sharding import random_inputs
-from tests.runtime.whole import run_whole
+from tests.call.whole import run_whole
 
 CUT = """hostir 1
 mesh @mesh [didx] = 0 1

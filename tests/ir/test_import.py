@@ -38,7 +38,7 @@ def test_the_intermediate_representation_loads_neither_passes_nor_rarely_used_mo
         "import sys; before = set(sys.modules); import hostir.ir; print(*(set(sys.modules) - before))"
     ).split()
     assert [name for name in loaded if name.startswith(("hostir.lower", "hostir.choice"))] == ["hostir.lower"]
-    rarely_used = {"hashlib", "difflib", "fractions", "decimal", "hostir.dsl", "hostir.runtime"}
+    rarely_used = {"hashlib", "difflib", "fractions", "decimal", "hostir.dsl", "hostir.call"}
     assert not rarely_used & set(loaded)
     assert len(loaded) < 100
 
@@ -117,7 +117,7 @@ def test_unrolling_needs_no_torch() -> None:
     code = """
 import sys
 import hostir as hi
-from hostir.runtime.unroll import unroll
+from hostir.plan.unroll import unroll
 
 class Tensor:
     shape = (4, 6)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hostir as hi
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.check import verify
 from hostir.ir import HostIRError, Phase, Statement
 from hostir.ir.op import REGISTRY
-from hostir.runtime.reference import reference
-from hostir.runtime.sharding import random_inputs
-from tests.runtime.whole import run_whole
+from tests.call.whole import run_whole
 from tests.statement_examples import ALONE, OPERAND, example_of, example_program
 
 every_statement = pytest.mark.parametrize("cls", REGISTRY.values(), ids=REGISTRY.keys())

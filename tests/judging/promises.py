@@ -21,7 +21,7 @@ import hostir as hi
 from hostir.check.order import Order, RaceDetector
 from hostir.check.tracer import CALLER, Event, Tracer
 from hostir.ir.program import Program
-from hostir.runtime.simulated.rank import RankMachine
+from hostir.machines.simulated.rank import RankMachine
 from tests.launch import ROOT
 
 FOLDER = ROOT / "tests" / "cases" / "promises"

@@ -26,15 +26,17 @@ from typing import Any
 
 import torch
 
+from hostir.call.executor import Executor
+from hostir.call.local import rehearse
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
-from hostir.runtime.executor import Executor
-from hostir.runtime.gloo.machine import GlooPlan
-from hostir.runtime.gloo.onesided import LaneKey, Waits
-from hostir.runtime.order import CALLER
-from hostir.runtime.session import session
-from hostir.runtime.sharding import BITS, random_inputs, shard
-from hostir.runtime.simulated.machine import rehearse
+from hostir.job.session import session
+from hostir.kernels.dtypes import BITS
+from hostir.machines.gloo.lanes import LaneKey, Waits
+from hostir.machines.gloo.machine import GlooPlan
+from hostir.plan.operations import CALLER
 from tests.launch import fork_ranks
 
 CALLS = 6

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
+from hostir.call.local import rehearse
+from hostir.call.random import random_inputs
 from hostir.check.proof import analyse_quickly
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.ir.tensor_ops import ByBlocks
-from hostir.runtime.sharding import random_inputs
-from hostir.runtime.simulated.machine import LocalMachine, rehearse
+from hostir.machines.simulated.machine import LocalMachine
 
 
 def failure_of(program: Program | LocalMachine, seeds: int) -> str:

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 import hostir as hi
+from hostir.call.bounds import compare
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.ir import HostIRError, Program, Statement
 from hostir.ir.host_ops import For, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Get, If, Put, Signal, WaitSignal
-from hostir.runtime.reference import compare, reference
-from hostir.runtime.sharding import random_inputs
-from tests.runtime.whole import run_whole
+from tests.call.whole import run_whole
 
 every_strategy = pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
 

@@ -9,6 +9,7 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.call.random import random_inputs
 from hostir.check.alike import alike
 from hostir.ir import Program, parse
 from hostir.ir.comm_ops import Communication
@@ -20,7 +21,7 @@ from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.fused import Fused, Pieces, Push
 from hostir.lower.ring import Ring
 from hostir.lower.strategies import EXPLICIT, FINISH
-from hostir.runtime.sharding import random_inputs
+from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of
 from tests.lower.held import (
     assert_correct,
@@ -31,7 +32,6 @@ from tests.lower.held import (
     without_each,
 )
 from tests.lower.scattered import scattered
-from tests.runtime.whole import run_whole
 
 Dtype = str
 SMALL = AllReduceSteps(min_rows=1, min_bytes=1)  # blocks of any size

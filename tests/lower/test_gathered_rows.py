@@ -12,6 +12,8 @@ import torch
 import hostir as hi
 from examples import patterns
 from examples.ag_matmul import ag_matmul
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.check.tracer import Tracer, View
 from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
@@ -19,8 +21,8 @@ from hostir.ir.host_ops import Synchronize
 from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Contraction, DenseCopy, TensorOp
 from hostir.ir.types import DTYPES
-from hostir.runtime.reference import reference
-from hostir.runtime.sharding import random_inputs, torch_dtype
+from hostir.kernels.dtypes import torch_dtype
+from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of
 from tests.lower.gathered import gathered
 from tests.lower.held import (
@@ -30,7 +32,6 @@ from tests.lower.held import (
     lowerable,
     one_sided,
 )
-from tests.runtime.whole import run_whole
 
 Pattern = Callable[..., hi.Fusion]
 GATHERED = [patterns.allgather_matmul, patterns.allgather_matmul_rows, patterns.allgather_matmul_kept]

@@ -9,11 +9,12 @@ import pytest
 
 import hostir as hi
 from examples import patterns
+from hostir.call.bounds import compare
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.lower import STRATEGIES
-from hostir.runtime.reference import compare, reference
-from hostir.runtime.sharding import random_inputs
+from tests.call.whole import run_whole
 from tests.golden import Golden
-from tests.runtime.whole import run_whole
 
 CASES = Path(__file__).parent.parent / "cases" / "patterns"
 PATTERNS = {p.__name__: p for p in (*patterns.PATTERNS, *patterns.NORMED, *patterns.SCALED)}

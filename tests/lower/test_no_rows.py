@@ -10,14 +10,16 @@ import torch
 
 import hostir as hi
 from hostir.__main__ import main
+from hostir.call.executor import Executor
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.check.tracer import Tracer
 from hostir.ir import Program
-from hostir.runtime.executor import Executor
-from hostir.runtime.reference import reference
-from hostir.runtime.sharding import random_inputs, shard
-from hostir.runtime.unroll import AllocateOp, ComputeOp, ViewOp, unroll
-from tests.runtime.small_programs import alone
-from tests.runtime.whole import run_whole
+from hostir.plan.operations import AllocateOp, ComputeOp, ViewOp
+from hostir.plan.unroll import unroll
+from tests.call.small_programs import alone
+from tests.call.whole import run_whole
 from tests.symbolic import PATTERNS, lowered
 
 ROWS = (0, 48, 0)
@@ -99,7 +101,7 @@ def test_results_without_rows_are_written_to_the_buffer_of_the_caller() -> None:
 
 
 def test_an_empty_graph_is_not_captured() -> None:
-    from hostir.runtime.cuda.graphs import uniform_only
+    from hostir.machines.cuda.graphs import uniform_only
 
     p = alone("%c: f32[M, 8] = allocate\n  relu %a -> %c", "%a: f32[M, 8]")
     nothing, something = (unroll(p, 0, {"M": m}, [torch.randn(m, 8)]) for m in (0, 2))

@@ -10,16 +10,17 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.call.bounds import compare
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For
 from hostir.ir.tensor_ops import TensorOp
-from hostir.runtime.reference import compare, reference
-from hostir.runtime.sharding import random_inputs
+from tests.call.whole import run_whole
 from tests.judging.mutation import SENT
 from tests.judging.simulated import failure_of
 from tests.lower.held import without_each
-from tests.runtime.whole import run_whole
 from tests.symbolic import PATTERNS, lowered
 
 Pattern = Callable[..., hi.Fusion]

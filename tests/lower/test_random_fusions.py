@@ -10,12 +10,15 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import hostir as hi
+from hostir.call import bounds
+from hostir.call.bounds import reductions, relative_error
+from hostir.call.local import rehearse
+from hostir.call.parts import assemble
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
+from hostir.call.sizes import bind_sizes
 from hostir.ir import HostIRError, Program
 from hostir.lower import STRATEGIES
-from hostir.runtime import reference as compare
-from hostir.runtime.reference import reductions, reference, relative_error
-from hostir.runtime.sharding import assemble, bind_sizes, random_inputs
-from hostir.runtime.simulated.machine import rehearse
 from tests.strategies import Drawn, fusions
 
 FUSIONS = 50  # for each number of ranks; at most half may be refused. benchmarks/differential.py draws thousands
@@ -74,4 +77,4 @@ def lowered_or_refused(fusion: hi.Fusion, strategy: str) -> Program | None:
 
 def bound(program: Program, plain: torch.Tensor, exact: torch.Tensor, steps: int) -> float:
     """Return the error bound of `hostir run --compare`, with one more rounding for every step."""
-    return compare.bound(plain, exact, steps - 1 + reductions(program))
+    return bounds.bound(plain, exact, steps - 1 + reductions(program))

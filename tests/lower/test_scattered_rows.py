@@ -11,6 +11,7 @@ import torch
 
 import hostir as hi
 from examples import patterns
+from hostir.call.random import random_inputs
 from hostir.check import verify
 from hostir.check.tracer import Tracer, View
 from hostir.ir import HostIRError, Program, parse
@@ -22,11 +23,10 @@ from hostir.ir.tensor_ops import Add, Contraction, Matmul, Sum, TensorOp
 from hostir.lower import run_passes
 from hostir.lower.fused import Fused, Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
-from hostir.runtime.sharding import random_inputs
+from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of
 from tests.lower.held import assert_correct, assert_each_statement_is_needed, every_strategy, lowerable
 from tests.lower.scattered import scattered
-from tests.runtime.whole import run_whole
 
 RANKS = pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 Dtype = str

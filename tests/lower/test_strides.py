@@ -10,16 +10,18 @@ import pytest
 import torch
 
 import hostir as hi
+from hostir.call.executor import Executor
+from hostir.call.parts import assemble, shard
+from hostir.call.random import random_inputs
+from hostir.call.reference import reference
 from hostir.check import prove
 from hostir.ir import Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Dense
 from hostir.ir.source import FallbackWarning
-from hostir.runtime.executor import Executor
-from hostir.runtime.reference import reference
-from hostir.runtime.sharding import assemble, random_inputs, shard
-from hostir.runtime.unroll import AllocateOp, ComputeOp, unroll
-from tests.runtime.small_programs import alone, program, said
+from hostir.plan.operations import AllocateOp, ComputeOp
+from hostir.plan.unroll import unroll
+from tests.call.small_programs import alone, program, said
 from tests.symbolic import LAYOUTS, PATTERNS, lowered
 
 RANKS = 2

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import hostir as hi
+from hostir.call.bounds import compare
+from hostir.call.random import random_inputs
 from hostir.nvfuser import print_nvfuser, read_nvfuser
-from hostir.runtime.reference import compare
-from hostir.runtime.sharding import random_inputs
+from tests.call.whole import run_whole
 from tests.nvfuser.random_dumps import random_dump
-from tests.runtime.whole import run_whole
 from tests.same_names import same_up_to_names
 
 CASES = Path(__file__).parent.parent / "cases" / "nvfuser"

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hostir as hi
 import hostir.torch
-from hostir.runtime.binding import MAX_PLANS
-from hostir.runtime.executor import MAX_BOUND
+from hostir.call.bound import MAX_BOUND
+from hostir.machines.binding import MAX_PLANS
 from hostir.torch import (
     all_gather_matmul,
     all_reduce,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hostir.ir.source import HostIRError, error
-from hostir.runtime.session import Calls
+from hostir.job.calls import Calls
 from hostir.torch.ops import running
 
 

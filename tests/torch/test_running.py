@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hostir.runtime.executor import Executor
+from hostir.call.executor import Executor
 from hostir.torch.ops import running
 from hostir.torch.ops.running import OperatorGroup
 from hostir.torch.reporting import Ledger

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hostir.call.executor import Executor
+from hostir.call.started import Started
 from hostir.choice import Choice, Ranges
 from hostir.choice.choices import FALLBACK
 from hostir.choice.compiling import compiled
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, error, user_span, warn_once
+from hostir.job.guest import registered, resolved
 from hostir.lower import AUTO, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
-from hostir.runtime.executor import Executor
-from hostir.runtime.guest import registered, resolved
-from hostir.runtime.started import Started
 from hostir.torch.reporting import LEDGER
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

@@ -1,0 +1,1 @@
+"""Calls: executors, admission of a caller's tensors, parts of sharded tensors, bound and started calls."""

@@ -1,0 +1,159 @@
+"""Runs of a program on simulated ranks, from the caller's tensors to its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hostir.call.arguments import check_given, check_out_apart, sequence_of
+from hostir.call.parts import shard
+from hostir.call.room import memory_for
+from hostir.call.sizes import bind_sizes, solve_sizes
+from hostir.ir.op import Phase
+from hostir.ir.program import Program
+from hostir.ir.source import error
+from hostir.machines.simulated.machine import KernelChoice, LocalMachine
+from hostir.machines.simulated.rank import Parts
+from hostir.machines.trace import Trace
+
+Inputs = Sequence[torch.Tensor | Parts]  # of one call: whole tensors, or of each input what every rank holds
+
+
+def rehearse(
+    program: Program,
+    calls: Sequence[Inputs],
+    sizes: Mapping[str, int] | None = None,
+    kernels: KernelChoice = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> LocalMachine:
+    """Plan consecutive calls of a host program; `run(seed)` of the result executes them.
+
+    Args:
+        program: a host program that checks.
+        calls: the inputs of each call: whole CPU tensors, or for each input what every rank holds (None where it holds
+            none). The caller's memory is the same in every call, so shapes are too.
+        sizes: of symbols that do not follow from the inputs' shapes.
+        kernels: what computes: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a table.
+        dtype: what all tensors but flags are computed in, and rounded to, instead of what the program declares.
+        device: where the inputs are.
+
+    Raises HostIRError for inputs that do not fit, and for a statement that cannot be planned.
+    """
+    if program.phase is not Phase.HOST:
+        raise error(f"@{program.name} is a fusion", expected="a host program", hint="lower it first")
+    machine = LocalMachine([program] * program.ranks, kernels, dtype, device)
+    bound: dict[str, int] = {}
+    with memory_for(f"@{program.name} on {program.ranks} simulated ranks"):
+        for number, inputs in enumerate(calls):
+            parts, found = _distribute(program, inputs, sizes or {}, device)
+            if number and found != bound:
+                expected = f"those of call 1, {bound}"
+                raise error(f"call {number + 1} of @{program.name} has other sizes", expected=expected)
+            bound = found
+            for rank in machine.ranks:
+                rank.plan(bound, [part[rank.rank] for part in parts])
+    return machine
+
+
+def run_calls(
+    program: Program,
+    calls: Sequence[Inputs],
+    sizes: Mapping[str, int] | None = None,
+    *,
+    seed: int = 0,
+    kernels: str = "auto",
+    watch: bool = False,
+    trace: Trace | None = None,
+) -> list[list[Parts]]:
+    """Run consecutive calls of a host program, on as many simulated ranks as its meshes name.
+
+    After a call the caller reads the outputs and overwrites inputs and outputs; then it writes the next call's inputs.
+    Nothing else separates calls: streams, teams, flags and symmetric buffers persist.
+
+    Args:
+        program, calls, sizes, kernels: as for `rehearse`.
+        seed: selects the order: 0 is program order, any other number an order that the memory model allows.
+        watch: whether to raise for unordered accesses and reads of undefined memory, as `LocalMachine.run` does.
+        trace: gets an event for each statement that ran.
+
+    Returns:
+        The part of every rank for each call and output, `outputs[call][i][rank]`.
+
+    Raises HostIRError for inputs that do not fit, and as `LocalMachine.run` does.
+    """
+    machine = rehearse(program, calls, sizes, kernels)
+    outputs = machine.run(seed, watch=watch)
+    if trace is not None:
+        machine.record(trace)
+    return outputs
+
+
+def run_local(
+    program: Program,
+    inputs: Inputs,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    seed: int = 0,
+    kernels: str = "auto",
+    watch: bool = False,
+    trace: Trace | None = None,
+    out: Any = None,
+) -> list[Parts]:
+    """Run one call as `run_calls` does; return the part of every rank for each output, `outputs[i][rank]`.
+
+    `out` are tensors of the caller for them, in the same form or for the only output; these are then returned.
+    """
+    (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
+    return outputs if out is None else _deliver(program, inputs, outputs, out)
+
+
+def _deliver(program: Program, inputs: Inputs, outputs: list[Parts], out: Any) -> list[Parts]:
+    """Copy outputs to the caller's tensors. Raises HostIRError, and writes nothing, if those do not fit."""
+    given = sequence_of(out)
+    if len(outputs) == 1 and not isinstance(given[0] if given else None, list | tuple):
+        given = (given,)
+    if any(not isinstance(parts, list | tuple) or len(parts) != program.ranks for parts in given):
+        raise error(
+            f"out= of @{program.name} does not hold lists of parts", expected=f"{program.ranks} for each output"
+        )
+    for rank in range(program.ranks):
+        check_given(program, rank, [x[rank] for x in given], [x[rank] for x in outputs], torch.device("cpu"))
+    whole = all(isinstance(x, torch.Tensor) for x in inputs)
+    by_rank = [inputs] if whole else list(zip(*inputs, strict=True))
+    check_out_apart(program, _flat(zip(*given, strict=True)), _flat(by_rank))
+    for mine, parts in zip(given, outputs, strict=True):
+        for x, part in zip(mine, parts, strict=True):
+            if part is not None:
+                x.copy_(part)
+    return [list(parts) for parts in given]
+
+
+def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    return [x for group in groups for x in group]
+
+
+def _distribute(
+    program: Program, inputs: Inputs, given: Mapping[str, int], device: torch.device | str
+) -> tuple[list[Parts], dict[str, int]]:
+    """Return what every rank holds of each input, and the sizes."""
+    ranks = range(program.ranks)
+    whole = [x for x in inputs if isinstance(x, torch.Tensor)]
+    if len(whole) == len(inputs):
+        sizes = bind_sizes(program, whole, given, device=device)
+        pairs = zip(program.inputs, whole, strict=True)
+        return [[shard(x, v.tensor, rank, sizes) for rank in ranks] for v, x in pairs], sizes
+    parts = [x for x in inputs if not isinstance(x, torch.Tensor)]
+    if whole or any(not isinstance(part, list | tuple) or len(part) != len(ranks) for part in parts):
+        raise error(
+            f"the inputs of @{program.name} are neither all whole nor all in parts",
+            expected=f"tensors, or lists of {len(ranks)} parts",
+        )
+    sizes = dict(given)
+    for rank in ranks:
+        sizes = solve_sizes(program, [part[rank] for part in parts], sizes, rank=rank, device=device)
+    program.check_sizes(sizes)
+    return parts, sizes

@@ -1,0 +1,135 @@
+"""Parts of sharded tensors: cutting a tensor into them, and assembling it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+
+import torch
+
+from hostir.ir.source import error
+from hostir.ir.types import Factor, Mesh, TensorType, bind_shape
+from hostir.kernels.dtypes import BITS
+
+
+def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
+    """Return one rank's part of a whole tensor, dense in its own memory; None for a rank outside the mesh.
+
+    Of a partial sum each rank along the partial axes holds every n-th element and zeros elsewhere, so that the parts
+    add up to `tensor` without rounding.
+    """
+    mesh = type.mesh
+    if mesh is None:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if rank not in mesh.devices:
+        return None
+    check_shape(tensor, type, sizes)
+    split, at = _split(type, mesh, sizes, lambda axis: mesh.coordinate(rank, axis))
+    part = torch.empty(bind_shape(type.local_shape, sizes), dtype=tensor.dtype, device=tensor.device)
+    part.copy_(tensor.reshape(split)[at].reshape(part.shape))
+    for axis in type.partial:
+        flat, mine = part.view(-1), mesh.coordinate(rank, axis)
+        for other in range(mesh.size(axis)):
+            if other != mine:
+                flat[other :: mesh.size(axis)] = 0
+    return part
+
+
+def assemble(
+    parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapping[str, int], *, rounded: bool = True
+) -> torch.Tensor:
+    """Return the whole tensor from every rank's part (`parts[rank]`): the inverse of `shard`.
+
+    Partial sums are added in float64, in the order of the ranks, and rounded once; unless `rounded`, not at all, and
+    their whole is of float64. Raises HostIRError where a part is missing or has the wrong shape, or where parts that
+    must be copies of each other differ in a bit.
+    """
+    mesh = type.mesh
+    if mesh is None:
+        mesh = Mesh("all", ("rank",), (len(parts),), tuple(range(len(parts))))
+    shape = bind_shape(type.local_shape, sizes)
+    held = {rank: _part(parts, rank, type, shape) for rank in mesh.devices}
+    first = held[mesh.devices[0]]
+    dtype = first.dtype if rounded or not type.partial else torch.float64
+    whole = first.new_empty(bind_shape(type.shape, sizes), dtype=dtype)
+    sharding = {mark for axis in type.axes for mark in axis.marks if mark in mesh.axes}
+    loose = [axis for axis in mesh.axes if axis not in sharding]
+    for place in product(*(range(mesh.size(axis)) if axis in sharding else (0,) for axis in mesh.axes)):
+        where = dict(zip(mesh.axes, place, strict=True))
+        copies: dict[tuple[int, ...], list[int]] = {}
+        for step in product(*(range(mesh.size(axis)) for axis in loose)):
+            there = {**where, **dict(zip(loose, step, strict=True))}
+            share = tuple(there[axis] for axis in type.partial)
+            copies.setdefault(share, []).append(_device(mesh, there))
+        for ranks in copies.values():
+            _agree(ranks, held, type)
+        block = _added([held[ranks[0]] for ranks in copies.values()])
+        split, at = _split(type, mesh, sizes, where.__getitem__)
+        target = whole.view(split)[at]
+        target.copy_(block.reshape(target.shape))
+    return whole
+
+
+def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]) -> None:
+    """Raise HostIRError unless a whole tensor has the shape that the type gives it."""
+    expected = bind_shape(type.shape, sizes)
+    if tuple(tensor.shape) != expected:
+        raise error(f"a tensor of shape {list(tensor.shape)} is not {type}", expected=f"shape {list(expected)}")
+
+
+def _split(
+    type: TensorType, mesh: Mesh, sizes: Mapping[str, int], coordinate: Callable[[str], int]
+) -> tuple[list[int], tuple[int | slice, ...]]:
+    """Return the shape with each sharded factor split into ranks and the rest, and a rank's index in it."""
+    shape: list[int] = []
+    at: list[int | slice] = []
+    for axis in type.axes:
+        for factor in axis.factors:
+            if factor.on in mesh.axes:
+                shape += [mesh.size(factor.on), _within(factor, mesh, sizes)]
+                at += [coordinate(factor.on), slice(None)]
+            else:
+                shape.append(factor.extent.bind(sizes))
+                at.append(slice(None))
+    return shape, tuple(at)
+
+
+def _within(factor: Factor, mesh: Mesh, sizes: Mapping[str, int]) -> int:
+    return (factor.extent / mesh.size(factor.on or "")).bind(sizes)
+
+
+def _device(mesh: Mesh, where: Mapping[str, int]) -> int:
+    index = 0
+    for axis, size in zip(mesh.axes, mesh.shape, strict=True):
+        index = index * size + where[axis]
+    return mesh.devices[index]
+
+
+def _part(parts: Sequence[torch.Tensor | None], rank: int, type: TensorType, shape: tuple[int, ...]) -> torch.Tensor:
+    part = parts[rank] if rank < len(parts) else None
+    if part is None or tuple(part.shape) != shape:
+        found = "none" if part is None else f"shape {list(part.shape)}"
+        raise error(f"the part of rank {rank} of a tensor {type}: {found}", expected=f"shape {list(shape)}")
+    return part
+
+
+def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in float64, with one temporary of that size; of a single block, the block itself."""
+    if len(blocks) == 1:
+        return blocks[0]
+    total = blocks[0].to(torch.float64, copy=True)
+    for block in blocks[1:]:
+        total += block
+    return total
+
+
+def _agree(ranks: Sequence[int], held: Mapping[int, torch.Tensor], type: TensorType) -> None:
+    """Raise HostIRError unless these ranks hold the same bits; NaN equals itself here."""
+    bits = BITS[held[ranks[0]].element_size()]
+    first = held[ranks[0]].contiguous().view(bits)
+    if odd := [rank for rank in ranks[1:] if not torch.equal(held[rank].contiguous().view(bits), first)]:
+        raise error(
+            f"copies of a tensor {type} differ: ranks {', '.join(map(str, odd))} from rank {ranks[0]}",
+            expected="the same bits on every rank that holds a copy",
+            hint="a rank read what was not ready: look for a missing wait or synchronize",
+        )

@@ -1,0 +1,56 @@
+"""Random inputs of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hostir.ir.op import Codec, Value
+from hostir.ir.program import Program
+from hostir.ir.types import bind_shape
+from hostir.kernels.dtypes import torch_dtype
+from hostir.machines.simulated.scheduler import check_seed
+
+
+def random_inputs(
+    program: Program, sizes: Mapping[str, int], seed: int = 0, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
+    """Return whole random inputs, normal with mean 0, the same for the same seed and kind of device.
+
+    Their standard deviation is 1, or 1/sqrt(K) for an input that reaches the right side of a matmul or linear with K
+    contracted elements: products are then about 1 as well, and f16 does not overflow.
+    """
+    generator = torch.Generator(device).manual_seed(check_seed(seed) % (1 << 64))  # torch takes 64 bits
+    scales = _scales(program, sizes)
+
+    def normal(value: Value) -> torch.Tensor:
+        shape = bind_shape(value.tensor.shape, sizes)
+        dtype = torch_dtype(value.tensor.dtype)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        x = torch.randn(shape, generator=generator, dtype=wide, device=device)
+        return (x * scales.get(value.name, 1.0)).to(dtype)
+
+    return [normal(value) for value in program.inputs]
+
+
+def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Return the standard deviation of each input, by name, that is the right side of a contraction."""
+    origin: dict[str, str] = {}  # by name: the value that it is a view of, or is computed from alone
+    scales: dict[str, float] = {}
+
+    def root(name: str) -> str:
+        while name in origin:
+            name = origin[name]
+        return name
+
+    for s in program.walk():
+        if s.right_side is not None:
+            right, axis = s.right_side
+            contracted = right.tensor.shape[axis].bind(sizes)
+            scales[root(right.name)] = max(contracted, 1) ** -0.5
+        sources = list(s.values(Codec.READ, Codec.ALIAS))
+        target = next(s.values(Codec.WRITE, Codec.DEFINE), None)  # a communication defines its handle as well
+        if len(sources) == 1 and target is not None and root(target.name) != root(sources[0].name):
+            origin[root(target.name)] = root(sources[0].name)
+    return scales

@@ -1,0 +1,176 @@
+"""Compute the reference results of a program on whole tensors, and the error that a result may have.
+
+Defines what a program computes: its statements run one after another, each at once, on whole tensors.
+
+Here a sharded axis is an axis, a partial sum is the sum, and every communication copies. Nothing is fast, and nothing
+depends on ranks, streams or order, so that all other machines can be compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hostir.call.sizes import bind_sizes
+from hostir.ir.machine import Done, Exchange, OptionalMethods, Ready, interpret
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import DType
+from hostir.kernels.aten import KERNELS
+from hostir.kernels.dtypes import torch_dtype
+
+
+class Whole:
+    """A tensor with memory of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def get(self) -> torch.Tensor:
+        """Return its elements, perhaps in shared memory: they must not be written."""
+        return self.tensor
+
+    def put(self, elements: torch.Tensor) -> None:
+        """Replace its elements."""
+        self.tensor = elements
+
+
+@dataclass(frozen=True)
+class WholeView:
+    """Part of a tensor: the elements of `part(parent)`, a strided view, in the shape `shape`.
+
+    A piece of a sharded axis is some rows of every rank's part: not one strided view, but two steps.
+    """
+
+    parent: Whole | WholeView
+    part: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, ...]
+
+    def get(self) -> torch.Tensor:
+        """Return its elements, perhaps in shared memory: they must not be written."""
+        return self.part(self.parent.get()).reshape(self.shape)
+
+    def put(self, elements: torch.Tensor) -> None:
+        """Replace its elements in the parent."""
+        whole = self.parent.get().clone()
+        part = self.part(whole)
+        part.copy_(elements.reshape(part.shape))
+        self.parent.put(whole)
+
+
+WholeHandle = Whole | WholeView
+
+
+class Reference(OptionalMethods):
+    """The machine that holds whole tensors, on one device.
+
+    `dtype` is what it computes in; None stands for what programs declare.
+    """
+
+    rank: int | None = None
+
+    def __init__(self, dtype: torch.dtype | None = torch.float64, device: torch.device | str = "cpu") -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> Whole:
+        if symmetric:
+            raise _no_ranks()
+        return Whole(torch.full(shape, float("nan"), dtype=self.dtype or torch_dtype(dtype), device=self.device))
+
+    def free(self, x: WholeHandle) -> None:
+        x.put(torch.full_like(x.get(), float("nan")))
+
+    def select(self, x: WholeHandle, axis: int, index: int) -> WholeView:
+        shape = tuple(x.get().shape)
+        return WholeView(x, lambda t: t.select(axis, index), (*shape[:axis], *shape[axis + 1 :]))
+
+    def chunk(self, x: WholeHandle, axis: int, outer: int, count: int, index: int) -> WholeView:
+        shape = tuple(x.get().shape)
+        inner = shape[axis] // (outer * count)
+        pieces = (outer, count, inner)
+        return WholeView(
+            x,
+            lambda t: t.unflatten(axis, pieces).select(axis + 1, index),
+            (*shape[:axis], outer * inner, *shape[axis + 1 :]),
+        )
+
+    def reshape(self, x: WholeHandle, shape: tuple[int, ...]) -> WholeView:
+        return WholeView(x, lambda t: t, shape)
+
+    def permute(self, x: WholeHandle, axes: tuple[int, ...]) -> WholeView:
+        shape = x.get().shape
+        return WholeView(x, lambda t: t.permute(axes), tuple(shape[axis] for axis in axes))
+
+    def dense(self, x: WholeHandle) -> WholeHandle:
+        return x
+
+    def compute(
+        self,
+        kind: str,
+        out: WholeHandle,
+        operands: Sequence[WholeHandle | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+        done: Done | None = None,
+    ) -> None:
+        result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
+        assert done is None
+        assert ready is None  # whole tensors have no flags: to allocate some is refused
+        KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)
+        out.put(result)
+
+    def communicate(self, exchange: Exchange, x: WholeHandle | None, out: WholeHandle | None) -> None:
+        if x is not None and out is not None:  # as they always are: whole tensors lie on every mesh
+            out.put(x.get().reshape(out.get().shape))
+
+    def wait(self, handle: None) -> None:
+        """Do nothing: communications have ended when they are issued."""
+
+    def current_stream(self) -> int:
+        return 0
+
+    def set_stream(self, stream: int) -> None:
+        """Do nothing: there is one stream."""
+
+    def synchronize(self, stream: int) -> None:
+        """Do nothing: statements have ended when they are issued."""
+
+    def copy(self, x: WholeHandle, out: WholeHandle, source: int, target: int, sms: int = 0) -> None:
+        raise _no_ranks()
+
+    def signal(self, flags: WholeHandle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
+        raise _no_ranks()
+
+    def wait_signal(self, flags: WholeHandle, slot: int, epoch: int) -> None:
+        raise _no_ranks()
+
+    def barrier(self, team: tuple[int, ...]) -> None:
+        raise _no_ranks()
+
+
+def _no_ranks() -> HostIRError:
+    """Fail: programs with statements that name ranks are refused before."""
+    return error("whole tensors have no ranks", hint="run the program on simulated or real ranks")
+
+
+@torch.no_grad()
+def reference(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+) -> tuple[torch.Tensor, ...]:
+    """Return the whole outputs of a fusion or a host program, from whole inputs.
+
+    Computes in `dtype`, or in the program's own dtypes where it is None, on the device of the inputs. `sizes` need name
+    only the symbols that do not follow from the inputs' shapes. Raises HostIRError for inputs that do not fit.
+    """
+    bound = bind_sizes(program, inputs, sizes)
+    handles = [Whole(x.to(dtype or x.dtype)) for x in inputs]
+    device = inputs[0].device if inputs else "cpu"
+    outputs = interpret(program, Reference(dtype, device), bound, handles)
+    return tuple(x.get().clone() for x in outputs if x is not None)

@@ -1,0 +1,1 @@
+"""Pictures of a program and of its findings."""

@@ -1,0 +1,1 @@
+"""State of a process in a job: sessions, groups, agreement of ranks, symmetric memory, watchdog."""

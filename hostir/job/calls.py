@@ -1,0 +1,392 @@
+"""Calls of an executor on a session: numbered, and compared between ranks.
+
+The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
+
+Executors share their team's process groups, which match operations of ranks by their order alone. So the rank that
+gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
+Nobody waits: ranks may be calls apart.
+
+A thread may call after another thread's call has ended. Calls that overlap have no order, and are refused. Two
+threads that lock each other out never overlap, but may take turns in another order on another rank. So if calls are
+compared, the threads that make them are compared, too, by names that are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from hostir.ir.source import error
+from hostir.job.links import ALIKE, PAGE, MisalignedError
+from hostir.job.threads import ThreadPairs, common_name, is_foreign, running
+
+SLOTS = 512  # of the store: no rank is as many calls ahead of another
+SHOWING = 1.0  # seconds that a thread has to make a call that its namesake on another rank has made
+
+
+@dataclass(frozen=True)
+class Call:
+    """The data of a call that ranks compare.
+
+    Fields:
+        executor: the number of its executor's first call; None before that.
+        made: where ranks meet for it: how many calls came before it.
+        tries: where ranks meet for it: how often this rank has refused it before, or has heard that another does.
+        refusal: why this rank does not make it; empty if it does.
+        operator: the name of the operator of hostir.torch that makes it; empty for a caller of the executor itself.
+        backward: whether autograd makes it, in a backward pass.
+        thread: the common name of the thread that makes it; empty where calls are not compared.
+    """
+
+    program: str
+    digest: str
+    executor: int | None
+    sizes: tuple[tuple[str, int], ...]
+    kernels: str
+    places: bool = False
+    made: int = 0
+    tries: int = 0
+    refusal: str = ""
+    operator: str = ""
+    backward: bool = False
+    thread: str = ""
+
+    @staticmethod
+    def of(text: str) -> Call:
+        fields = json.loads(text)
+        return Call(**{**fields, "sizes": tuple(map(tuple, fields["sizes"]))})
+
+    def is_by(self, other: Call) -> bool:
+        """Whether the other is a call of the same executor, made or refused."""
+        return (self.digest, self.executor) == (other.digest, other.executor)
+
+    @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
+    def __str__(self) -> str:
+        return json.dumps(vars(self))
+
+
+def describe(by_rank: Mapping[int, Call]) -> str:
+    """Describe ranks' different calls in the user's terms, equal ones together."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in by_rank.items():
+        groups.setdefault(str(call), []).append(rank)
+    calls = [Call.of(text) for text in groups]
+
+    def differ(name: str) -> bool:
+        return any(getattr(call, name) != getattr(calls[0], name) for call in calls)
+
+    parts: list[str] = []
+    for call, ranks in zip(calls, groups.values(), strict=True):
+        what = f"@{call.program}" if not parts or differ("program") or not call.sizes else ""
+        if differ("places"):
+            what = f"the places of {what}" if call.places else what
+        bound = ", ".join(f"{name}={size}" for name, size in call.sizes)
+        words = [what, f"with {bound}" if bound else ""]
+        words += [f"(its text has digest {call.digest})"] if differ("digest") and not differ("program") else []
+        words += [f"with kernels {call.kernels}"] if differ("kernels") else []
+        words += [f"after {call.made} calls of its executor"] if differ("made") else []
+        words += [f"for {call.operator or 'its own caller'}"] if differ("operator") else []
+        words += [f"in a {'backward' if call.backward else 'forward'} pass"] if differ("backward") else []
+        if differ("executor") and not differ("digest"):
+            known = call.executor is not None
+            words.append(f"by the executor first called in call {call.executor}" if known else "by a new executor")
+        words += [f"in thread '{call.thread}'"] if differ("thread") else []
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        verb = "" if parts else "calls " if len(ranks) == 1 else "call "
+        parts.append(f"{who} {verb}{' '.join(filter(None, words))}")
+    return ", ".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _number(name: str) -> int:
+    """Return a number of a name, the same on all ranks."""
+    return crc32(name.encode())
+
+
+_graph_task = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs this thread."""
+    return _graph_task() != -1
+
+
+_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # of this process
+_joining = threading.Lock()  # held while there is another
+
+
+class Calls:
+    """The calls of one team, as seen by one of its ranks.
+
+    Args:
+        store: a store that the ranks share; None for a rank alone.
+        rank, ranks: this rank, and all of the team.
+        timeout: seconds to wait for what another rank must do first.
+        check: raises, while this rank waits at a place, if another is lost.
+        report: tells all ranks why one may run a call that another does not make; returns the first such report.
+
+    Fields:
+        lock: held by the thread whose call runs.
+        inside: the thread whose call runs; None if none does.
+        agreed: whether the ranks have agreed on that call.
+        entered, latest: how many calls have begun, and the thread that made the latest.
+        caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
+            belongs to the thread that waits for them.
+        callers: all threads that have called.
+        operator: the name of the operator of hostir.torch that is calling an executor; empty if none is.
+        number: of the next call.
+        made, trail: how many calls that are not compared were made, and a number that follows from which these were.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int = 0,
+        ranks: Sequence[int] = (0,),
+        timeout: float = 0.0,
+        check: Callable[[str], None] = lambda where: None,
+        report: Callable[[str], str] = lambda why: why,
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.others = [other for other in ranks if other != rank]
+        self.timeout = timeout
+        self.check = check
+        self.report = report
+        self.unlock()
+        self.agreed = False
+        self.entered = 0
+        self.latest: threading.Thread | None = None
+        self.caller: threading.Thread | None = None
+        self.name = ""
+        self.callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.threads = ThreadPairs()
+        self.paired: tuple[int, str, str] | None = None  # the latest pair: a rank, its thread, the thread here
+        with _joining:
+            _teams.add(self)
+        self.operator = ""
+        self.number = 0
+        self.broken = ""  # why this rank's calls are not those of the others any more
+        self.slots = [""] * SLOTS
+        self.made = self.trail = 0
+        self.asked = 0  # since the latest of these: a call that fails may be followed by one of other sizes
+        self.posted = deque[str]()  # by this rank, for `compare_new`
+
+    def unlock(self) -> None:
+        """Create a new lock, held by no thread: in a forked child, one of the parent's may have held the old one."""
+        self.lock = threading.RLock()
+        self.inside: threading.Thread | None = None
+
+    def restart(self, store: Any, number: int) -> None:
+        """Count calls from `number` on in another store, as all ranks do."""
+        self.store, self.number = store, number
+        self.slots = [""] * SLOTS
+        self.made = self.trail = self.asked = 0
+        self.posted.clear()
+        self.store.set(f"turn/{self.rank}", str(number // (SLOTS // 2)))
+
+    @contextlib.contextmanager
+    def turn(self, program: str) -> Iterator[None]:
+        """Make a call of a program in this thread, whatever it is that counts as one."""
+        thread, entered = threading.current_thread(), self.entered
+        if (other := self.inside) is not None:
+            self.refuse_overlap(program, other)
+        with self.lock:
+            self.enter(thread, entered, program)
+            try:
+                yield
+            finally:
+                self.inside = None
+
+    def enter(self, thread: threading.Thread, entered: int, program: str) -> None:
+        """Begin a call of a program in a thread that holds the lock; `entered` of them had begun when it asked for it.
+
+        Raises MisalignedError on every rank if another thread has begun one since.
+        """
+        if thread is not self.latest or entered != self.entered:
+            if entered != self.entered and self.latest is not None and self.latest is not thread:
+                self.refuse_overlap(program, self.latest)
+            if thread is not self.caller:
+                self._take_over(thread)
+            self.latest = thread
+        self.inside, self.agreed, self.entered = thread, False, self.entered + 1
+
+    def refuse_overlap(self, program: str, other: threading.Thread) -> None:
+        """Raise if a call would overlap the call of another thread, on every rank, or if it is within one of its own.
+
+        A rank alone lets its threads wait for each other: nobody else has to know their order.
+        """
+        mine = threading.current_thread()
+        if other is mine:
+            hint = (
+                "in a signal handler, only record what to do, and make the call after the interrupted one has returned"
+            )
+            what = f"@{program} is called while this thread runs another call"
+            raise error(what, expected="one call after another", hint=hint)
+        if self.others:
+            first = (
+                f"on rank {self.rank}, thread '{mine.name}' calls @{program} while thread '{other.name}' is in a call"
+            )
+            hint = f"give each thread a process group of its own, or let one of them make all calls; {PAGE}"
+            raise self._misaligned(f"{first} of the same ranks", hint)
+
+    def _take_over(self, thread: threading.Thread) -> None:
+        """Count calls as those of this thread from now on, unless it is one of autograd's own."""
+        if is_foreign(thread) and in_backward():
+            return
+        self.caller = thread
+        self.callers.add(thread)
+        if self.others:
+            self.name = common_name(thread)
+            self.threads.callers.add(self.name)
+
+    def begin(self, call: Call, *, planned: bool) -> None:
+        """Return if every rank that has reached this call makes the same one; the caller holds the lock.
+
+        Raises HostIRError, naming both calls, if they differ. If the rank that got there first had `planned`, it may
+        already run its call: then every rank raises MisalignedError.
+        """
+        if not self.others:
+            return
+        self.check_order()
+        mine = str(call)
+        first, running, text = self._post(mine, planned)
+        theirs = call if text == mine else Call.of(text)
+        same = theirs is call or replace(theirs, thread=call.thread) == call
+        self.agreed = same and self._same_thread(first, theirs.thread)
+        self._move()
+        if self.agreed:
+            return
+        if theirs.refusal and call.is_by(theirs):
+            what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
+            raise error(f"{what}: {theirs.refusal}")
+        said = describe({first: theirs, self.rank: call})
+        if theirs is call:
+            said = f"rank {first} calls @{call.program} in thread '{call.thread}', which was another thread here before"
+        said = f"the calls of the ranks do not line up: {said}"
+        raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
+
+    def refuse(self, call: Call) -> None:
+        """Report that this rank does not make a call; the caller holds the lock.
+
+        A rank that may already run it raises what the refusal says.
+        """
+        if not self.others:
+            return
+        self.check_order()
+        _, running, _ = self._post(str(call), planned=False)
+        self._move()
+        if running:
+            self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
+
+    def went(self, kind: int) -> None:
+        """Count a call that was not compared; `kind` is a number of its program and sizes."""
+        self.made, self.asked = self.made + 1, 0
+        self.trail = hash((self.trail, kind, _number(self.operator), in_backward()))
+
+    def compare_new(self, call: Call) -> None:
+        """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
+
+        Raises MisalignedError if another rank got here first with another one that is new there, or after other calls.
+        """
+        if not self.others:
+            return
+        self.check_order()
+        key, mine = f"new/{self.made}/{self.asked}", f"{self.rank} {self.trail} {call}"
+        self.asked += 1
+        try:
+            first, trail, text = self.store.compare_set(key, "", mine).decode().split(" ", 2)
+            if int(first) == self.rank:
+                self.posted.append(key)
+            if len(self.posted) > SLOTS:
+                self.store.delete_key(self.posted.popleft())
+        except dist.DistError as problem:
+            raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
+        if (trail, text) == (str(self.trail), str(call)):
+            return
+        said = describe({int(first): Call.of(text), self.rank: call})
+        if text == str(call):
+            said = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
+        hint = f"{PAGE}; HOSTIR_COMPARE_CALLS=1 compares each before it runs"
+        raise self._misaligned(f"the calls of the ranks do not line up: {said}", hint)
+
+    def check_order(self) -> None:
+        """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
+        if self.broken:
+            raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
+
+    def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
+        """Make no call any more, and let no other rank make one; return the error that all of them raise."""
+        self.broken = why
+        self.broken = self.report(why)
+        return MisalignedError(self.broken, hint=hint)
+
+    def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
+        """Post this rank's next call unless another rank was first. Return the first rank, `planned`, and its call."""
+        slot = self.number % SLOTS
+        try:
+            if self.number % (SLOTS // 2) == 0:
+                self._keep_up()
+            word = f"{self.number} {self.rank} {int(planned)} {mine}"
+            said = self.store.compare_set(f"call/{slot}", self.slots[slot], word).decode()
+        except dist.DistError as problem:
+            raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
+        _, first, running, text = said.split(" ", 3)
+        self.said = said
+        return int(first), running == "1", text
+
+    def _move(self) -> None:
+        """Go on to the next call."""
+        self.slots[self.number % SLOTS] = self.said
+        self.number += 1
+
+    def _same_thread(self, rank: int, theirs: str) -> bool:
+        """Return whether the thread that makes this call on another rank, of this common name, can be this one here.
+
+        It is not if a thread of that name calls this team here as well. One that has not yet done so gets some time;
+        then it has to have called another team.
+        """
+        if rank == self.rank or self.paired == (rank, theirs, self.name):
+            return True
+        if self.threads.known(rank, theirs, self.name):
+            self.paired = rank, theirs, self.name
+            return True
+        deadline = time.monotonic() + SHOWING
+        while theirs != self.name and (other := running(theirs)) is not None:
+            self.check_order()
+            if other in self.callers:
+                return False
+            if time.monotonic() > deadline:
+                with _joining:
+                    teams = [*_teams]
+                if not any(other in team.callers for team in teams):
+                    return False
+                break
+            time.sleep(0.005)
+        self.check_order()  # it may have called, been refused and ended
+        return self.threads.add(rank, theirs, self.name)
+
+    def _keep_up(self) -> None:
+        """Wait until every rank has read the slots that are used next, half of all."""
+        turn = self.number // (SLOTS // 2)
+        self.store.set(f"turn/{self.rank}", str(turn))
+        deadline = time.monotonic() + self.timeout
+        for other in self.others if turn > 1 else ():
+            while not self.store.check([f"turn/{other}"]) or int(self.store.get(f"turn/{other}")) < turn - 1:
+                if time.monotonic() > deadline:
+                    late = f"rank {self.rank} is {SLOTS // 2} calls ahead of rank {other}, which does not follow"
+                    raise error(late, expected=ALIKE, hint=PAGE)
+                self.check("the calls of the others")
+                time.sleep(0.005)

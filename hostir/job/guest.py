@@ -1,0 +1,181 @@
+"""Sessions of process groups: a program's own group runs executors, and the job around it is left alone.
+
+A group's session takes no part in what belongs to the process or the job: no handlers of signals, no process group
+that torch knows, no end of the process. Its ranks are numbered as in the group. Other ranks do not notice it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from hostir.ir.source import described, error, user_span
+from hostir.job.session import LOG, NO_MULTICAST, Session, detach, joined, launched, refuse_in_child
+from hostir.job.watchdog import GuestWatchdog
+
+KINDS = "a process group of torch's, its name, or a DeviceMesh of one dimension"
+PARTING = 5.0  # seconds that a rank waits at its end for those that may use its GPU's memory
+_guests: dict[str, Guest] = {}  # by the names of their groups
+_numbers: Counter[str] = Counter()  # of sessions so far, by the same names: torch gives a name again
+_opening = threading.RLock()
+
+
+class Guest(Session):
+    """This process as a rank of a process group. `timeout` is the group's own."""
+
+    limit = GuestWatchdog.limit
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group: ProcessGroup | None = group  # None once this rank has left it
+        self.name = group.group_name
+        self.device = device
+        self.rank, self.size = group.rank(), group.size()
+        self.owner = False
+        patience = _timeout(group, device)
+        self.timeout = patience.total_seconds()
+        self.exchanges = Counter()
+        if device.type == "cuda":
+            os.environ.update(NO_MULTICAST)
+        store: Any = dist.distributed_c10d._get_process_group_store(group)
+        theirs = store.clone()  # a connection of its own
+        self.store = PrefixStore(f"hostir/{_numbers[self.name]}", theirs)
+        _numbers[self.name] += 1
+        self._share(GuestWatchdog, patience, lambda: self.group)
+        theirs.set_timeout(patience)  # not before: connecting to the store may take longer than the calls of this group
+        LOG.info("joined the group %s of %d ranks on %s", self.name, self.size, device)
+
+    def check(self, where: str) -> None:
+        """Raise if a rank of the group has died, or runs another call."""
+        super().check(where)
+        if lost := self.watchdog.loss():
+            raise error(f"rank {self.rank} waits at {where}, and {lost}")
+
+    def crossing(self) -> tuple[tuple[None, str], ...]:
+        """Return a note on the other groups that this rank has called, on this device.
+
+        They need have no other rank in common with this one: the circle may go on through groups of other ranks.
+        """
+        others = [(name, guest) for name, guest in list(_guests.items()) if guest is not self]
+        found = [
+            f"'{name}'" for name, guest in others if guest.device == self.device and registered(name) is guest.group
+        ]
+        if not found:
+            return ()
+        groups = f"group{'s' * (len(found) > 1)} {', '.join(found)}"
+        what = f"this rank, of group '{self.name}', has made executors of {groups}, too"
+        return ((None, f"{what}: if ranks call the groups in different orders, their calls wait for each other"),)
+
+    def leave(self, done: bool, wait: bool) -> None:
+        """Leave the group, which stays as it is. `wait` for the others if their GPUs may use this one's memory."""
+        shared = self.device.type == "cuda" and self.groups.memory is not None and bool(self.groups.memory.met)
+        self.part(done, PARTING, wait and shared)
+        self.group = None
+        LOG.info("left the group, %s", "done" if done else "after a failure")
+
+
+def session_of(group: object = None, device: str | None = None) -> Session | None:
+    """Return the session of a group; without a group the job's, or None where no launcher has started one.
+
+    Args:
+        group: a process group of torch's, its name, or a DeviceMesh of one dimension.
+        device: `cpu` or `cuda`; for a group, unless given, CUDA if it has NCCL.
+    """
+    if group is None:
+        return joined(device) if launched() else None
+    known = resolved(group)
+    with _opening:
+        _sweep()
+        if known.group_name not in _guests:
+            refuse_in_child()
+            if not _guests:
+                atexit.unregister(_leave)
+                atexit.register(_leave)
+            _guests[known.group_name] = Guest(known, _device(known, device))
+        here = _guests[known.group_name]
+    if device is not None and here.device.type != device:
+        raise error(f"this process has joined the group with its {here.device}", expected=f"one device, {device}")
+    return here
+
+
+def resolved(group: object) -> ProcessGroup:
+    """Return the process group that is meant. Raises HostIRError if there is none, or this process is not in it."""
+    if not dist.is_initialized():
+        raise error(f"group={described(group)}, and torch has no process groups here", user_span(), expected=KINDS)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        hint = "make executors on its members only: the others need do nothing"
+        raise error("group= is a group that this process is not in", user_span(), expected=KINDS, hint=hint)
+    named = group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            what = f"group= is a DeviceMesh of {group.ndim} dimensions"
+            raise error(what, user_span(), expected=KINDS, hint="mesh['tp'] is one of its dimensions")
+        named = group.get_group()
+    if isinstance(named, ProcessGroup):
+        named = named.group_name
+    if not isinstance(named, str):
+        raise error(f"group={described(group)}", user_span(), expected=KINDS)
+    if (known := registered(named)) is None:
+        hint = "it may have been destroyed, or this process is not in it"
+        raise error(f"torch knows no group '{named}' in this process", user_span(), expected=KINDS, hint=hint)
+    return known
+
+
+def registered(name: Any) -> ProcessGroup | None:
+    """Return the group of this name that torch knows in this process."""
+    try:
+        return _resolve_process_group(name)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _device(group: ProcessGroup, device: str | None) -> torch.device:
+    nccl = "nccl" in dist.get_backend_config(group)
+    if device == "cpu" or (device is None and not (nccl and torch.cuda.is_available())):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise error("there is no CUDA GPU here", hint="machine='gloo' runs on CPUs")
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
+    """Return the group's timeout: of its backend for the device, if it has one there."""
+    for kind in (device, *group._device_types):
+        try:
+            return group._get_backend(kind).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return dist.constants.default_pg_timeout
+
+
+def _sweep() -> None:
+    """Close the sessions of groups that were destroyed."""
+    for name, guest in list(_guests.items()):
+        if registered(name) is not guest.group:
+            _guests.pop(name).leave(done=True, wait=False)
+
+
+def _leave() -> None:
+    for name in list(_guests):
+        _guests.pop(name).leave(done=not hasattr(sys, "last_type"), wait=True)
+
+
+def _forked() -> None:
+    """Detach a forked child from the groups' ranks."""
+    global _opening
+    _opening = threading.RLock()
+    for guest in _guests.values():
+        detach(guest)
+    _guests.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,262 @@
+"""The computations of the language in ATen: one function for each kind, `f(out, *operands, **options)`.
+
+Each writes all of `out`, whatever its strides, and accumulates in f32 or better, unless the user allows torch to
+accumulate f16 (`allow_fp16_accumulation`). torch by default lets cuBLAS add up the parts of split-K in 16 bits; this is
+switched off while a product is issued, for all threads, and then set back to the user's choice. `out` must not share
+memory with the operands of a contraction or a sum; in elementwise computations it may be an operand.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hostir.kernels.layout import rows
+from hostir.kernels.matmul.tiles import SCALE_BLOCK
+from hostir.kernels.scaled_library import scaled_by_library
+from hostir.kernels.scales import scaled_matmul_reference
+
+# torch's settings that let cuBLAS add up the parts of split-K in the dtype of the result.
+REDUCED_PRECISION = {
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+}
+# Getter and setter of each setting, which take a quarter of the time of torch.backends. The value is a pair: whether
+# 16-bit sums are allowed, and whether split-K is; torch wants the second to be True where the first is.
+_SETTINGS = {
+    dtype: (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
+    for dtype, name in REDUCED_PRECISION.items()
+}
+_setting = threading.Lock()  # held while a setting differs from the user's
+
+# So many numbers are added in their order: torch's order depends on layouts. It adds more with a smaller error.
+IN_ORDER = 16
+
+
+def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> None:
+    """`out[..., N] = a[..., K] @ b[K, N] + addend[..., N]`, rounded once; the addend may be `out` itself."""
+    _contract(out, a, b, addend)
+
+
+def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, rounded once.
+
+    As with `torch.nn.functional.linear`, cuBLAS also rounds before it adds the bias if the rows of `out` are not
+    multiples of 16 bytes.
+    """
+    _contract(out, a, weight.t(), bias)
+
+
+def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    """`out = x + y`, broadcast from the last axis on."""
+    torch.add(x, y, out=out)
+
+
+def mul(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    """`out = x * y`, broadcast from the last axis on."""
+    torch.mul(x, y, out=out)
+
+
+def relu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = max(x, 0)`; NaN stays NaN."""
+    torch.clamp_min(x, 0, out=out)
+
+
+def gelu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = x * (1 + erf(x / sqrt 2)) / 2`."""
+    if out.is_contiguous():
+        torch.ops.aten.gelu.out(x, approximate="none", out=out)
+    else:  # torch 2.13 would leave elements of `out` unwritten on a CPU
+        out.copy_(torch.nn.functional.gelu(x))
+
+
+def silu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = x / (1 + exp(-x))`."""
+    torch.ops.aten.silu.out(x, out=out)
+
+
+def scale(out: torch.Tensor, x: torch.Tensor, *, factor: float) -> None:
+    """`out = x * factor`, in f32 or better, rounded once."""
+    if out.is_cpu and out.itemsize < 4:  # there torch may round the number to the dtype first
+        out.copy_(x.float().mul_(factor))
+    else:
+        torch.mul(x, factor, out=out)
+
+
+def offset(out: torch.Tensor, x: torch.Tensor, *, amount: float) -> None:
+    """`out = x + amount`, in f32 or better, rounded once."""
+    if out.is_cpu and out.itemsize < 4:
+        out.copy_(x.float().add_(amount))
+    else:
+        torch.add(x, amount, out=out)
+
+
+def copy(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out = x`."""
+    out.copy_(x)
+
+
+def cast(out: torch.Tensor, x: torch.Tensor, *, dtype: str) -> None:
+    """`out = x` in the dtype of `out`, rounded to nearest even."""
+    out.copy_(x)
+
+
+def sum(
+    out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
+) -> None:
+    """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once. A few are added in their order."""
+    if 0 < x.shape[axis] <= IN_ORDER and (out.is_cpu or addend is not None or activation):
+        add_up(out, x.unbind(axis), addend, activation)
+        return
+    if addend is None and not activation:
+        torch.sum(x, axis, out=out)
+        return
+    total = torch.sum(x, axis, dtype=torch.promote_types(x.dtype, torch.float32))
+    add_up(out, (total,), addend, activation)
+
+
+def add_up(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], addend: torch.Tensor | None = None, activation: str = ""
+) -> None:
+    """`out = activation(parts[0] + parts[1] + ... + addend)`, in this order and in f32 or better, rounded once."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in (*parts[1:], *(() if addend is None else (addend,))):
+        total += part
+    if activation:
+        KERNELS[activation](total, total)
+    out.copy_(total)
+
+
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
+    """`out = x / sqrt(mean(x^2) + eps) * weight` of each row, in f32 or better, rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    total = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out.copy_(total if weight is None else total * weight)
+
+
+FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
+LEAST_SCALE = 2.0**-126  # the smallest normal number of f32
+
+
+def scaled_matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> None:
+    """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
+
+    By torch's library where that takes such operands, else in float64. Tensor-wise and row-wise scales may be G along
+    K, one for each K/G elements, as the reference on whole tensors has them. `fast` is for the library.
+    """
+    if out.dtype != torch.float64 and scaled_by_library(out, a, b, scale_a, scale_b, bias, fast=fast):
+        return
+    scale_a, scale_b = scale_a.float(), scale_b.float()  # all are f64 where the reference is
+    groups, K, columns = scale_a.shape[-1], a.shape[-1], -(-out.shape[-1] // SCALE_BLOCK)
+    block_wise = groups * SCALE_BLOCK == K and scale_a.shape[:-1] == a.shape[:-1] and scale_b.shape[-1] == columns
+    if groups == 1 or block_wise:
+        out.copy_(scaled_matmul_reference(a, b, scale_a, scale_b, bias, out.dtype))
+        return
+    total = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
+    for group in range(groups):
+        part, one = slice(group * K // groups, (group + 1) * K // groups), slice(group, group + 1)
+        scales = scale_a[..., one], scale_b[one]
+        total += scaled_matmul_reference(a[..., part], b[part], *scales, None, torch.float64)
+    out.copy_(total if bias is None else total + bias)
+
+
+def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
+    """`out = max(amax / max, 2^-126)` in f32: of each row of `x`, or of each `block` elements of one."""
+    blocks = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
+    amax = blocks.float().abs().amax(-1) if x.shape[-1] else torch.zeros_like(out, dtype=torch.float32)
+    # On CUDA torch multiplies by the rounded reciprocal of a Python number, which can be off by a unit of f32. One unit
+    # of a scale moves elements that lie halfway between two numbers of fp8 by a whole step. A tensor is divided by.
+    limit = torch.full((), torch.finfo(FP8[dtype]).max, device=x.device)
+    out.copy_((amax / limit).clamp_min_(LEAST_SCALE))
+
+
+def largest(out: torch.Tensor, x: torch.Tensor) -> None:
+    """`out` is the largest element of `x`, NaN if there is one, and 0 if there are no elements."""
+    out.copy_(x.amax().view(out.shape) if x.numel() else torch.zeros_like(out))
+
+
+def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
+    """`out = x / scale` in fp8, computed in f32, limited to the dtype's range and rounded to nearest even.
+
+    `scale` has the axes of `x`, each 1 or as long; the last one may be of blocks of equal length.
+    """
+    narrow = FP8[dtype]
+    limit = torch.finfo(narrow).max
+    if scale.shape[-1] not in (1, x.shape[-1]):
+        scale = scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
+    out.copy_((x.float() / scale.float()).clamp_(-limit, limit).to(narrow))
+
+
+KERNELS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm)
+}
+BY_CUBLAS = (matmul, linear, scaled_matmul)
+
+
+KERNELS |= {f.__name__: f for f in (scale, offset, scaled_matmul, row_scales, largest, quantize)}
+
+
+def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """`out = a @ b (+ bias)`, with sums in f32; a bias is a row, or has the shape of `out`.
+
+    If rows are not multiples of 16 bytes, cuBLAS takes other kernels, and different ones for slices and for the whole
+    tensor: with 16-bit sums some of them have 1.4 times the error of the others.
+    """
+    setting = _SETTINGS.get(out.dtype)
+    if setting is None:
+        _multiply(out, a, b, bias)
+    elif out.is_cpu:  # a hundred times as fast on CPUs without 16-bit arithmetic
+        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        _multiply(wide, a.float(), b.float(), None if bias is None else bias.float())
+        out.copy_(wide)
+    else:
+        users, set_to = setting
+        with _setting:
+            if not users()[0]:
+                _multiply(out, a, b, bias)
+                return
+            set_to(False, True)
+            try:
+                _multiply(out, a, b, bias)
+            finally:
+                set_to(True, True)
+
+
+def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Compute `out = a @ b (+ bias)` with the settings of torch as they are."""
+    if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
+        torch.matmul(a, b, out=out)  # takes less host time than our own views
+        return
+    a_rows, out_rows = rows(a), rows(out)
+    if a_rows is not None and out_rows is not None:
+        if bias is None:
+            torch.mm(a_rows, b, out=out_rows)
+        else:
+            torch.addmm(bias if bias.ndim == 1 else bias.reshape(out_rows.shape), a_rows, b, out=out_rows)
+    elif a.ndim == 3:
+        batched = b.expand(len(a), *b.shape)
+        if bias is None:
+            torch.bmm(a, batched, out=out)
+        else:
+            torch.baddbmm(bias, a, batched, out=out)
+    else:
+        for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
+            _multiply(out_part, a_part, b, bias if bias is None or bias.ndim == 1 else bias[i])
+
+
+@functools.lru_cache(maxsize=1024)
+def _folds(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether torch.matmul merges all leading axes into one product; strides of axes of size 1 count as well."""
+    return len(shape) > 1 and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))

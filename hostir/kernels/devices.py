@@ -1,0 +1,255 @@
+"""Devices that Triton kernels run on, its interpreter among them, and launches at little host time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hostir.ir.source import Diagnostic, HostIRError
+from hostir.kernels.repeats import ATEN
+
+# Triton decides this when a kernel is decorated, so once for the life of the process.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# The interpreter keeps the program index in a global and patches triton.language while it runs.
+_interpreter_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    bound = False
+    only_loads = False
+
+
+_thread = _Thread()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The resources of a device that a kernel can use.
+
+    Fields:
+        sms: number of SMs, which is the number of programs of a persistent grid.
+        shared_memory: bytes of shared memory that one program may use.
+        tma: whether the device has the Tensor Memory Accelerator (TMA; Hopper and later).
+        fp8: whether its tensor cores multiply 8-bit floats (Ada, Hopper and later).
+    """
+
+    sms: int
+    shared_memory: int
+    tma: bool
+    fp8: bool
+
+
+@functools.cache
+def limits(device: torch.device) -> Limits:
+    """Return the limits of `device`. The interpreter claims three SMs, so that its programs loop over tiles."""
+    if INTERPRETED:
+        return Limits(sms=3, shared_memory=1 << 30, tma=True, fp8=True)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return Limits(
+        sms=properties["multiprocessor_count"],
+        shared_memory=properties["max_shared_mem"],
+        tma=torch.cuda.get_device_capability(device) >= (9, 0),
+        fp8=torch.cuda.get_device_capability(device) >= (8, 9),
+    )
+
+
+def check_device(**tensors: torch.Tensor | None) -> torch.device:
+    """Return the one device of all `tensors` that are not None.
+
+    Raises ValueError if they are on several devices, or on the CPU while Triton compiles for GPUs.
+    """
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
+    device = next(iter(devices.values()))
+    if any(other != device for other in devices.values()):
+        found = ", ".join(f"{name} on {where}" for name, where in devices.items())
+        raise ValueError(f"expected all tensors on one device, got {found}")
+    if not INTERPRETED and device.type != "cuda":
+        raise ValueError(f"Triton kernels need CUDA tensors, got {device.type}; on a CPU, set TRITON_INTERPRET=1 first")
+    return device
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    # Overflow and NaN are silent on a GPU, so numpy, which the interpreter computes with, must be silent as well.
+    with _interpreter_lock, np.errstate(all="ignore"):
+        yield
+
+
+def launching(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context manager for launches on `device`: it makes the device current, or locks the interpreter."""
+    return _interpreting() if INTERPRETED else torch.cuda.device(device)
+
+
+def bind_thread(device: torch.device) -> None:
+    """Bind the CUDA context of `device`, the current one, to this thread.
+
+    CUDA does so at a thread's first call of the CUDA runtime; encoding a descriptor is a call of the driver.
+    """
+    if not _thread.bound:
+        torch.cuda.mem_get_info(device)
+        _thread.bound = True
+
+
+class Compiled:
+    """A compiled kernel, launched with arguments of the types that it was compiled for.
+
+    Triton's own launch inspects every argument to find the kernel that fits, and encodes every descriptor. Reusing both
+    from an earlier launch saves most of the host time.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg  # needs a driver
+
+        self._function, self._metadata = kernel.function, kernel.packed_metadata
+        self._described = kernel.metadata.tensordesc_meta
+        self._encode = make_tensordesc_arg
+        self._launch = copy.copy(kernel.run)
+        if self._described:  # remove the wrapper with which Triton encodes descriptors
+            self._launch.launch = inspect.getclosurevars(kernel.run.launch).nonlocals["launcher"]
+        self.stream = triton.runtime.driver.active.get_current_stream  # from a device index to a stream handle
+
+    def encoded(self, number: int, descriptor: TensorDescriptor) -> Sequence[Any]:
+        """Return the arguments that encode descriptor `number`. They hold the tensor's address, not the tensor."""
+        return tuple(self._encode(descriptor, self._described[number] if self._described else None))
+
+    def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
+        """Launch with all arguments: tensors as addresses, descriptors encoded, constants as they were compiled."""
+        self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
+
+
+# Kernels are compiled and loaded before the first call that launches them has issued anything: compiling takes seconds,
+# in which peers would wait, and a kernel may need more than the device has.
+
+
+class TooLargeError(HostIRError):
+    """A kernel needs more shared memory or threads than a device has."""
+
+
+def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Compiled | None:
+    """Compile a kernel for such arguments, and load it on the current device; None in the interpreter, which does not.
+
+    Raises TooLargeError if the device has not enough for it.
+    """
+    if INTERPRETED:
+        return None
+    compiled = kernel.warmup(*arguments, grid=(1,), **options)
+    try:
+        compiled._init_handles()
+    except OutOfResources as lack:
+        unit = {"shared memory": "bytes of ", "tensor memory": "columns of "}.get(lack.name, "")
+        what = f"the kernel needs {lack.required} {unit}{lack.name}, and the GPU has {lack.limit}"
+        raise TooLargeError(Diagnostic(what, hint=ATEN)) from lack
+    return Compiled(compiled)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel through Triton on the current device, or only load it: see `loading`."""
+    if _thread.only_loads:
+        load(kernel, arguments, options)
+    else:
+        kernel[(programs,)](*arguments, **options)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Have this thread load kernels, of operands that are `StandIn`, where it would launch them."""
+    _thread.only_loads = True
+    try:
+        yield
+    finally:
+        _thread.only_loads = False
+
+
+def only_loads() -> bool:
+    """Return True in a thread that loads kernels instead of launching them."""
+    return _thread.only_loads
+
+
+class StandIn(torch.Tensor):
+    """A tensor without memory, with the layout, the device and the address of another. What writes to it does nothing.
+
+    It is a tensor on torch's meta device that gives another device and address. Its views have addresses within it.
+
+    Fields:
+        place: the device.
+        origin: the address of its storage.
+    """
+
+    place: torch.device
+    origin: int
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, address: int = 0
+    ) -> StandIn:
+        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta").as_subclass(cls)
+        made.place, made.origin = device, address
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.place.type == "cuda"
+
+    def data_ptr(self) -> int:
+        return self.origin + int(self.storage_offset()) * self.element_size()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if "out" in options:
+            return options["out"]
+        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            return args[0]
+        known: dict[int, StandIn] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            bare = [_bare(x, known) for x in args]
+            result = func(*bare, **{name: _bare(x, known) for name, x in options.items()})
+            if isinstance(result, torch.Tensor):
+                return cls._like(result, known)
+            several = isinstance(result, tuple | list) and any(isinstance(x, torch.Tensor) for x in result)
+            return tuple([cls._like(x, known) for x in result]) if several else result
+
+    @classmethod
+    def _like(cls, x: torch.Tensor, known: Mapping[int, StandIn]) -> StandIn:
+        """Return a meta tensor that was made of others, some of them its memory perhaps, as a stand-in like them."""
+        made, other = x.as_subclass(cls), known.get(_storage(x))
+        made.place = next(iter(known.values())).place
+        made.origin = 0 if other is None else other.origin
+        return made
+
+
+def _bare(x: Any, known: dict[int, StandIn]) -> Any:
+    """Return an argument with plain meta tensors in the place of stand-ins, which are added to those known."""
+    if isinstance(x, StandIn):
+        known[_storage(x)] = x
+        return x.as_subclass(torch.Tensor)
+    if isinstance(x, torch.Tensor):
+        return x.to("meta")
+    return type(x)([_bare(each, known) for each in x]) if type(x) in (tuple, list) else x
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)

@@ -1,0 +1,209 @@
+"""One kernel that copies blocks to peers and signals behind each of them.
+
+A kernel that copies to peers: a few SMs write pieces of memory to other GPUs, and raise flags behind them.
+
+A copy engine moves large pieces faster, but takes microseconds to begin each copy and to signal behind it. The next
+kernel of the stream may start while this one copies (programmatic dependent launch, see
+ReadyFlags.overlapped_sms), and use rows as soon as their flags rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from hostir.kernels.devices import (
+    INTERPRETED,
+    Compiled,
+    bind_thread,
+    launching,
+    limits,
+    only_loads,
+)
+from hostir.kernels.flags.signals import loaded
+from hostir.kernels.layout import Words
+
+WARPS = 1 if INTERPRETED else 16
+PER_THREAD = 64  # bytes that a thread loads before it stores them
+BATCH = 2 << 20  # bytes per batch: at its end every program waits until all its writes have arrived
+MAX_PIECES = 32  # per batch
+GROUPS = 2  # of programs, which take turns with batches: while those of one wait, those of the other write
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous range of the source to copy, and the flag to raise behind it.
+
+    Fields:
+        offset: of the first byte, in the source.
+        target: the address to copy it to. If that is where it already is, nothing is copied.
+        flag: the address of an int64 to set to `epoch`; 0 for none. No other piece of the kernel has the same flag.
+        epoch: the value that the flag is set to.
+    """
+
+    offset: int
+    target: int
+    flag: int = 0
+    epoch: int = 0
+
+
+@triton.jit(do_not_specialize=["units", "pieces", "together"])
+def push_kernel(
+    source,  # pointer
+    table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
+    arrived,  # [batches] of int32, 0 before and after: programs that are done, plus 1 once the batch before is complete
+    units,  # elements of a piece
+    pieces,
+    together,  # pieces per batch
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # let the next kernel of the stream start early
+):
+    """Copy the pieces, batch by batch, and raise their flags.
+
+    Each group takes every GROUPS-th batch, and each of its programs a part of it. A batch is complete once all programs
+    of its group are done with it and the batch before is complete. The program that completes it raises its flags.
+    """
+    if DEPENDENTS:
+        gdc_launch_dependents()
+    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    programs = _programs_of(group, GROUPS)
+    source = source.to(tl.int64, bitcast=True)
+    unit = tl.arange(0, BLOCK)
+    for first in range(group * together, pieces, GROUPS * together):
+        count = min(together, pieces - first)
+        # The pieces of a batch form one sequence of units, of which each program copies an equal part.
+        part = tl.cdiv(tl.cdiv(count * units, programs), BLOCK) * BLOCK
+        at = program * part
+        end = min(count * units, at + part)
+        while at < end:
+            piece, within = first + at // units, at % units
+            size = min(end - at, units - within)
+            start, target = source + tl.load(table + piece), tl.load(table + pieces + piece)
+            if start != target:
+                skipped = within.to(tl.int64) * (UNIT.primitive_bitwidth // 8)
+                x, out = (start + skipped).to(tl.pointer_type(UNIT)), (target + skipped).to(tl.pointer_type(UNIT))
+                stop = size
+                if ALIGNED:  # 16 bytes at a time
+                    x, out = tl.multiple_of(x, 16), tl.multiple_of(out, 16)
+                    stop = tl.multiple_of(stop, 128 // UNIT.primitive_bitwidth)
+                for done in range(0, size, BLOCK):
+                    mask = done + unit < stop
+                    tl.store(out + done + unit, tl.load(x + done + unit, mask=mask), mask=mask)
+            at += size
+        batch = first // together
+        tl.debug_barrier()  # orders the writes of all threads before the arrival that one thread signals
+        others = programs - tl.where(batch > 0, 0, 1)
+        if tl.atomic_add(arrived + batch, 1, sem="acq_rel", scope="sys") == others:
+            _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES, GROUPS)
+
+
+@triton.jit
+def _programs_of(group, GROUPS: tl.constexpr):
+    """Return the number of programs of a group."""
+    return (tl.num_programs(0) - group + GROUPS - 1) // GROUPS
+
+
+@triton.jit
+def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.constexpr, GROUPS: tl.constexpr):
+    """Mark a batch as complete for the next ones, and raise its flags and those of batches that it completes.
+
+    Flags are raised last: a release behind them would wait until they have reached the peers. So flags of two batches
+    may rise in either order, but none before all earlier pieces have arrived.
+    """
+    end, complete = batch, True
+    while complete:
+        tl.store(arrived + end, 0)
+        end += 1
+        complete = False
+        if end * together < pieces:
+            others = _programs_of(end % GROUPS, GROUPS)
+            complete = tl.atomic_add(arrived + end, 1, sem="acq_rel", scope="gpu") == others
+    number = tl.arange(0, MAX_PIECES)
+    for first in range(batch * together, end * together, together):
+        raised = number < min(together, pieces - first)
+        flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
+        epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
+        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+
+
+class PushKernel:
+    """A kernel on the current stream that copies pieces and raises flags.
+
+    A flag rises once its piece and all pieces before it have arrived. Pieces are copied in any order, so the target of
+    one must overlap neither the source nor the target of another.
+
+    A matmul that makes the source can do all of this itself (`multiply`): see `Pushed`.
+
+    Args:
+        device: this rank's device.
+        pieces: what to copy where, in the order of the flags.
+        size: of each piece, in bytes.
+        sms: the number of SMs to use; all of them if the device has fewer.
+        words: where its table is; by default in memory of its own.
+        place: of the kernel in its plan, see `Words`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        pieces: Sequence[Piece],
+        size: int,
+        sms: int,
+        words: Words | None = None,
+        place: int = 0,
+    ) -> None:
+        self.device, self.sms, self.size = device, min(sms, limits(device).sms), size
+        self.count = len(pieces)
+        raised = [piece.flag for piece in pieces if piece.flag]
+        assert len(set(raised)) == len(raised), "flags rise in any order: one cannot rise twice"
+        self.together = min(max(BATCH // max(size, 1), 1), MAX_PIECES, self.count)
+        columns = zip(*((p.offset, p.target, p.flag, p.epoch) for p in pieces), strict=True)
+        numbers = [*(n for column in columns for n in column), *[0] * self.count]
+        self.table = (words or Words(device, 1)).of(self, numbers, place)
+        self.arrived = self.table[4 * self.count :].view(torch.int32)[: -(-self.count // self.together)]
+        self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would idle
+        self.alignment = size  # all sizes and addresses, ored: their common low zero bits
+        for piece in pieces:
+            self.alignment |= piece.offset | piece.target
+        self.offsets, self.kind = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
+        # The kernel and its arguments behind the source, by whether all is aligned to 16 bytes.
+        self.launches: dict[bool, tuple[Compiled | None, tuple[object, ...]]] = {}
+
+    def __call__(self, source: torch.Tensor) -> None:
+        """Copy from the memory of `source`."""
+        aligned = (self.alignment | source.data_ptr()) % 16 == 0
+        if aligned not in self.launches:
+            self._prepare(source, aligned)
+        compiled, arguments = self.launches[aligned]
+        if only_loads():
+            return
+        if compiled is None:
+            with launching(self.device):
+                push_kernel[(self.sms,)](source, *arguments, num_warps=WARPS)
+            return
+        bind_thread(self.device)
+        compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *arguments))
+
+    def _prepare(self, source: torch.Tensor, aligned: bool) -> None:
+        """Prepare launches for such a source; in the interpreter there is no compiled kernel."""
+        width = 8 if aligned else source.element_size()
+        unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
+        block = 32 * WARPS * PER_THREAD // width
+        sizes = (self.size // width, self.count, self.together)
+        dependents = not INTERPRETED and limits(self.device).tma
+        constants = (unit, block, aligned, triton.next_power_of_2(self.together), self.groups, dependents)
+        tensors = self.table, self.arrived
+        key = self.device, sizes[0] < 1 << 31, source.data_ptr() % 16 == 0, *constants
+        given = source, *tensors, *sizes, *constants
+        compiled = loaded(key, self.device, push_kernel, given, {"num_warps": WARPS})
+        made = tensors if compiled is None else tuple(t.data_ptr() for t in tensors)
+        self.launches[aligned] = compiled, (*made, *sizes, *constants)

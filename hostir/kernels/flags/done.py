@@ -1,0 +1,124 @@
+"""Completion flags: a kernel raises them as blocks of its rows are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hostir.kernels.devices import (
+    check_device,
+    launch,
+    launching,
+)
+from hostir.kernels.flags.ready import IN_INTERPRETER, block_height, check_flags
+
+
+def done_rows(done: DoneFlags, out: torch.Tensor) -> int:
+    """Return the rows per block of `out`. Raises TypeError or ValueError if `done` does not fit `out`."""
+    check_device(out=out, flags=done.flags)
+    check_flags(done.flags, done.first)
+    return block_height(out, done.flags.numel())
+
+
+# Rows that a kernel has written while it goes on: it raises a flag behind each block of them.
+#
+# Programs count the pieces of a block that they have stored. The one that completes a block releases its flag: what the
+# others wrote before they counted happens before that, as each of them counts by a release, and the last one acquires.
+
+MISSED = tl.constexpr(1 << 32)  # what a count is increased by for a piece that lacks its operands: no flag will rise
+
+
+@dataclass(frozen=True)
+class DoneFlags:
+    """The flags that a kernel raises behind its result's rows, which are as many equal blocks as there are flags.
+
+    Fields:
+        flags: `[blocks]` of int32 or int64, contiguous; others may read them while the kernel runs.
+        epoch: `flags[i]` is set to it once block i is in memory, for whoever acquires the flag, anywhere in the system.
+            If the kernel gives up on rows that block i needs, it leaves `flags[i]` as it is.
+        first: the block to begin with, unless the kernel also waits for flags; the others follow in a circle.
+    """
+
+    flags: torch.Tensor
+    epoch: int
+    first: int = 0
+
+
+class Raised(NamedTuple):
+    """The flags that a kernel raises: the fields of `DoneFlags` on the device.
+
+    `flags` is a pointer, `height` the rows of a block, `counts` points to `[blocks]` of int64, all 0 before and after.
+    """
+
+    flags: Any
+    epoch: Any
+    height: Any
+    counts: Any
+
+
+@triton.jit
+def count(raised, block, exists, needed, more):
+    """Count `more` pieces of blocks of which `needed` are all, or MISSED for a piece that will be wrong.
+
+    They must be in memory: call `stores_ended` before. Where that completes a block, its count becomes 0 again, for the
+    next launch, and its flag rises, unless a piece was missed.
+    """
+    before = tl.atomic_add(raised.counts + block, more, mask=exists, sem="acq_rel", scope="gpu")
+    now = before + more
+    complete = exists & (now % MISSED == needed)
+    tl.store(raised.counts + block, 0, mask=complete)
+    tl.atomic_xchg(raised.flags + block, raised.epoch, mask=complete & (now < MISSED), sem="release", scope="sys")
+
+
+@triton.jit
+def stores_ended(x, wanted, TMA: tl.constexpr):
+    """Return `x`; if `wanted`, once what all threads of the program have stored is ordered before what each does next.
+
+    A store by TMA only waits until shared memory has been read. The thread that issued it must wait, and the compiler
+    chooses that thread, so all threads do; then the bytes are in memory. The barrier is `tl.debug_barrier`, but Triton
+    pipelines no loop that contains that.
+    """
+    if IN_INTERPRETER:
+        return x
+    elif TMA:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.b32 wanted, $2, 0;
+            @wanted cp.async.bulk.wait_group 0;
+            bar.sync 0;
+            mov.b32 $0, $1;
+            }""",
+            "=r,r,r",
+            [x, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(do_not_specialize=["epoch", "blocks", "words"])
+def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl.constexpr):
+    """Raise all flags of a row, unless there are timeouts."""
+    missing = 0
+    if timeouts is not None:
+        number = tl.arange(0, WORDS)
+        missing = tl.sum((tl.load(timeouts + number, mask=number < words, other=0) != 0).to(tl.int32), 0)
+    number = tl.arange(0, FLAGS)
+    tl.atomic_xchg(flags + number, epoch, mask=(number < blocks) & (missing == 0), sem="release", scope="sys")
+
+
+def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
+    """Raise all flags behind the earlier work of the current stream, unless a kernel has reported timeouts."""
+    blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
+    sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
+    with launching(done.flags.device):
+        launch(_raise, 1, done.flags, done.epoch, timeouts, blocks, words, *sizes, num_warps=1)

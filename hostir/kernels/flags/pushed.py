@@ -1,0 +1,70 @@
+"""Stores to peers by the matmul that makes the rows.
+
+A kernel that stores its result to peers as well: of few rows, that takes less time than a kernel behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hostir.kernels.flags.copies import PushKernel
+
+
+class Pushed(NamedTuple):
+    """Copies of rows that the kernel makes itself: the fields of a `PushKernel` on the device.
+
+    `table` and `arrived` are pointers, `count` is the number of pieces, `height` the rows of a piece.
+    """
+
+    table: Any
+    arrived: Any
+    count: Any
+    height: Any
+
+
+@triton.jit
+def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
+    """Store a tile `x`, rounded, to all pieces that have some of its rows.
+
+    The tile begins at row `row`, of which those before `end` exist, and at `column` of `N`. ALIGNED: targets are on 16
+    bytes.
+    """
+    r = (row + tl.arange(0, x.shape[0])).to(tl.int64)
+    c = column + tl.arange(0, x.shape[1])
+    for piece in range(pushed.count):
+        top = tl.load(pushed.table + piece) // (N * (x.dtype.primitive_bitwidth // 8))
+        target = tl.load(pushed.table + pushed.count + piece).to(tl.pointer_type(x.dtype))
+        if ALIGNED:
+            target = tl.multiple_of(target, 16)
+        rows = (r < end) & (r >= top) & (r < top + pushed.height)
+        tl.store(target + (r - top)[:, None] * N + c[None, :], x, mask=rows[:, None] & (c < N)[None, :])
+
+
+@triton.jit
+def raise_pushed(pushed, PIECES: tl.constexpr):
+    """Count this program as done; the last one of the launch raises the flags of all pieces.
+
+    So whatever any program has stored to a peer is there before a flag rises: see `push_kernel`.
+    """
+    tl.debug_barrier()  # orders the writes of all threads before the arrival that one thread signals
+    if tl.atomic_add(pushed.arrived, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
+        tl.store(pushed.arrived, 0)
+        number = tl.arange(0, PIECES)
+        exists = number < pushed.count
+        flags = tl.load(pushed.table + 2 * pushed.count + number, mask=exists, other=0)
+        epochs = tl.load(pushed.table + 3 * pushed.count + number, mask=exists, other=0)
+        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+
+
+def pushed_rows(pushed: PushKernel, out: torch.Tensor) -> int:
+    """Return the rows of each piece. Raises ValueError unless pieces are whole rows of `out`, which is dense."""
+    row = out.shape[-1] * out.element_size()
+    if not out.is_contiguous():
+        raise ValueError(f"expected a dense result to copy to peers, got strides {list(out.stride())}")
+    if row == 0 or pushed.size % row or any(offset % row for offset in pushed.offsets):
+        raise ValueError(f"expected pieces of whole rows of {row} bytes, got {pushed.size} bytes")
+    return pushed.size // row

@@ -1,0 +1,197 @@
+"""Tensors as kernels see them: merged axes, rows, blocks of rows, what TMA can describe, and numbers for kernels.
+
+Axes that merge, and views of the rows of a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """Merge neighbouring axes as far as all of `strides` allow.
+
+    Returns `(size, stride, stride, ...)` for each merged axis, outermost first, with one stride per argument. Axes of
+    size 1 are dropped. A shape with a zero in it becomes one axis of size 0.
+    """
+    if 0 in shape:
+        return [(0, *(0 for _ in strides))]
+    merged: list[tuple[int, ...]] = []
+    for size, *steps in zip(shape, *strides, strict=True):
+        if size == 1:
+            continue
+        if merged and all(outer == size * step for outer, step in zip(merged[-1][1:], steps, strict=True)):
+            merged[-1] = (merged[-1][0] * size, *steps)
+        else:
+            merged.append((size, *steps))
+    return merged
+
+
+def rows(t: torch.Tensor) -> torch.Tensor | None:
+    """Return `t[..., K]` as a view `[M, K]`, M the product of the leading axes; None if no single row stride fits."""
+    if t.ndim == 2:
+        return t
+    if t.is_contiguous() and t.shape[-1]:  # the same result as below, in a quarter of the time
+        return t.view(-1, t.shape[-1])
+    levels = collapse(t.shape[:-1], t.stride()[:-1])
+    if len(levels) > 1:
+        return None
+    size, stride = levels[0] if levels else (1, t.shape[-1])
+    return t.as_strided((size, t.shape[-1]), (stride, t.stride(-1)))
+
+
+def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
+    """Return `t[..., K]` as `[M, K]`: a view if a single row stride fits, else a dense copy."""
+    flat = rows(t)
+    return t.reshape(-1, t.shape[-1]) if flat is None else flat
+
+
+def row_pieces(
+    parts: Sequence[tuple[torch.Tensor, int]], count: int, cuts: Iterable[int] = ()
+) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Cut `count` rows of several tensors alike, at `cuts` and wherever the rows of one do not go on with one stride.
+
+    Rows are the leading axes flattened. Of each tensor, with the first row to take, the rows may lie in any way.
+    Returns, for each piece, its first row, counted from 0, and its rows of each tensor as views `[rows, K]`.
+    """
+    merged = [collapse(t.shape[:-1], t.stride()[:-1]) or [(1, t.shape[-1])] for t, _ in parts]
+    turns = {
+        row - first
+        for (_, first), ((run, _), *_) in zip(parts, (levels[::-1] for levels in merged), strict=True)
+        for row in range(first // run * run, first + count, run)
+    }
+    chosen = sorted(row for row in {0, count, *turns, *cuts} if 0 <= row <= count)
+    return [
+        (start, tuple(_rows_at(t, s, first + start, stop - start) for (t, first), s in zip(parts, merged, strict=True)))
+        for start, stop in itertools.pairwise(chosen)
+    ]
+
+
+def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
+    """Return rows that have one stride; `levels` are the merged leading axes."""
+    left, offset = start, int(t.storage_offset())
+    for size, stride in reversed(levels):
+        left, index = divmod(left, size)
+        offset += index * stride
+    return t.as_strided((count, t.shape[-1]), (levels[-1][1], t.stride(-1)), offset)
+
+
+# The rows of one block of a tensor, for computations that proceed block by block.
+
+
+def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
+    """Return the rows of one of `blocks` equal blocks of `x`, as views.
+
+    One view `[rows, K]` if the rows of both tensors have a single stride, else several views. `x` and `other`, whose
+    leading axes are equal, are cut alike.
+    """
+    flat = rows(x)
+    if flat is not None and rows(other) is not None:
+        height = len(flat) // blocks
+        return [flat[block * height : (block + 1) * height]]
+    height = x.shape[:-1].numel() // blocks
+    return _rows_of(x, block * height, (block + 1) * height)
+
+
+def with_rows(
+    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs of views: rows of one of equal blocks of `out`, and the rows of `a`, or `own`, to multiply."""
+    outs = block_of(out, a, block, blocks)
+    if own is None:
+        return list(zip(outs, block_of(a, out, block, blocks), strict=True))
+    parts = rows_or_copy(own).split([part.shape[:-1].numel() for part in outs])
+    return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
+
+
+def with_all_rows(
+    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own: torch.Tensor | None = None
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return `with_rows` of every block, with `own` for block `first`, at less host time than one by one."""
+    outs, parts = rows(out), rows(a)
+    if outs is None or parts is None or not len(outs):
+        return [with_rows(out, a, block, blocks, own if block == first else None) for block in range(blocks)]
+    height = len(outs) // blocks
+    pairs = list(zip(outs.split(height), parts.split(height), strict=True))
+    if own is not None:
+        pairs[first] = pairs[first][0], rows_or_copy(own)
+    return [[pair] for pair in pairs]
+
+
+def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    """Return rows `start` to before `stop` of the flattened leading axes, as views of several axes."""
+    inner = x.shape[1:-1].numel()
+    if start == stop:
+        return []
+    if start % inner == 0 and stop % inner == 0:
+        return [x[start // inner : stop // inner]]
+    cuts = [
+        (i, max(start - i * inner, 0), min(stop - i * inner, inner)) for i in range(start // inner, -(-stop // inner))
+    ]
+    return [part for i, low, high in cuts for part in _rows_of(x[i], low, high)]
+
+
+# The widest stride a tensor map can hold, in bytes (CUDA driver API, cuTensorMapEncodeTiled).
+_STRIDE_LIMIT = 1 << 40
+
+
+def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:
+    """Return strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or why there are none.
+
+    The rules are those of `cuTensorMapEncodeTiled`: a base address on 16 bytes, innermost stride 1, every other stride
+    a multiple of 16 bytes and of the next inner stride, and at least the extent of the inner axis. The stride of an
+    axis of size 1 is never used, so one that breaks the rules is replaced by one that does not.
+    """
+    if t.data_ptr() % 16:
+        return "its first element is not on a 16-byte boundary"
+    if shape[-1] > 1 and strides[-1] != 1:
+        return f"its innermost stride is {strides[-1]}, not 1"
+    quantum = 16 // t.element_size()
+    legal = [1]
+    span = shape[-1]
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size == 1 and (stride % quantum or stride < span or stride % legal[0] or stride >= _STRIDE_LIMIT):
+            stride = -(-span // quantum) * quantum
+        if stride % quantum:
+            return f"its stride of {stride} elements is not a multiple of 16 bytes"
+        if stride < span or stride % legal[0] or stride * t.element_size() >= _STRIDE_LIMIT:
+            return f"its stride of {stride} elements does not step over whole rows"
+        legal.insert(0, stride)
+        span = size * stride
+    return legal
+
+
+# What kernels read of a plan, in memory that all plans of an executor share.
+
+
+class Words:
+    """A pool of small device arrays (tables and counters of kernels), allocated for all plans of an executor at once.
+
+    Args:
+        device: on which the numbers are.
+        owners: how many live at a time; if there are more, memory for as many again is allocated.
+    """
+
+    def __init__(self, device: torch.device, owners: int) -> None:
+        self.device, self.owners = device, owners
+        self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
+        """Return int64 numbers, aligned to 128 bytes, that are the owner's while it lives; the host waits for nothing.
+
+        They are there for what the current stream does from now on. It must be behind all that earlier owners do.
+        Memory is for as many owners at each `place`, of which a plan has one for each of its kernels.
+        """
+        size = -(-len(numbers) // 16) * 16
+        free = self.free.setdefault((place, size), [])
+        if not free:
+            free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
+        words = free.pop()
+        weakref.finalize(owner, free.append, words).atexit = False
+        given = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        given = given.pin_memory() if self.device.type == "cuda" else given
+        return words[: len(given)].copy_(given, non_blocking=True)

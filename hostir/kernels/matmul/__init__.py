@@ -1,0 +1,1 @@
+"""The persistent matmul: operands, tiles, schedule, kernel and launch."""

@@ -1,0 +1,215 @@
+"""The time of a matmul with a tile, and the choice of the fastest tile.
+
+How long a matmul takes with a tile, and with which tile it is fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hostir.kernels.matmul.schedule import Grid, schedule
+from hostir.kernels.matmul.tiles import MAX_PARTS, MIN_STEPS, Gemm, Tile
+
+# TFLOP/s of an H200 before power limits it.
+PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0, "f8": 1500.0, "f8s": 1000.0}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The speed of a family of matmul kernels on a GPU. Times are in microseconds.
+
+    Fields:
+        peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.
+        tile: time of a tile outside its K loop: filling the pipeline, storing.
+        split: three times that a part of a split tile adds: to start and synchronize; to read the partial sum of
+            another part; to store a partial sum, per element and warp. None if the family never splits.
+        read: GB/s at which all SMs together read a right operand that is not in L2.
+    """
+
+    peak: Mapping[str, float] = field(hash=False)
+    tile: float = 0.0
+    split: tuple[float, float, float] | None = None
+    read: float = np.inf
+
+    def scaled(self, factor: float) -> Rates:
+        """Return the same rates with a K loop that is `factor` times as fast."""
+        return replace(self, peak={dtype: factor * peak for dtype, peak in self.peak.items()})
+
+    def whole(self, tile: Tile, gemm: Gemm) -> float:
+        """Return the time of a tile that is not split."""
+        rate = tile.rate if gemm.block is None else tile.rate_waiting or tile.rate
+        steps = -(-gemm.k // tile.k)
+        return self.tile + 2e-6 * steps * tile.m * tile.n * tile.k / (self.peak[gemm.dtype] * rate)
+
+    def part(self, tile: Tile, parts: int, whole: float) -> float:
+        """Return the time of the last of the `parts` parts of a tile that takes `whole` without a split."""
+        assert self.split is not None
+        start, read, store = self.split
+        return whole / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
+
+
+# The rates of the Triton kernel, measured on an H200 with 132 SMs, and used for every GPU.
+TRITON = Rates({d: peak / 132 for d, peak in PEAK.items()}, tile=2.8, split=(3.0, 2.0, 3.0 / 4096), read=4300.0)
+IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB, beside rows and results
+
+
+def duration(
+    tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
+) -> tuple[float, float]:
+    """Return when a matmul ends on `sms` SMs, in microseconds, and when it would end if memory were infinitely fast.
+
+    Its blocks of rows arrive at the times `arrivals`, in the order in which it computes them. Programs take tiles, and
+    parts of tiles, in turn; a program begins one when it is free and the rows are there. The tiles of each block read
+    the right operand again if it does not fit into L2.
+    """
+    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    plan = grid.schedule(tile, sms)
+    if grid.blocks == 1 and not grid.early:
+        part = rates.part(tile, plan.parts, whole) if plan.parts else 0.0
+        waves, more = divmod(plan.whole, plan.programs)
+        # Whether no program has a part after a tile of the last wave.
+        alone = (grid.tiles - plan.whole) * plan.parts <= plan.programs - more
+        end = max(arrivals) + waves * whole + (max(whole * (more > 0), part) if alone else whole + part)
+    else:
+        _, ready, took = _work(tile, gemm, sms, rates, arrivals)
+        # A program ends when, from some tile on, it never waits: at that tile's arrival, plus all times from there on.
+        end = float((ready + took[::-1].cumsum(0)[::-1]).max())
+    return max(end, min(arrivals) + _loading(grid, tile, gemm, rates)), end
+
+
+def block_ends(
+    tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float], blocks: int
+) -> tuple[float, ...]:
+    """Return when each of `blocks` equal blocks of the result's rows has been written, in the matmul's own order.
+
+    The other arguments are those of `duration`. A block that waits for rows which arrive at `inf` ends there.
+    """
+    tiles, ready, took = _work(tile, gemm, sms, rates, arrivals)
+    count, sums = int(tiles[-1]) + 1, took.cumsum(0)
+    of_units = (sums + np.maximum.accumulate(ready - sums + took)).ravel()[: len(tiles)]
+    ends = np.zeros(blocks)
+    for block in (tiles * blocks // count, ((tiles + 1) * blocks - 1) // count):  # a tile may belong to several
+        np.maximum.at(ends, block, of_units)
+    loaded = min(arrivals) + _loading(Grid.of(tile, gemm), tile, gemm, rates) * np.arange(1, blocks + 1) / blocks
+    return tuple(np.maximum(np.maximum.accumulate(ends), loaded).tolist())
+
+
+def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float]) -> tuple[Any, Any, Any]:
+    """Return the tile of each unit of work, and, by round and program, when its rows are there and how long it takes.
+
+    A unit is a tile or a part of one.
+    """
+    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    plan = grid.schedule(tile, sms)
+    half, part = (rates.part(tile, n, whole) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
+    last = grid.tiles + grid.early - plan.whole  # tiles that are split
+    counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
+    halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
+    tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
+    work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
+    work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
+    work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
+    ready, took = work.reshape(2, -1, plan.programs)
+    return tiles, ready, took
+
+
+def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
+    """Return how long memory takes to load the right side, as often as the L2 does not keep it between blocks."""
+    right = gemm.n * gemm.k * gemm.itemsize
+    times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
+    return times * right / rates.read / 1e3
+
+
+# How fast blocks are assumed to arrive: GB/s; and if copy engines send them one after another, the microseconds before
+# the first of them and between two.
+_LINK, _FIRST, _PAUSE = 390.0, 15.0, 2.5
+EARLY_WAVES = 2  # the most waves that halves of early tiles fill: with more, all SMs are busy without a split
+FINE_WAVES = 8  # with more waves than this, it matters little how many of the last tiles are split
+_SUSTAINED = 0.95  # the share of the peak that is left when power limits the clock in long calls
+_WORTH = 1.01  # a tile that is not split is preferred if its estimate is at most this many times as long
+SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
+
+
+def alike(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
+    """Return a gemm that stands for all with as many of each of these tiles; itself where none is known to.
+
+    To choose a tile takes milliseconds, and numbers of rows may never repeat.
+    """
+    heights, block = {tile.m for tile in tiles}, gemm.block
+    step = min(heights)
+    if block is None:
+        return replace(gemm, m=-(-gemm.m // step) * step)
+    blocks, rest = divmod(gemm.m, block)
+    spans = not gemm.separate and block < max(heights)  # tiles that are higher than a block span several
+    if gemm.batches > 1 or rest or (spans and step % blocks):
+        return gemm
+    step //= blocks if spans else 1
+    high = -(-block // step) * step
+    high -= spans and high > block and high in heights  # or these tiles would span no blocks any more
+    return replace(gemm, m=blocks * high, block=high)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON) -> Tile:
+    """Return the one of `tiles`, with its best split, with which a matmul on `sms` SMs is fastest.
+
+    If rows arrive in blocks, the first block is there, and the others are assumed to come one by one over NVLink. Of
+    tiles with equal estimates the one with most early blocks is taken: it was faster on H200s.
+    """
+    rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
+    blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
+    each = pause + (gemm.block or 0) * gemm.k * gemm.itemsize / _LINK / 1e3
+    arrivals = [0.0, *(first + i * each for i in range(1, blocks))]
+
+    def key(tile: Tile) -> tuple[float, float, int, int]:
+        estimate, arithmetic = duration(tile, gemm, sms, rates, arrivals)
+        worth = _WORTH if tile.split or tile.early_blocks else 1
+        return estimate * worth, arithmetic, -tile.early_blocks, tile.split
+
+    return min((way for tile in tiles for way in _splits(tile, gemm, sms, rates)), key=key)
+
+
+def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
+    """Yield the tile without a split, and with early and last tiles split in all ways that may be faster.
+
+    If all rows are ready, only the tiles of a last wave that fills at most half of the SMs are split. Tiles of a single
+    wave are never split, as that was never faster.
+    """
+    yield tile
+    grid = Grid.of(tile, gemm)
+    if rates.split is None:
+        return
+    last = grid.tiles % sms
+    if grid.blocks == 1 and 0 < 2 * last <= sms < grid.tiles:
+        yield replace(tile, split=last)
+    if grid.blocks == 1:
+        return
+    # With 32-bit elements there are no early tiles: the kernel would need registers for two loops.
+    for early in range(grid.blocks if gemm.itemsize < 4 and grid.steps >= 2 * MIN_STEPS else 1):
+        walk = replace(tile, early_blocks=early)
+        grid = Grid.of(walk, gemm)
+        if early and not 0 < 2 * grid.early <= EARLY_WAVES * sms:
+            return
+        if early:
+            yield walk
+        yield from _last_splits(walk, grid, sms)
+
+
+def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
+    """Yield the tile with various numbers of last tiles split, and of their parts; each part has its own program."""
+    units = grid.tiles + grid.early
+    if grid.tiles <= sms:
+        return
+    last = units % sms
+    for parts in (2,) if grid.early else (2, 4, MAX_PARTS):  # with early tiles, registers suffice for two parts only
+        most = min(sms // parts, grid.tiles - grid.first)
+        steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= FINE_WAVES * sms else ()
+        for split in sorted({*steps, last, sms - last, grid.tiles // grid.blocks}):
+            plan = schedule(units, grid.steps, sms, split, parts)
+            if 0 < split <= most and plan.parts and plan.programs == sms:
+                yield replace(tile, split=split, parts=parts)

@@ -1,0 +1,667 @@
+"""A persistent Triton matmul: the device side.
+
+Arguments that belong together. Tuples exist at compile time only: they cost no instruction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from hostir.kernels.devices import INTERPRETED
+from hostir.kernels.flags.done import MISSED, Raised, count, stores_ended
+from hostir.kernels.flags.pushed import push_tile, raise_pushed
+from hostir.kernels.flags.ready import Awaited, wait_for_rows
+from hostir.kernels.matmul.conversions import from_float32, to_float32
+from hostir.kernels.matmul.tiles import SCALE_BLOCK
+
+
+class Constants(NamedTuple):
+    """The compile-time constants of the matmul kernel.
+
+    Fields:
+        BM, BN, BK: the tile: rows, columns, and the step along K.
+        HALVES: tiles are stored in two halves.
+        DESCRIPTORS: matrices are TMA descriptors, not pointers.
+        B_IS_NK: the descriptor of b is that of its transpose.
+        BATCHED: the output has several batches.
+        HAS_BIAS: a bias is added.
+        SPLIT: the last tiles are split; none of them is early or of own rows. PAIRS: in two parts.
+        READY: rows arrive while the kernel runs, in blocks.
+        OWN: the rows of block `first` are ready.
+        FLAGS: the number of blocks, rounded up to a power of 2.
+        EARLY: the tiles of the first blocks are split in two.
+        DONE: the most blocks with flags of `done` that a tile has rows of, rounded up to a power of 2; 0: there are no
+            such flags.
+        PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0: there are none. ALIGNED:
+            their targets are on 16 bytes.
+        OVERLAPS: it may have started before the previous kernel of the stream has ended.
+        PRECISION: `tf32` or `ieee`.
+        EXACT: float32 on plain FMAs, of which it sums up RUN steps of BK at a time.
+        SCALES: of 8-bit operands: `rows`, a scale for each row of a and column of b (or for all of them); `blocks`, one
+            for SCALE_BLOCK elements of a row of a, and for SCALE_BLOCK^2 of b; BK and BN divide SCALE_BLOCK. Empty
+            without scales.
+        STEPWISE: the sum of each step along K is added to the others in float32, as with `blocks`; else tensor cores
+            add up all steps. Of 8-bit operands they keep fewer bits of a sum than float32 has.
+        ADDS: the product is added to what the output holds.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    HALVES: bool
+    DESCRIPTORS: bool
+    B_IS_NK: bool
+    BATCHED: bool
+    HAS_BIAS: bool
+    SPLIT: bool
+    PAIRS: bool
+    READY: bool
+    OWN: bool
+    FLAGS: int
+    EARLY: bool
+    DONE: int
+    OVERLAPS: bool
+    PRECISION: str
+    EXACT: bool
+    RUN: int
+    SCALES: str = ""
+    STEPWISE: bool = False
+    PUSHED: int = 0
+    ALIGNED: bool = False
+    ADDS: bool = False
+
+
+class Strides(NamedTuple):
+    """Strides of each matrix in elements, from batches to columns (of b from rows on); None if it is a descriptor."""
+
+    own: Any
+    a: Any
+    b: Any
+    out: Any
+
+
+class Bias(NamedTuple):
+    """A bias: a pointer and its stride."""
+
+    base: Any
+    step: Any
+
+
+class Scales(NamedTuple):
+    """The scales of a and b, in float32: pointers and strides.
+
+    Fields:
+        a_row, a_step: strides between rows, counted through all batches, and between blocks along K.
+        b_step, b_column: strides between blocks along K, and between columns, or blocks of them.
+    """
+
+    a: Any
+    b: Any
+    a_row: Any
+    a_step: Any
+    b_step: Any
+    b_column: Any
+
+
+class Workspace(NamedTuple):
+    """Memory that programs share.
+
+    Fields:
+        sums: of float32, with SPLIT or EARLY: [split, parts, BM, BN], of PAIRS [split, BM, BN]; then [early, BM, BN].
+        tickets: [split + early tiles] of int32, all 0.
+    """
+
+    sums: Any
+    tickets: Any
+
+
+class Left(NamedTuple):
+    """The rows that a part of the tiles multiplies: of `a`, or own ones.
+
+    Fields:
+        base: a pointer or a descriptor.
+        above: batches of the output above the first one of `base`.
+        strides: of batches, rows and columns, with pointers.
+    """
+
+    base: Any
+    above: Any
+    strides: Any
+
+
+class Product(NamedTuple):
+    """The rest of the matmul, the same for all tiles: matrices, sizes, and in which order tiles come.
+
+    Fields:
+        group: rows of tiles per group; first, height: the block to begin with and its rows, or None: see
+            `tile_position`.
+        raised: the flags that rise behind blocks, a Raised; None without DONE.
+        pushed: the copies of the result that are stored to peers, a Pushed; None without PUSHED.
+    """
+
+    b: Any
+    out: Any
+    bias: Any
+    scales: Any
+    batches: Any
+    M: Any
+    N: Any
+    K: Any
+    strides: Any
+    group: Any
+    first: Any
+    height: Any
+    raised: Any
+    pushed: Any
+
+
+# Loads and stores of tiles, by TMA descriptors or by pointers. A place is (batch, first row, first column).
+
+
+@triton.jit
+def load_pointers(base, row, column, height, width, row_stride, column_stride, BR: tl.constexpr, BC: tl.constexpr):
+    """Load the tile `[BR, BC]` at (row, column) of a `[height, width]` matrix, zero outside of it."""
+    r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
+    c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
+    return tl.load(base + r * row_stride + c * column_stride, mask=(r < height) & (c < width), other=0.0)
+
+
+@triton.jit
+def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Load the tile `[BR, BC]` at (row, column) of a TMA descriptor's matrix, zero outside of it."""
+    if BATCHED:
+        return tl.reshape(desc.load([batch, row, column]), (BR, BC))
+    else:
+        return desc.load([row, column])
+
+
+@triton.jit
+def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
+    """Round the tile `x`, of `BC` columns, and store it, with PUSHED to peers as well."""
+    batch, row, column = place
+    out = product.out
+    x = from_float32(x, out.dtype if C.DESCRIPTORS else out.dtype.element_ty)
+    if C.PUSHED:
+        top = batch * product.M
+        push_tile(product.pushed, x, top + row, top + product.M, column, product.N, C.ALIGNED)
+    if C.DESCRIPTORS:
+        if C.BATCHED:
+            out.store([batch, row, column], tl.reshape(x, (1, C.BM, BC)))
+        else:
+            out.store([row, column], x)
+    else:
+        batch_stride, row_stride, column_stride = product.strides.out
+        r = (row + tl.arange(0, C.BM)).to(tl.int64)[:, None]
+        c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
+        at = out + batch.to(tl.int64) * batch_stride + r * row_stride + c * column_stride
+        tl.store(at, x, mask=(r < product.M) & (c < product.N))
+
+
+@triton.jit
+def _stored(product, place, BC: tl.constexpr, C: tl.constexpr):
+    """Load the tile, of `BC` columns, that `store` is about to overwrite."""
+    batch, row, column = place
+    if C.DESCRIPTORS:
+        return load_descriptor(product.out, batch, row, column, C.BATCHED, C.BM, BC)
+    else:
+        batch_stride, row_stride, column_stride = product.strides.out
+        rows = product.out + batch.to(tl.int64) * batch_stride
+        return load_pointers(rows, row, column, product.M, product.N, row_stride, column_stride, C.BM, BC)
+
+
+@triton.jit
+def halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """Return the left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def scales_of_rows(product, place, step, C: tl.constexpr):
+    """Return the scales `[BM, 1]` of the rows of a tile, at block `step` along K."""
+    batch, row, _ = place
+    r = row + tl.arange(0, C.BM)
+    at = (batch * product.M + r).to(tl.int64) * product.scales.a_row + step * product.scales.a_step
+    return tl.load(product.scales.a + at, mask=r < product.M, other=0.0)[:, None]
+
+
+@triton.jit
+def _load_columns(base, column, width, step, BC: tl.constexpr):
+    """Load `[1, BC]` of a vector, from `column` on, zero behind its end.
+
+    The load is of one axis. Triton would else keep the layout of a load of `[1, BC]` for the tile of a batch as well,
+    and convert all of the tile to it through shared memory.
+    """
+    c = (column + tl.arange(0, BC)).to(tl.int64)
+    return tl.load(base + c * step, mask=c < width, other=0.0)[None, :]
+
+
+@triton.jit
+def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
+    """Scale the sums of a tile, or of `BC` of its columns, add the bias or what is there, and store them."""
+    _, _, column = place
+    if C.SCALES == "rows":
+        of_columns = _load_columns(product.scales.b, column, product.N, product.scales.b_column, BC)
+        x = x * scales_of_rows(product, place, 0, C) * of_columns
+    if C.HAS_BIAS:
+        x += to_float32(_load_columns(product.bias.base, column, product.N, product.bias.step, BC))
+    if C.ADDS:
+        x += to_float32(_stored(product, place, BC, C))
+    store(product, place, x, BC, C)
+
+
+@triton.jit
+def finish(product, place, acc, C: tl.constexpr):
+    """Finish all columns of a tile, the two halves one after the other."""
+    batch, row, column = place
+    if C.HALVES:
+        left, right = halves(acc, C.BM, C.BN)
+        finish_columns(product, place, left, C.BN // 2, C)
+        finish_columns(product, (batch, row, column + C.BN // 2), right, C.BN // 2, C)
+    else:
+        finish_columns(product, place, acc, C.BN, C)
+
+
+# Split tiles: several programs share the contraction of one tile, so that a last wave of few tiles fills all SMs.
+#
+# Whole tiles come first, one program each; then the last tiles, each cut along K into equal parts, a program per part:
+# split-K for the remainder only, as in the hybrid schedules of Stream-K (M. Osama, D. Merrill, C. Cecka, M. Garland,
+# J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU, PPoPP
+# 2023), but in parts that begin at the same steps in every tile: programs at the same step find each other's operands
+# in L2; with parts that begin anywhere the split tiles take 1.5 times as long.
+#
+# If rows arrive while the kernel runs, the tiles of the first blocks (early tiles) may be split in two as well; a
+# program may have several of those parts.
+#
+# Of two parts, the program that finishes first stores its sum in memory, and the other adds it to its own: either order
+# gives the same bits. Of more parts, each program stores its sum, and the last one adds them all up in the order of K.
+# So results are bitwise the same whichever program is last, and no program waits for one that is not storing its sum
+# already.
+
+
+@triton.jit
+def part_of(program, programs, whole, split, parts):
+    """Return `(tile, part)` of a program; the tile is counted from the first split one, and `split` if it has none.
+
+    The programs with fewer whole tiles get parts first. Consecutive programs get the same part of different tiles.
+    """
+    number = (program - whole % programs + programs) % programs
+    return tl.where(number < split * parts, number % split, split), number // split
+
+
+@triton.jit
+def first_step(part, parts, steps):
+    """Return the first step along K of a part."""
+    return part * steps // parts
+
+
+@triton.jit
+def claim_pair(tickets, tile):
+    """Mark one of a tile's two parts as computed; return whether the other part was marked before."""
+    return tl.atomic_add(tickets + tile, 1, sem="relaxed", scope="gpu") != 0
+
+
+@triton.jit
+def publish_sum(tickets, tile):
+    """Signal, as the first of two programs, that the sum is in memory."""
+    tl.debug_barrier()  # orders the writes of all threads before the release of one
+    tl.atomic_add(tickets + tile, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for_first_sum(tickets, tile):
+    """Wait, as the second of two programs, until the sum of the first is in memory; reset the ticket to 0."""
+    ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
+    while ticket < 3:
+        ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+    tl.store(tickets + tile, 0)
+
+
+@triton.jit
+def arrive(tickets, tile, parts):
+    """Signal that this program's sum, one of `parts` of a split tile, is in memory; return whether it is the last.
+
+    The last program sees all sums. It resets the ticket to 0, for the next launch.
+    """
+    tl.debug_barrier()  # orders the writes of all threads before the atomic of one
+    last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        tl.store(tickets + tile, 0)
+    return last
+
+
+@triton.jit
+def store_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
+    """Store the sum of a part of a tile in a slot, in the halves in which it is read again."""
+    COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
+    at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums += slot.to(tl.int64) * (BM * BN)
+    if HALVES:
+        left, right = halves(acc, BM, BN)
+        tl.store(sums + at, left)
+        tl.store(sums + BM * COLUMNS + at, right)
+    else:
+        tl.store(sums + at, acc)
+
+
+@triton.jit
+def add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up one half of the sums in `count` slots from `slot` on, in this order."""
+    at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums += slot.to(tl.int64) * (BM * BN) + half * (BM * COLUMNS)
+    total = tl.zeros((BM, COLUMNS), dtype=tl.float32)
+    for _ in tl.range(count, num_stages=1):
+        total += tl.load(sums + at, cache_modifier=".cg")  # from L2: other programs' stores are there, not in L1
+        sums += BM * BN
+    return total
+
+
+@triton.jit
+def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
+    """Add the sum stored in a slot to the tile `acc`, half by half: registers do not hold two tiles."""
+    left, right = halves(acc, BM, BN)
+    left = add_sums(sums, slot, 1, 0, BM, BN, BN // 2) + left
+    right = add_sums(sums, slot, 1, 1, BM, BN, BN // 2) + right
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
+
+
+# The position of a tile, and the computation of a whole tile or of a part along K.
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
+
+
+@triton.jit
+def tile_position(tile, product, C: tl.constexpr):
+    """Return the place of an output tile: down `group` rows of tiles, then one tile right.
+
+    If `first` is not None, tile 0 is in block `first` of `height` rows, and the last blocks wrap around.
+    """
+    tiles_m = tl.cdiv(product.M, C.BM)
+    tiles_n = tl.cdiv(product.N, C.BN)
+    batch = tile // (tiles_m * tiles_n)
+    tile = tile % (tiles_m * tiles_n)
+    top = tile // (product.group * tiles_n) * product.group
+    wide = min(tiles_m - top, product.group)
+    within = tile % (product.group * tiles_n)
+    tile_m = top + within % wide
+    if product.first is not None:
+        first_row = product.first * product.height  # counted through all batches
+        batch = (batch + first_row // product.M) % product.batches
+        tile_m = (tile_m + first_row % product.M // C.BM) % tiles_m
+    return batch, tile_m * C.BM, within // wide * C.BN
+
+
+@triton.jit
+def _blocks_of(product, place, C: tl.constexpr):
+    """Return the first and the last block with a flag of `done` that a tile has rows of."""
+    batch, row, _ = place
+    top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
+    return top // product.raised.height, (end - 1) // product.raised.height
+
+
+@triton.jit
+def count_tiles(product, place, more, wanted, C: tl.constexpr):
+    """If `wanted`, count as many tiles as `more` says, with rows in the same blocks as the one at `place`: see `count`.
+
+    What this program has stored is in memory first.
+    """
+    M, height = product.M, product.raised.height
+    begin, end = _blocks_of(product, place, C)
+    begin = stores_ended(begin, wanted, C.DESCRIPTORS)
+    block = begin + tl.arange(0, C.DONE)
+    exists = (block <= end) & (wanted != 0)
+    # The tiles of a block are those from its first row to its last one.
+    tiles_m, top, bottom = tl.cdiv(M, C.BM), block * height, block * height + height - 1
+    top, bottom = top // M * tiles_m + top % M // C.BM, bottom // M * tiles_m + bottom % M // C.BM
+    count(product.raised, block, exists, (bottom - top + 1) * tl.cdiv(product.N, C.BN), more)
+
+
+@triton.jit
+def _dot(x, y, acc, C: tl.constexpr):
+    if _INTERPRETED:
+        return tl.dot(to_float32(x), to_float32(y), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, y, acc, input_precision=C.PRECISION)
+
+
+@triton.jit
+def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
+    """Add the products of the step at `k` to `acc`.
+
+    Triton's `max_num_imprecise_acc` is no way to sum up a step by itself: Triton 3.7 adds the sum to the others before
+    it waits for the tensor cores, which PTX leaves undefined.
+    """
+    if C.SCALES == "blocks":
+        block = k // _SCALE_BLOCK
+        of_b = block * product.scales.b_step + place[2] // _SCALE_BLOCK * product.scales.b_column
+        # Loaded before the products, which hide what that takes, and first used behind them.
+        scales_a, scale_b = scales_of_rows(product, place, block, C), tl.load(product.scales.b + of_b)
+        part = _dot(x, y, None, C)
+        return acc + part * (scales_a * scale_b)
+    elif C.STEPWISE:
+        return acc + _dot(x, y, None, C)
+    else:
+        return _dot(x, y, acc, C)
+
+
+@triton.jit
+def _contract(left, product, place, begin, stop, C: tl.constexpr):
+    """Sum up, in float32, the products of steps `begin` to before `stop` along K for a tile."""
+    BM: tl.constexpr = C.BM
+    BN: tl.constexpr = C.BN
+    batch, row, column = place
+    batch -= left.above
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(begin, stop):
+        k = step * C.BK
+        if C.DESCRIPTORS:
+            x = load_descriptor(left.base, batch, row, k, C.BATCHED, C.BM, C.BK)
+            if C.B_IS_NK:
+                y = product.b.load([column, k]).T
+            else:
+                y = product.b.load([k, column])
+        else:
+            a_batch, a_row, a_column = left.strides
+            b_row, b_column = product.strides.b
+            rows = left.base + batch.to(tl.int64) * a_batch
+            x = load_pointers(rows, row, k, product.M, product.K, a_row, a_column, C.BM, C.BK)
+            y = load_pointers(product.b, k, column, product.K, product.N, b_row, b_column, C.BK, C.BN)
+        acc = _add_step(x, y, acc, product, place, k, C)
+        if C.EXACT and step % C.RUN == C.RUN - 1:  # a sum of short sums is more accurate than one long sum
+            total += acc
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if C.EXACT:
+        acc += total
+    return acc
+
+
+@triton.jit
+def whole_tiles(left, product, begin, stop, C: tl.constexpr):
+    """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
+    stored = 0  # tiles that are stored and not counted
+    # With PUSHED there is another loop within this one.
+    for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS and C.PUSHED == 0):
+        place = tile_position(tile, product, C)
+        finish(product, place, _contract(left, product, place, 0, tl.cdiv(product.K, C.BK), C), C)
+        if C.DONE:
+            # Only before a tile of other blocks does the program wait until its stores have ended.
+            stored += 1
+            following = tile + tl.num_programs(0)
+            begin_here, end_here = _blocks_of(product, place, C)
+            begin_next, end_next = _blocks_of(product, tile_position(following, product, C), C)
+            leaves = ((following >= stop) | (begin_next != begin_here) | (end_next != end_here)).to(tl.int32)
+            count_tiles(product, place, stored, leaves, C)
+            stored *= 1 - leaves
+
+
+@triton.jit
+def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl.constexpr, C: tl.constexpr):
+    """Compute one part along K of a tile; the program that finishes last stores the tile.
+
+    `number` is that of the tile among the split ones: the index of its ticket and its sums. PAIRS: of two parts.
+    """
+    COLUMNS: tl.constexpr = C.BN // 2 if C.HALVES else C.BN
+    steps = tl.cdiv(product.K, C.BK)
+    sums, tickets = workspace
+    acc = _contract(left, product, place, first_step(part, parts, steps), first_step(part + 1, parts, steps), C)
+    if PAIRS:
+        if claim_pair(tickets, number):
+            wait_for_first_sum(tickets, number)
+            finish(product, place, add_to_sum(sums, number, acc, C.BM, C.BN), C)
+            if C.DONE:
+                count_tiles(product, place, 1, 1, C)
+        else:
+            store_sum(sums, number, acc, C.BM, C.BN, True)
+            publish_sum(tickets, number)
+    else:
+        store_sum(sums, number * parts + part, acc, C.BM, C.BN, C.HALVES)
+        if arrive(tickets, number, parts):
+            batch, row, column = place
+            for half in tl.static_range(2 if C.HALVES else 1):
+                at = column + half * COLUMNS
+                total = add_sums(sums, number * parts, parts, half, C.BM, C.BN, COLUMNS)
+                finish_columns(product, (batch, row, at), total, COLUMNS, C)
+            if C.DONE:
+                count_tiles(product, place, 1, 1, C)
+
+
+# The Triton kernel that hostir.kernels.matmul.matmul launches.
+
+
+@triton.jit
+def _wait_for_tile(awaited, polls, product, place, C: tl.constexpr):
+    """Wait for the rows of a tile: see `wait_for_rows`."""
+    batch, row, _ = place
+    begin, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
+    return wait_for_rows(awaited, polls, begin, end, C.OWN, C.FLAGS, C.DESCRIPTORS)
+
+
+@triton.jit
+def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, WAIT: tl.constexpr, C: tl.constexpr):
+    """Compute this program's parts of the tiles to before `end`, two parts of each tile, block by block.
+
+    A tile is two units, of which `unit` is the first of this program; a block has `of_block` tiles. Returns its next
+    unit and the polls left. A program that gives up multiplies rows that have not arrived all the same: another program
+    relies on its sum.
+    """
+    while unit < 2 * end:
+        block = unit // (2 * of_block)
+        part = unit % (2 * of_block) // of_block
+        tile = block * of_block + unit % of_block
+        place = tile_position(tile, product, C)
+        if WAIT:
+            _, polls = _wait_for_tile(awaited, polls, product, place, C)
+            if C.DONE:
+                count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
+            polls = tl.maximum(polls, 1)
+        part_of_tile(left, product, place, tile, part, 2, workspace, True, C)
+        unit += tl.num_programs(0)
+    return unit, polls
+
+
+# Triton specializes the integers of a tuple for 1 and for multiples of 16, whatever this list says; so those that vary
+# from call to call are arguments of their own.
+_VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "whole", "split", "parts"]
+
+
+_VARYING += ["early", "group", "batches", "M"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def matmul_kernel(
+    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
+    b,
+    out,
+    own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
+    bias,  # a Bias, or None
+    scales,  # Scales, with SCALES only
+    first,  # the block to begin with and the rows of a block, of those of READY, else of DONE; None without
+    height,
+    flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; blocks: the number of flags
+    timeouts,
+    epoch,
+    blocks,
+    polls,
+    raised_flags,  # the fields of Raised but the last, with DONE only
+    raised_epoch,
+    raised_height,
+    pushed,  # a Pushed, with PUSHED only
+    counts,  # the last field of Raised
+    workspace,  # a Workspace, with SPLIT or EARLY
+    whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
+    split,  # number of tiles behind them, which are split
+    parts,
+    early,  # number of blocks, the first ones, whose tiles are split in two, with EARLY; each is whole batches
+    group,  # rows of tiles per group, see tile_position
+    batches,
+    M,
+    N,
+    K,
+    strides,  # Strides
+    C: tl.constexpr,  # Constants
+):
+    """Compute this program's parts of early tiles, then its whole tiles, then with SPLIT its part of a split tile."""
+    tile = tl.program_id(0)
+    tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
+    alone = whole if C.SPLIT else tiles
+    raised = Raised(raised_flags, raised_epoch, raised_height, counts)
+    product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised, pushed)
+    rows = Left(a, 0, strides.a)
+    before = alone  # pieces of work handed out, program by program, before the split tiles
+    if C.READY:
+        awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
+        own_rows = Left(own, first * (height // M), strides.own)
+        # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
+        # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
+        tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
+        if C.EARLY:
+            early_sums, early_tickets = workspace
+            if C.SPLIT:
+                early_sums += (split * (1 if C.PAIRS else parts)).to(tl.int64) * (C.BM * C.BN)
+                early_tickets += split
+            of_early = Workspace(early_sums, early_tickets)
+            if own is not None:
+                tile, polls = _early_tiles(
+                    *(own_rows, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
+                )
+            tile, polls = _early_tiles(
+                *(rows, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
+            )
+            tile -= early * tiles_of_block  # from units to tiles
+            before += early * tiles_of_block
+        elif own is not None:
+            whole_tiles(own_rows, product, tile, tiles_of_block, C)
+            if tile < tiles_of_block:
+                tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
+        while (tile < alone) & (polls > 0):
+            place = tile_position(tile, product, C)
+            next_missing, polls = _wait_for_tile(awaited, polls, product, place, C)
+            stop = tl.where(polls > 0, min(max(next_missing * tiles_of_block, tile + 1), alone), tile)
+            whole_tiles(rows, product, tile, stop, C)
+            tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
+        if C.DONE:
+            while tile < alone:  # given up
+                count_tiles(product, tile_position(tile, product, C), 1 + MISSED, 1, C)
+                tile += tl.num_programs(0)
+        polls = tl.maximum(polls, 1)  # so that a part of a split tile also reports what is missing
+    else:
+        whole_tiles(rows, product, tile, alone, C)
+    if C.SPLIT:
+        number, part = part_of(tl.program_id(0), tl.num_programs(0), before, split, parts)
+        if number < split:
+            place = tile_position(whole + number, product, C)
+            if C.READY:  # as with early tiles, another program relies on this one's sum
+                _, polls = _wait_for_tile(awaited, polls, product, place, C)
+                if C.DONE:
+                    count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
+            part_of_tile(rows, product, place, number, part, parts, workspace, C.PAIRS, C)
+    if C.PUSHED:
+        raise_pushed(pushed, C.PUSHED)
+    if C.OVERLAPS and not _INTERPRETED:
+        gdc_wait()  # so that work behind this kernel is also behind the previous one

@@ -1,0 +1,204 @@
+"""Choose the tile of a matmul: the candidates, how the programs of a launch share the tiles, and how long they take.
+
+A program is an instance of the Triton kernel: one thread block on one SM. The kernel and the cost model use the same
+estimate. Needs neither torch nor Triton.
+
+A matmul, and the tiles that it can run with.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hostir.ir.types import DTYPES
+
+MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: fewer do not pay for summing the parts
+MAX_PARTS = 8  # the most parts of a split tile: the last program reads the partial sums of all others
+SCALE_BLOCK = 128  # elements along K, and columns of the right side, that share a scale of blocks
+MIN_OWN_ROWS = 64  # fewer own rows are copied to their block: with tiles of their own, B would be read once more
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A matmul `[batches, m, k] @ [k, n]`, and how its rows arrive.
+
+    Fields:
+        dtype: `bf16`, `f16`, `f32`, `tf32` for f32 on tensor cores, `f8` for 8-bit operands whose products tensor cores
+            add up, or `f8s` where each step along K is scaled, or added to the others in f32.
+        block: the number of rows of a block, if they arrive block by block while the kernel runs; None: all are ready.
+        separate: whether no tile may span two blocks, as the rows of one block are elsewhere in memory.
+        overlapped: whether a kernel directly before this one copies the blocks, and overlaps it; else copy engines do.
+        result: the bytes of an element of the result; None: as many as an operand's.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    batches: int = 1
+    block: int | None = None
+    separate: bool = False
+    overlapped: bool = False
+    result: int | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element of an operand."""
+        return 1 if self.dtype.startswith("f8") else DTYPES[self.dtype.removeprefix("t")].bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of an output tile, and how the kernel computes the tiles.
+
+    Fields:
+        m, n, k: rows and columns of the output tile, and the step along K.
+        stages: depth of the software pipeline.
+        warps: warps per program.
+        rate: throughput of the K loop, relative to the fastest tile of the same table.
+        rate_waiting: the same if rows arrive while the kernel runs; None if it is equal to `rate`.
+        halves: store the tile in two halves, which takes half the shared memory and so leaves room for a stage.
+        group: rows of tiles that are computed together, so that they find each other's operands in L2.
+        split: how many tiles, the last ones, are split along K among several programs each (split-K).
+        parts: the maximal number of programs for each of these.
+        early_blocks: for how many blocks of rows, the first ones, each tile is split in two along K, so that more SMs
+            are busy while few rows have arrived. 0 if tiles span two blocks.
+    """
+
+    m: int
+    n: int
+    k: int = 64
+    stages: int = 4
+    warps: int = 8
+    rate: float = 1.0
+    halves: bool = False
+    group: int = 8
+    split: int = 0
+    parts: int = MAX_PARTS
+    rate_waiting: float | None = None
+    early_blocks: int = 0
+
+    @property
+    def unsplit(self) -> Tile:
+        """The same tile as `candidates` returns it: none is split."""
+        return replace(self, split=0, parts=MAX_PARTS, early_blocks=0)
+
+    def shared_memory(self, itemsize: int, *, descriptors: bool, result: int | None = None, adds: bool = False) -> int:
+        """Return the most bytes of shared memory that it takes for operands of `itemsize` bytes, results of `result`.
+
+        They are those of the pipeline, of the tile that a TMA store reads, and as many for one to which it `adds`, and
+        of vectors and barriers. Behind the pipeline a tile of float32 sums may change its layout in the same memory.
+        """
+        pipeline = self.stages * (self.m + self.n) * self.k * itemsize
+        elements = self.m * self.n // (2 if self.halves else 1)
+        outgoing = elements * (result or itemsize) * (1 + adds) if descriptors else 0
+        return max(pipeline, 4 * elements) + outgoing + _VECTORS
+
+    def fitting(
+        self,
+        itemsize: int,
+        shared_memory: int,
+        *,
+        descriptors: bool,
+        result: int | None = None,
+        adds: bool = False,
+    ) -> Tile:
+        """Return the same tile with as many of its stages as fit into `shared_memory` bytes, at least one."""
+        tile = self
+        while tile.stages > 1 and shared_memory < tile.shared_memory(
+            itemsize, descriptors=descriptors, result=result, adds=adds
+        ):
+            tile = replace(tile, stages=tile.stages - 1)
+        return tile
+
+
+# Bytes for a vector of scales, a bias or flags of a tile, which changes its layout while the pipeline holds the next
+# tile, and for barriers: at most 1056, of 256 numbers in float32 and 4 stages.
+_VECTORS = 2 << 10
+
+# Tables are ordered by preference: of two tiles with the same estimate, the first wins.
+_TMA_16_BIT = (
+    Tile(128, 256, 64, stages=4, warps=8, halves=True),
+    Tile(256, 128, 64, stages=4, warps=8, halves=True, rate=0.98, rate_waiting=0.85),
+    Tile(128, 128, 64, stages=6, warps=4, rate=0.95, rate_waiting=0.86),
+    Tile(64, 256, 64, stages=4, warps=4, rate=0.9),
+    Tile(64, 128, 128, stages=4, warps=4, rate=0.77, rate_waiting=0.78),
+    Tile(128, 64, 64, stages=6, warps=4, rate=0.7, rate_waiting=0.55),
+    Tile(64, 64, 128, stages=6, warps=4, rate=0.53, rate_waiting=0.55),
+    Tile(64, 64, 64, stages=4, warps=4, rate=0.32),
+)
+_POINTERS_16_BIT = (
+    Tile(128, 128, 64, stages=3, warps=8),
+    Tile(128, 64, 64, stages=3, warps=8, rate=0.8),
+    Tile(64, 64, 64, stages=3, warps=4, rate=0.6),
+    Tile(64, 64, 32, stages=3, warps=4, rate=0.5),
+)
+_TF32 = (
+    Tile(128, 128, 32, stages=3, warps=8),
+    Tile(64, 128, 32, stages=3, warps=4, rate=0.8),
+    Tile(64, 64, 32, stages=3, warps=4, rate=0.6),
+)
+# Without tensor cores arithmetic is the bottleneck with any tile; a small one fits into registers.
+_IEEE_32_BIT = (
+    Tile(64, 64, 16, stages=4, warps=4),
+    Tile(32, 32, 32, stages=3, warps=4, rate=0.6),
+)
+# A step of 128 is as wide as TMA's widest swizzle, and as a block with a scale of its own.
+_TMA_8_BIT = (
+    Tile(128, 256, 128, stages=4, warps=8, halves=True),
+    Tile(256, 128, 128, stages=4, warps=8, halves=True, rate=0.99),
+    Tile(128, 128, 128, stages=6, warps=4, rate=0.97),
+    Tile(64, 256, 128, stages=4, warps=4, rate=0.94),
+    Tile(64, 128, 128, stages=6, warps=4, rate=0.78),
+    Tile(128, 64, 128, stages=6, warps=4, rate=0.68),
+    Tile(64, 64, 256, stages=5, warps=4, rate=0.56),
+    Tile(64, 64, 128, stages=4, warps=4, rate=0.39),
+)
+# A step's sum takes registers of its own, and scales of blocks allow no more than 128 columns.
+_TMA_8_BIT_STEPS = (
+    Tile(128, 128, 128, stages=4, warps=8),
+    Tile(64, 128, 128, stages=6, warps=4, rate=0.8),
+    Tile(128, 64, 128, stages=6, warps=4, rate=0.65),
+    Tile(64, 64, 128, stages=6, warps=4, rate=0.45),
+)
+_POINTERS_8_BIT = (
+    Tile(128, 128, 128, stages=3, warps=8),
+    Tile(128, 64, 128, stages=3, warps=8, rate=0.8),
+    Tile(64, 64, 128, stages=3, warps=4, rate=0.6),
+    Tile(64, 64, 64, stages=3, warps=4, rate=0.5),
+)
+
+# In Triton's interpreter an operation costs the same for any size; a small tile lets small tests have partial tiles.
+INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
+
+
+@functools.lru_cache(maxsize=256)
+def candidates(
+    dtype: str,
+    *,
+    descriptors: bool = True,
+    shared_memory: int = 227 << 10,
+    result: int | None = None,
+    adds: bool = False,
+) -> tuple[Tile, ...]:
+    """Return the tiles worth trying for a dtype, as `Gemm` names it, that fit into `shared_memory` bytes.
+
+    `result` is as in `Gemm`. With wider results than operands, or if the product `adds` to what the output holds,
+    tiles have as many of their stages as fit.
+
+    Raises ValueError if none fits.
+    """
+    tables = {"f32": _IEEE_32_BIT, "tf32": _TF32}
+    if dtype in ("f8", "f8s"):
+        tables[dtype] = (_TMA_8_BIT if dtype == "f8" else _TMA_8_BIT_STEPS) if descriptors else _POINTERS_8_BIT
+    tiles = tables.get(dtype, _TMA_16_BIT if descriptors else _POINTERS_16_BIT)
+    itemsize = Gemm(1, 1, 1, dtype).itemsize
+    memory: dict[str, Any] = {"descriptors": descriptors, "result": result, "adds": adds}
+    if adds or (result or itemsize) > itemsize:
+        tiles = tuple(t.fitting(itemsize, shared_memory, **memory) for t in tiles)
+    fitting = tuple(t for t in tiles if t.shared_memory(itemsize, **memory) <= shared_memory)
+    if not fitting:
+        raise ValueError(f"no {dtype} matmul tile fits into {shared_memory} bytes of shared memory")
+    return fitting

@@ -1,0 +1,62 @@
+"""Workspaces of split matmuls, one for each stream, or for each CUDA graph.
+
+Memory that the programs of one launch share: sums of split tiles, and a ticket (a counter) for each such tile; and
+where flags rise behind blocks of rows, a count for each block.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are SMs
+LINE = 32  # tickets per cache line: those of a launch are aligned to a line, as the kernel was compiled for
+
+_lock = threading.Lock()
+_by_stream: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_for_graphs: dict[torch.device, list[torch.Tensor]] = {}
+
+
+def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `sums` of float32 and `tickets` of int32, all 0, for one launch on the current stream.
+
+    `stream` is the handle of the current stream, 0 on a CPU. The launch leaves its tickets at 0.
+
+    Launches on one stream run in order, so they share memory, which is kept. A captured launch may be replayed on any
+    stream, in parallel with any other: its sums come from the memory pool of its graph, and no other launch ever gets
+    its tickets.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _sums(device, sums), _captured(device, tickets)
+    key = device, stream
+    found = _by_stream.get(key)
+    if found is not None and len(found[0]) >= sums and len(found[1]) >= tickets:
+        return found
+    with _lock:
+        if device.type == "cuda" and device not in _for_graphs:
+            _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
+            torch.cuda.current_stream(device).synchronize()
+        if found is not None:
+            # Sizes that are new in every call then soon take no more.
+            sums, tickets = (
+                max(len(held), 1 << (n - 1).bit_length()) for n, held in zip((sums, tickets), found, strict=True)
+            )
+        made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
+        _by_stream[key] = made
+    return made
+
+
+def _sums(device: torch.device, sums: int) -> torch.Tensor:
+    return torch.empty(sums, dtype=torch.float32, device=device)
+
+
+def _captured(device: torch.device, tickets: int) -> torch.Tensor:
+    """Return tickets that no other launch uses; if none are left or allocated yet, the graph zeroes new ones."""
+    tickets = -(-tickets // LINE) * LINE
+    with _lock:
+        left = _for_graphs.get(device)
+        if left is None or len(left[0]) < tickets:
+            return torch.zeros(tickets, dtype=torch.int32, device=device)
+        taken, left[0] = left[0][:tickets], left[0][tickets:]
+    return taken

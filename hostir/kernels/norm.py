@@ -1,0 +1,74 @@
+"""Norms of rows, in Triton: one program has a row, which it reads once if it is not too long."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hostir.kernels import aten
+from hostir.kernels.devices import check_device, launch, launching
+from hostir.kernels.layout import rows
+from hostir.kernels.matmul.conversions import from_float32, to_float32
+from hostir.kernels.matmul.operands import DTYPES
+
+MAX_WIDTH = 16384  # elements of a row that registers hold; longer rows are read twice
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    weight,
+    out,
+    columns,
+    x_row,
+    x_column,
+    weight_column,
+    out_row,
+    out_column,
+    eps,
+    WIDTH: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Write the norm of a row. `WIDTH` elements are read at a time; with `ONCE` that is all of them."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    read = to_float32(tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=column < columns, other=0.0))
+    squares = read * read
+    if not ONCE:
+        for start in range(WIDTH, columns, WIDTH):
+            at = start + column
+            more = to_float32(tl.load(x + row * x_row + at.to(tl.int64) * x_column, mask=at < columns, other=0.0))
+            squares += more * more
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), columns.to(tl.float32)) + eps))
+    for start in range(0, columns, WIDTH):
+        at = start + column
+        far = at.to(tl.int64)
+        if not ONCE:
+            read = to_float32(tl.load(x + row * x_row + far * x_column, mask=at < columns, other=0.0))
+        normed = read * scale
+        if weight is not None:
+            normed *= to_float32(tl.load(weight + far * weight_column, mask=at < columns, other=0.0))
+        tl.store(out + row * out_row + far * out_column, from_float32(normed, out.dtype.element_ty), mask=at < columns)
+
+
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
+    """Compute as ATen's, in Triton: `out = x / sqrt(mean(x^2) + eps) * weight` of each row, in f32, rounded once.
+
+    What Triton does not take (f64, no elements, rows without a single stride) ATen computes.
+    """
+    flat, flat_out = rows(x), rows(out)
+    if flat is None or flat_out is None or x.dtype not in DTYPES or not x.numel():
+        aten.rms_norm(out, x, weight, eps=eps)
+        return
+    count, columns = flat.shape
+    width = min(triton.next_power_of_2(columns), MAX_WIDTH)
+    with launching(check_device(x=x, weight=weight, out=out)):
+        launch(
+            *(_rms_norm_kernel, count),
+            *(flat, weight, flat_out, columns, *flat.stride()),
+            *(0 if weight is None else weight.stride(0), *flat_out.stride(), eps),
+            WIDTH=width,
+            ONCE=columns <= width,
+            num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
+        )

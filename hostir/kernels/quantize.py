@@ -1,0 +1,123 @@
+"""Scales for 8-bit floats, and numbers divided by them, in Triton: each reads its input once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hostir.kernels import aten
+from hostir.kernels.devices import check_device, launch, launching
+from hostir.kernels.layout import rows
+from hostir.kernels.matmul.conversions import from_float32, to_float32
+from hostir.kernels.matmul.operands import DTYPES
+
+_WIDTH = 4096  # elements that a program reads at once
+_WARPS = 8
+
+
+@triton.jit
+def _row_scales_kernel(
+    x,
+    out,
+    segments,
+    groups,
+    length,
+    x_row,
+    x_column,
+    out_row,
+    out_column,
+    limit,
+    least,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the scales of `COUNT` segments, of which a row has `groups`, each of `length` elements."""
+    segment = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    row, group = (segment // groups).to(tl.int64), segment % groups
+    there = segment < segments
+    at = row * x_row + group.to(tl.int64) * length * x_column
+    most = tl.zeros((COUNT,), dtype=tl.int32)
+    for start in range(0, length, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = there[:, None] & (column < length)[None, :]
+        read = to_float32(tl.load(x + at[:, None] + column.to(tl.int64)[None, :] * x_column, mask=mask, other=0.0))
+        # As integers, the bits of positive numbers are in their order, and those of NaN come last.
+        most = tl.maximum(most, tl.max(read.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+    scale = tl.div_rn(most.to(tl.float32, bitcast=True), tl.full((COUNT,), limit, tl.float32))
+    scale = tl.where(scale < least, least, scale)  # NaN stays
+    tl.store(out + row * out_row + group * out_column, scale, mask=there)
+
+
+@triton.jit
+def _quantize_kernel(
+    x,
+    scale,
+    out,
+    columns,
+    length,
+    x_row,
+    x_column,
+    scale_row,
+    scale_column,
+    out_row,
+    out_column,
+    limit,
+    WIDTH: tl.constexpr,
+):
+    """Write up to `WIDTH` elements of a row: `length` of them share a scale."""
+    pieces = tl.cdiv(columns, WIDTH)
+    row, column = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
+    mask, far = column < columns, column.to(tl.int64)
+    read = to_float32(tl.load(x + row * x_row + far * x_column, mask=mask, other=0.0))
+    by = tl.load(scale + row * scale_row + far // length * scale_column, mask=mask, other=1.0)
+    made = tl.div_rn(read, by)
+    made = tl.where(made > limit, limit, tl.where(made < -limit, -limit, made))  # NaN stays
+    tl.store(out + row * out_row + far * out_column, from_float32(made, out.dtype.element_ty), mask=mask)
+
+
+def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
+    """Compute as ATen's, in Triton: `out = max(amax / max, 2^-126)` of each row of `x`, or of `block` elements of one.
+
+    A NaN makes its scale NaN. What Triton does not take (f64, no elements, rows without a single stride) ATen computes.
+    """
+    flat, flat_out = rows(x), rows(out)
+    if flat is None or flat_out is None or x.dtype not in DTYPES or out.dtype != torch.float32 or not x.numel():
+        aten.row_scales(out, x, dtype=dtype, block=block)
+        return
+    length = block or x.shape[-1]
+    width = min(triton.next_power_of_2(length), _WIDTH)
+    segments, count = flat_out.numel(), _WIDTH // width
+    with launching(check_device(x=x, out=out)):
+        launch(
+            *(_row_scales_kernel, -(-segments // count)),
+            *(flat, flat_out, segments, flat_out.shape[1], length, *flat.stride(), *flat_out.stride()),
+            *(torch.finfo(aten.FP8[dtype]).max, aten.LEAST_SCALE),
+            COUNT=count,
+            WIDTH=width,
+            num_warps=_WARPS,
+        )
+
+
+def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
+    """Compute as ATen's, in Triton: `out = x / scale` in fp8, limited to its range and rounded to nearest even.
+
+    What Triton does not take (f64, rows without a single stride, scales that vary otherwise than by rows and blocks)
+    ATen computes.
+    """
+    flat, flat_out, by = rows(x), rows(out), scale.expand(*x.shape[:-1], scale.shape[-1])
+    by_rows = scale.reshape(1, 1).expand(x.shape[:-1].numel(), 1) if scale.numel() == 1 else rows(by)
+    takes = x.dtype in DTYPES and scale.dtype == torch.float32 and x.numel() > 0 and x.shape[-1] % scale.shape[-1] == 0
+    if flat is None or flat_out is None or by_rows is None or not takes:
+        aten.quantize(out, x, scale, dtype=dtype)
+        return
+    (count, columns), width = flat.shape, min(triton.next_power_of_2(x.shape[-1]), _WIDTH)
+    with launching(check_device(x=x, scale=scale, out=out)):
+        launch(
+            *(_quantize_kernel, count * -(-columns // width)),
+            *(flat, by_rows, flat_out, columns, columns // scale.shape[-1]),
+            *(*flat.stride(), *by_rows.stride(), *flat_out.stride()),
+            torch.finfo(aten.FP8[dtype]).max,
+            WIDTH=width,
+            num_warps=_WARPS,
+        )

@@ -1,0 +1,590 @@
+"""Sums over one axis, as needed after a reduce-scatter's partial results have arrived."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from hostir.kernels import aten
+from hostir.kernels.devices import (
+    INTERPRETED,
+    Compiled,
+    StandIn,
+    bind_thread,
+    check_device,
+    launch,
+    launching,
+    limits,
+    load,
+    only_loads,
+)
+from hostir.kernels.flags.done import MISSED, DoneFlags, Raised, count, done_rows, raise_flags, stores_ended
+from hostir.kernels.flags.ready import Awaited, ReadyFlags, block_rows, poll
+from hostir.kernels.layout import collapse
+from hostir.kernels.matmul.conversions import from_float32, to_float32
+from hostir.kernels.matmul.workspaces import workspace
+from hostir.kernels.repeats import Again
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# A sum of many elements, or of neighbours in memory: a program adds several at a time, then the sums of these.
+
+# Bytes that one program loads at a time: 8 loads of 16 bytes in flight in each of 128 threads.
+_TILE = 16 << 10
+
+
+@triton.jit
+def _reduce_sum_kernel(
+    x, out, P, Q, R, x_p, x_q, x_r, out_p, out_q, BQ: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
+):
+    """`out[p, q] = sum over r of x[p, q, r]`; one program sums `BQ` outputs of one `p`, in float64 if `WIDE`."""
+    tiles = tl.cdiv(Q, BQ)
+    program = tl.program_id(0).to(tl.int64)
+    p = program // tiles
+    q = (program % tiles * BQ + tl.arange(0, BQ))[None, :]
+    r = tl.arange(0, BR).to(tl.int64)[:, None]
+    x += p * x_p
+    acc = tl.zeros((BR, BQ), dtype=tl.float64 if WIDE else tl.float32)
+    for start in range(0, R, BR):
+        values = tl.load(x + q * x_q + (start + r) * x_r, mask=(q < Q) & (start + r < R), other=0.0)
+        acc += to_float32(values).to(acc.dtype)
+    total = tl.sum(acc, axis=0)[None, :].to(tl.float32)
+    tl.store(out + p * out_p + q * out_q, from_float32(total, out.dtype.element_ty), mask=q < Q)
+
+
+# A sum of a few tensors, the sources, in their order: element by element, as fast as memory is.
+#
+# A fixed number of programs goes through the result block by block. Sources may still arrive then: a program waits for
+# the flags of a block of all of them before it reads the first one. So whichever comes first, the bits are the same.
+
+MAX_SOURCES = 64  # more are added several at a time if nothing waits for them
+_UNROLLED = 16  # sources that are loaded at once, before any is added
+_IN_FLIGHT = 64 << 10  # bytes that the program of an SM loads at once: its share of the latency times the bandwidth
+_WARPS = 16
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class SumPart(NamedTuple):
+    """A tensor as the kernel reads or writes it: a pointer, and the strides of the axes, of which the last is a run."""
+
+    base: Any
+    strides: Any
+
+
+class SumConstants(NamedTuple):
+    """The compile-time constants of the kernel.
+
+    Fields:
+        SOURCES: the number of sources; UNROLLED: they are loaded at once.
+        OWN: the source for which another tensor stands; -1: none.
+        BLOCK: elements that a program adds at a time.
+        VECTOR: elements in 16 bytes, of which everything is a multiple; 1: it is not.
+        AXES: the number of axes into which the result was merged.
+        READY: sources arrive while the kernel runs; the number of flags per block, rounded up to a power of 2, or 0.
+        DONE: flags rise behind blocks.
+        OVERLAPS: it may have started before the previous kernel of the stream has ended.
+        WIDE: accumulate in float64.
+        ACTIVATION: the function that is applied at the end; empty for none.
+    """
+
+    SOURCES: int
+    UNROLLED: bool
+    OWN: int
+    BLOCK: int
+    VECTOR: int
+    AXES: int
+    READY: int
+    DONE: bool
+    OVERLAPS: bool
+    WIDE: bool
+    ACTIVATION: str
+
+
+@triton.jit
+def _offset(part, sizes, place, C: tl.constexpr):
+    """Return the offset in memory of an element, whose number in the order of the axes is `place`."""
+    AXES: tl.constexpr = C.AXES
+    at = place % sizes[AXES - 1] * part.strides[AXES - 1]
+    place //= sizes[AXES - 1]
+    for i in tl.static_range(1, AXES):
+        at += place % sizes[AXES - 1 - i] * part.strides[AXES - 1 - i]
+        place //= sizes[AXES - 1 - i]
+    return at
+
+
+@triton.jit
+def _pointers(part, at, number, C: tl.constexpr):
+    """Return pointers to the elements with these numbers from an offset on."""
+    AXES: tl.constexpr = C.AXES
+    # Rounding changes nothing, but tells the compiler that 16 bytes can be moved at a time.
+    return part.base + at // C.VECTOR * C.VECTOR + number * part.strides[AXES - 1]
+
+
+@triton.jit
+def _load(part, at, number, mask, C: tl.constexpr):
+    """Load the elements with these numbers from an offset on; each is read only once."""
+    x = tl.load(_pointers(part, at, number, C), mask=mask, other=0.0, cache_modifier=".cg")
+    return to_float32(x).to(tl.float64 if C.WIDE else tl.float32)
+
+
+@triton.jit
+def _activate(x, C: tl.constexpr):
+    """Apply a function to float32 elements."""
+    if C.ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    elif C.ACTIVATION == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif C.ACTIVATION == "silu":
+        return x / (1 + tl.exp(-x))
+    else:
+        return x
+
+
+@triton.jit
+def _add_sources(x, own, addend, out, sizes, place, size, step, C: tl.constexpr):
+    """Sum up `size` elements from number `place` on; `step` is the stride of the sources."""
+    SOURCES: tl.constexpr = C.SOURCES
+    number = tl.arange(0, C.BLOCK)
+    mask = number < size // C.VECTOR * C.VECTOR
+    at, at_own = _offset(x, sizes, place, C), _offset(own, sizes, place, C)
+    if C.OWN == 0:
+        total = _load(own, at_own, number, mask, C)
+    else:
+        total = _load(x, at, number, mask, C)
+    if C.UNROLLED:
+        for source in tl.static_range(1, SOURCES):
+            at += step
+            if source == C.OWN:
+                total += _load(own, at_own, number, mask, C)
+            else:
+                total += _load(x, at, number, mask, C)
+    else:
+        for source in range(1, SOURCES):
+            at += step
+            if source == C.OWN:
+                total += _load(own, at_own, number, mask, C)
+            else:
+                total += _load(x, at, number, mask, C)
+    if addend is not None:
+        total += _load(addend, _offset(addend, sizes, place, C), number, mask, C)
+    total = from_float32(_activate(total.to(tl.float32), C), out.base.dtype.element_ty)
+    tl.store(_pointers(out, _offset(out, sizes, place, C), number, C), total, mask=mask)
+
+
+@triton.jit
+def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
+    """Wait for a block of all sources but the own one; return the polls left, 0 if the program has given up."""
+    source = tl.arange(0, C.READY)
+    needed = (source < C.SOURCES) & (source != C.OWN)
+    _, polls = poll(awaited, polls, source * awaited.blocks + block, needed, needed)
+    return polls
+
+
+@triton.jit
+def _count_pieces(raised, block, needed, more):
+    """Count pieces of a block: see `count`."""
+    block = stores_ended(block, 1, False) + tl.arange(0, 1)
+    count(raised, block, block >= 0, needed, more)
+
+
+_VARYING = ["epoch", "waits", "polls", "raised_epoch", "raises", "first", "blocks"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def sum_kernel(
+    x,  # SumPart, SumPart of own rows, of what is added behind the sources, or None, and of the result
+    own,
+    addend,
+    out,
+    sizes,  # of the axes that the result was merged into, outermost first
+    step,  # stride of the sources
+    segments,  # of a block; a segment lies in one run of the last axis
+    length,  # elements of a segment
+    first,  # the block to begin with
+    flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; waits: number of flags of a source
+    timeouts,
+    epoch,
+    waits,
+    polls,
+    raised_flags,  # the fields of Raised, with DONE only; raises: number of flags
+    raised_epoch,
+    raises,
+    counts,
+    blocks,  # of the result; each is one with a flag, or an equal part of one
+    C: tl.constexpr,  # SumConstants
+):
+    """Sum up this program's pieces, of at most BLOCK elements, of one block after another."""
+    of_segment = tl.cdiv(length, C.BLOCK)
+    of_block = segments * of_segment
+    pieces, programs = blocks * of_block, tl.num_programs(0)
+    piece = tl.program_id(0)
+    left = polls if C.READY else 1
+    awaited = Awaited(flags, timeouts, epoch, 0, waits, None)
+    raised = Raised(raised_flags, raised_epoch, None, counts)
+    while piece < pieces:
+        number = piece // of_block
+        block, stop = (first + number) % blocks, (number + 1) * of_block
+        if C.READY:  # after it has given up once, it polls further flags once
+            left = _wait_for_sources(awaited, tl.maximum(left, 1), block // (blocks // waits), C)
+        mine = tl.cdiv(stop - piece, programs)
+        for i in range(tl.where(left > 0, mine, 0)):
+            within = piece + i * programs - number * of_block
+            place = (block * segments + within // of_segment).to(tl.int64) * length
+            begin = within % of_segment * C.BLOCK
+            _add_sources(x, own, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
+        if C.DONE:
+            parts = blocks // raises
+            more = mine + tl.where(left > 0, 0, MISSED)
+            _count_pieces(raised, block // parts, of_block * parts, more)
+        piece += mine * programs
+    if C.OVERLAPS and not _INTERPRETED:
+        gdc_wait()  # so that work behind this kernel is also behind the previous one
+
+
+@dataclass
+class SumLaunch:
+    """A prepared launch of the kernel, for tensors of one layout.
+
+    Fields:
+        programs: size of the grid.
+        sizes: of the axes; strides: of each of x, own rows, an addend and the result; None if there is no addend.
+        numbers: the arguments of the kernel from `step` to `length`.
+        waits, raises, blocks: the arguments of these names; None without flags.
+        constants, options: what the kernel is compiled for, and how.
+    """
+
+    device: torch.device
+    programs: int
+    sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    numbers: tuple[int, ...]
+    waits: int | None
+    raises: int | None
+    blocks: int
+    constants: SumConstants
+    options: Mapping[str, Any]
+    compiled: Compiled | None = field(default=None, init=False)
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
+    ) -> Again | None:
+        """Launch for x, own rows, an addend and the result, on the current stream; or only load the kernel.
+
+        Returns a function that launches it again for the same addresses, on the stream that is then current; None if
+        it was not launched, and in the interpreter.
+        """
+        if self.compiled is None:
+            self._load(tensors, ready, done)
+        if self.compiled is None or only_loads():
+            return None
+        again = partial(self._start, self.compiled, self._arguments(tensors, ready, done, _address))
+        again()
+        return again
+
+    def _load(self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None) -> None:
+        """Compile and load the kernel; in the interpreter, run it."""
+        given, last = self._arguments(tensors, ready, done, _itself), (self.blocks, self.constants)
+        with launching(self.device):
+            if INTERPRETED:
+                sum_kernel[(self.programs,)](*given, self._counts(0), *last, **self.options)
+                return
+            counts = None if done is None else StandIn.of((1,), (1,), torch.int64, self.device)
+            self.compiled = load(sum_kernel, (*given, counts, *last), self.options)
+
+    def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
+        if torch.cuda.current_device() != self.device.index:
+            with launching(self.device):
+                self._start(compiled, given)
+            return
+        bind_thread(self.device)
+        stream = compiled.stream(self.device.index)
+        counts = self._counts(stream)  # kept alive until the kernel is launched
+        compiled.launch(self.programs, stream, (*given, _address(counts), self.blocks, self.constants))
+
+    def _counts(self, stream: int) -> torch.Tensor | None:
+        """Return the counts of blocks with flags, all 0, for one launch on a stream."""
+        if self.raises is None:
+            return None
+        _, tickets = workspace(self.device, stream, 0, 2 * self.raises)
+        return tickets[: 2 * self.raises].view(torch.int64)
+
+    def _arguments(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        ready: ReadyFlags | None,
+        done: DoneFlags | None,
+        given: Callable[[torch.Tensor], Any],
+    ) -> tuple[Any, ...]:
+        """Return the arguments of the kernel before `counts`, tensors as `given` makes them."""
+        pairs = zip(tensors, self.strides, strict=True)
+        parts = [None if t is None else SumPart(given(t), strides) for t, strides in pairs]
+        waits: tuple[Any, ...] = (None,) * 5
+        if ready is not None:
+            waits = (given(ready.flags), given(ready.timeouts), ready.epoch, self.waits, ready.polls)
+        raised: tuple[Any, ...] = (None,) * 3
+        if done is not None:
+            raised = (given(done.flags), done.epoch, self.raises)
+        first = 0 if done is None or ready is not None else done.first * (self.blocks // len(done.flags))
+        return (*parts, self.sizes, *self.numbers, first, *waits, *raised)
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _itself(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x
+
+
+_MAX_SUMS = 1024
+_sums: dict[tuple[object, ...], SumLaunch] = {}
+
+
+def _layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return everything about a tensor that a launch depends on, except its address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+
+
+def _sum_sources(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    addend: torch.Tensor | None,
+    activation: str,
+    ready: ReadyFlags | None,
+    done: DoneFlags | None,
+    own: torch.Tensor | None,
+) -> Again | None:
+    """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
+    kind: tuple[object, ...] = (*map(_layout, (x, out, addend, own)), activation)
+    if ready is not None:
+        narrow = -(1 << 31) <= ready.epoch < 1 << 31
+        kind += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
+        kind += (ready.reserved_sms,)
+    if done is not None:
+        kind += (_layout(done.flags), -(1 << 31) <= done.epoch < 1 << 31)
+    call = _sums.get(kind)
+    if call is None:
+        if len(_sums) >= _MAX_SUMS:
+            _sums.clear()
+        call = _sums[kind] = _prepare(x, out, addend, activation, ready, done, own)
+    return call((x, x if own is None else own, addend, out), ready, done)
+
+
+def _prepare(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    addend: torch.Tensor | None,
+    activation: str,
+    ready: ReadyFlags | None,
+    done: DoneFlags | None,
+    own: torch.Tensor | None,
+) -> SumLaunch:
+    device = out.device
+    waits = None if ready is None else len(ready.flags) // len(x)
+    raises = None if done is None else len(done.flags)
+    blocks = math.lcm(waits or 1, raises or 1)
+    tensors = x[0], x[0] if own is None else own, out if addend is None else addend, out
+    levels = collapse(out.shape, *(t.stride() for t in tensors)) or [(1,) * 5]
+    sizes, *strides = zip(*levels, strict=True)
+    length = math.gcd(sizes[-1], out.numel() // blocks)
+    vector = 16 // x.element_size()
+    numbers = [length, x.stride(0), *(n for steps in strides for n in steps[:-1])]
+    aligned = (
+        all(n % vector == 0 for n in numbers)
+        and all(steps[-1] == 1 for steps in strides)
+        and all(t.data_ptr() % 16 == 0 for t in tensors)
+    )
+    bounds = limits(device)
+    overlapped = ready.overlapped_sms if ready is not None and bounds.tma else 0
+    sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
+    most = max(_IN_FLIGHT // min(len(x), _UNROLLED) // x.element_size(), 128)
+    block = min(triton.next_power_of_2(min(length, -(-out.numel() // sms))), 1 << (most.bit_length() - 1))
+    pieces = -(-length // block) * (out.numel() // length)
+    warps = 1 if INTERPRETED else max(1, min(_WARPS, block // (32 * vector)))
+    return SumLaunch(
+        device=device,
+        programs=min(sms, pieces),
+        sizes=sizes,
+        strides=(*strides[:2], None if addend is None else strides[2], strides[3]),
+        numbers=(x.stride(0), out.numel() // blocks // length, length),
+        waits=waits,
+        raises=raises,
+        blocks=blocks,
+        constants=SumConstants(
+            SOURCES=len(x),
+            UNROLLED=len(x) <= _UNROLLED,
+            OWN=-1 if own is None or ready is None else ready.source,
+            BLOCK=block,
+            VECTOR=vector if aligned and block % vector == 0 else 1,
+            AXES=len(levels),
+            READY=0 if waits is None else triton.next_power_of_2(len(x)),
+            DONE=raises is not None,
+            OVERLAPS=overlapped > 0,
+            WIDE=x.dtype == torch.float32,
+            ACTIVATION=activation,
+        ),
+        options={"num_warps": warps, **({"launch_pdl": True} if overlapped else {})},
+    )
+
+
+def reduce_sum(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    axis: int,
+    *,
+    addend: torch.Tensor | None = None,
+    activation: str = "",
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `out = activation(x.sum(axis) + addend)` on the current stream; return `out`.
+
+    Accumulates in float32, and float32 inputs in float64: a plain loop in float32 would be less accurate than torch's
+    cascade. The sum is bound by memory bandwidth, so this costs no time.
+
+    Args:
+        x: any shape and strides; bfloat16, float16 or float32.
+        out: the shape of `x` without `axis`, any strides, overwritten; bfloat16, float16 or float32, not necessarily
+            the dtype of `x`. It must overlap neither itself nor `x`.
+        axis: the axis summed over, counted from the end when negative. An axis of size 0 gives zeros.
+        addend: of the dtype of `x`, in a shape that is spread over that of `out`; added before rounding.
+        activation: `relu`, `gelu` or `silu`, applied in float32 before rounding; empty for none.
+        ready: flags for equal blocks of the flattened rows of `x`, as many for each source, which is an index of axis
+            0. They may still arrive: a block of `out` waits for that block of every source. The bits are those of the
+            sum without flags. If a block does not arrive, that is in `ready.timeouts` in the end, and blocks of `out`
+            are not written or in part: those that need it, and others that the same programs had yet to compute.
+        done: flags for equal blocks of the flattened rows of `out`, each of which rises behind its block. Blocks come
+            in order, from `done.first` on, or with `ready` from the first on.
+        own: the rows of source `ready.source`, whose flags are not waited for, in any shape with as many rows.
+
+    Up to MAX_SOURCES sources are added in their order, unless they are neighbours in memory. The order of summation
+    depends on shapes and strides alone, so results repeat bit for bit.
+    Raises TypeError for a dtype, ValueError for a shape, an axis, a device or flags that do not fit.
+    """
+    add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
+    return out
+
+
+def add_up(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    axis: int,
+    *,
+    addend: torch.Tensor | None = None,
+    activation: str = "",
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
+) -> Again | None:
+    """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
+
+    None if it took more than one launch, and in the interpreter.
+    """
+    device = check_device(x=x, out=out, own=own, addend=addend)
+    if x.dtype not in DTYPES or out.dtype not in DTYPES:
+        raise TypeError(f"reduce_sum expects {', '.join(map(str, DTYPES))}; got x {x.dtype}, out {out.dtype}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"reduce_sum expects an axis of shape {list(x.shape)}, got axis {axis}")
+    axis %= x.ndim
+    kept = [*x.shape[:axis], *x.shape[axis + 1 :]]
+    if list(out.shape) != kept:
+        raise ValueError(f"the sum of {list(x.shape)} over axis {axis} has shape {kept}, but out {list(out.shape)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
+    if ready is not None or done is not None or own is not None:
+        _check_blocks(x, out, axis, ready, done, own)
+    if out.numel() == 0:
+        return None
+    if not x.shape[axis]:
+        aten.sum(out, x, addend, axis=axis, activation=activation)
+        if done is not None:
+            raise_flags(done, None)
+        return None
+    if addend is not None:
+        addend = addend.expand_as(out)
+    if ready is not None or done is not None or adds_in_order(x, out, axis):
+        moved = own is not None and own.shape != out.shape
+        if own is not None and moved:
+            own = own.reshape(out.shape)  # a view, if there is one
+        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own)
+        return None if moved else again
+    if addend is not None or activation:
+        total = torch.empty_like(out, dtype=torch.float32)
+        add_up(x, total, axis)
+        aten.add_up(out, (total,), addend, activation)
+        return None
+
+    R, x_r = x.shape[axis], x.stride(axis)
+    levels = collapse(kept, [*x.stride()[:axis], *x.stride()[axis + 1 :]], out.stride())
+    *outer, (P, x_p, out_p), (Q, x_q, out_q) = [(1, 0, 0)] * max(0, 2 - len(levels)) + levels
+    along = x_r < x_q  # whether the summed axis has the smaller stride
+    tile = _TILE // x.element_size()
+    BR = min(triton.next_power_of_2(R), 1024 if along else 8)
+    BQ = min(triton.next_power_of_2(Q), tile // BR)
+    with launching(device):
+        # The kernel takes two kept axes, rarely too few; each position along further ones is a launch.
+        for position in itertools.product(*(range(size) for size, _, _ in outer)):
+            x_at = sum(i * step for i, (_, step, _) in zip(position, outer, strict=True))
+            out_at = sum(i * step for i, (_, _, step) in zip(position, outer, strict=True))
+            launch(
+                *(_reduce_sum_kernel, P * -(-Q // BQ)),
+                x.as_strided((1,), (1,), x.storage_offset() + x_at),
+                out.as_strided((1,), (1,), out.storage_offset() + out_at),
+                *(P, Q, R, x_p, x_q, x_r, out_p, out_q),
+                BQ=BQ,
+                BR=BR,
+                WIDE=x.dtype == torch.float32,
+            )
+    return None
+
+
+def _check_blocks(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    axis: int,
+    ready: ReadyFlags | None,
+    done: DoneFlags | None,
+    own: torch.Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError unless flags and own rows fit."""
+    if done is not None:
+        done_rows(done, out)
+    if ready is None:
+        if own is not None:
+            raise ValueError("own rows are those of a source: expected flags too")
+        return
+    block_rows(ready, x)
+    if axis != 0 or len(ready.flags) % max(1, len(x)):
+        raise ValueError(
+            f"expected as many flags for each of {x.shape[0]} sources along axis 0, got {len(ready.flags)}"
+        )
+    if own is None:
+        return
+    if own.dtype != x.dtype or own.shape[-1:] != x.shape[-1:] or own.shape[:-1].numel() != out.shape[:-1].numel():
+        wanted = f"{[out.shape[:-1].numel(), *x.shape[-1:]]} of {x.dtype}"
+        raise ValueError(f"expected own rows {wanted}, got {list(own.shape)} of {own.dtype}")
+    if not 0 <= ready.source < len(x):
+        raise ValueError(f"there is no source {ready.source}: expected 0 to {len(x) - 1}")
+
+
+def adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
+    """Whether the sources are few, and further apart in memory than the elements of each."""
+    kept = [i for i in range(x.ndim) if i != axis]
+    levels = collapse(out.shape, [x.stride(i) for i in kept], out.stride())
+    return x.shape[axis] <= MAX_SOURCES and (not levels or x.stride(axis) >= levels[-1][1])
+
+
+def reduce_sum_reference(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the sum over `axis`, computed in float64: the reference for `reduce_sum`."""
+    return x.double().sum(axis)

@@ -1,0 +1,73 @@
+"""Products of 8-bit floats with scales: what they are, and the kernels of Triton and of torch that compute them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hostir.kernels.flags.done import DoneFlags
+    from hostir.kernels.flags.ready import ReadyFlags
+    from hostir.kernels.matmul.tiles import Tile
+    from hostir.kernels.repeats import Again
+from hostir.kernels.scales import FlatScales, ScalePair, flat_scales
+
+
+def scaled_matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+    ready: ReadyFlags | None = None,
+    done: DoneFlags | None = None,
+    own: torch.Tensor | None = None,
+    use_descriptors: bool | None = None,
+    tile: Tile | None = None,
+) -> Again | None:
+    """Compute `out[..., n] = sum over k of (scale_a * a[..., k]) * (scale_b * b[k, n]) (+ bias[n])` in Triton.
+
+    Args:
+        out: `[..., N]` of bfloat16, float16 or float32, rounded once.
+        a: `[..., K]` of float8_e4m3fn or float8_e5m2.
+        b: `[K, N]` of either type too. Tensor cores read 8-bit operands along K: where `b` is not contiguous along K,
+            each call copies it.
+        scale_a: float32: one element, or the axes of `a` with 1 (row-wise) or `K / 128` (block-wise) as the last one.
+            With flags of `ready` the scales of rows are read behind these, and those of `own` rows are among them.
+        scale_b: float32: one element, `[1, N]`, or block-wise `[K / 128, N / 128]`, the latter rounded up.
+        bias: `[N]` of any type that `out` may have, added before rounding.
+        fast: let tensor cores add up the products all along K. On Hopper they keep fewer bits of a sum than float32
+            has. Else, and always block-wise, they add up those of 128 elements, and the sums are added in float32.
+        ready, done, own, use_descriptors, tile: as in `hostir.kernels.matmul.matmul.matmul`. Block-wise, the columns
+            and steps of the tile must divide 128.
+
+    Returns what `hostir.kernels.matmul.matmul.multiply` does. Raises TypeError and ValueError as `matmul` does, and
+    for scales that do not fit, or a GPU without tensor cores for 8-bit floats.
+    """
+    from hostir.kernels.matmul.matmul import multiply  # loads Triton: only where it is used
+
+    along_k, scales, copied = readable(a, b, scale_a, scale_b)
+    again = multiply(
+        *(a, along_k, out),
+        bias=bias,
+        ready=ready,
+        done=done,
+        own=own,
+        use_descriptors=use_descriptors,
+        tile=tile,
+        scales=FlatScales(*scales, fast),
+    )
+    return None if copied else again
+
+
+def readable(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> tuple[torch.Tensor, ScalePair, bool]:
+    """Return `b` with a stride of 1 along K, the scales as `flat_scales` does, and whether any of these is a copy."""
+    along_k = b if b.stride(0) == 1 or b.shape[0] == 1 else b.t().contiguous().t()
+    scales = flat_scales(a, b, scale_a, scale_b)
+    return along_k, scales, along_k is not b or scales[0].data_ptr() != scale_a.data_ptr()

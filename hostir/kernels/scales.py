@@ -1,0 +1,80 @@
+"""Scales of 8-bit operands, as kernels read them, and the reference in float64.
+
+The scales of a product: for whole tensors, for rows of a and columns of b, or for blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hostir.kernels.layout import rows_or_copy
+from hostir.kernels.matmul.tiles import SCALE_BLOCK as BLOCK
+
+if TYPE_CHECKING:
+    pass
+
+
+ScalePair = tuple[torch.Tensor, torch.Tensor]
+
+
+class FlatScales(NamedTuple):
+    """The scales of 8-bit operands as `flat_scales` returns them, and whether sums are fast, as of `scaled_matmul`."""
+
+    of_a: torch.Tensor
+    of_b: torch.Tensor
+    fast: bool
+
+
+def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> ScalePair:
+    """Return the scales of `a` `[..., K]` as `[rows, S]`, and those of `b` `[K, N]`: `[1, N]`, or of blocks.
+
+    They are views if the rows of `scale_a` have a single stride. S is 1, or the number of blocks.
+
+    Raises TypeError unless they are float32, ValueError if their shapes do not fit.
+    """
+    if {scale_a.dtype, scale_b.dtype} != {torch.float32}:
+        raise TypeError(f"expected scales of float32, got scale_a of {scale_a.dtype}, scale_b of {scale_b.dtype}")
+    (*leading, K), N = a.shape, b.shape[1]
+    count, blocks = a.shape[:-1].numel(), (K // BLOCK, -(-N // BLOCK))
+    of_all, of_rows = (scale_a.numel() == 1, scale_b.numel() == 1), [*scale_a.shape] == [*leading, 1]
+    if (of_all[0] or of_rows) and (of_all[1] or [*scale_b.shape] == [1, N]):
+        flat = scale_a.reshape(1, 1) if of_all[0] else rows_or_copy(scale_a)
+        return flat.expand(count, 1), scale_b.reshape(1, -1).expand(1, N)
+    if K % BLOCK == 0 and ([*scale_a.shape], *scale_b.shape) == ([*leading, blocks[0]], *blocks):
+        return rows_or_copy(scale_a), scale_b
+    block_wise = f", or {[*leading, blocks[0]]} and {[*blocks]} (block-wise)" if K % BLOCK == 0 else ""
+    raise ValueError(
+        f"a {[*a.shape]} and b {[*b.shape]} have scales of one element (tensor-wise), {[*leading, 1]} and {[1, N]} "
+        f"(row-wise){block_wise}; got {[*scale_a.shape]} and {[*scale_b.shape]}"
+    )
+
+
+def of_blocks(scales: ScalePair | FlatScales, N: int) -> bool:
+    """Whether scales that `flat_scales` returned are those of blocks, for `N` columns."""
+    return (scales[0].shape[1], *scales[1].shape) != (1, 1, N)
+
+
+def scaled_matmul_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return `a` `[..., K]` times `b` `[K, N]`, with scales and a bias, computed in float64, rounded once to `dtype`.
+
+    Sums are multiplied by their scales, as kernels do it: a zero sum with an infinite scale is NaN.
+    """
+    of_a, of_b = flat_scales(a, b, scale_a, scale_b)
+    flat, N = a.reshape(-1, a.shape[-1]), b.shape[1]
+    if not of_blocks((of_a, of_b), N):
+        total = (flat.double() @ b.double()) * of_a.double() * of_b.double()
+    else:
+        total = torch.zeros(len(flat), N, dtype=torch.float64, device=a.device)
+        for block, columns in enumerate(of_b.double().repeat_interleave(BLOCK, 1)[:, :N]):
+            k = slice(block * BLOCK, (block + 1) * BLOCK)
+            total += (flat[:, k].double() @ b[k].double()) * (of_a[:, block, None].double() * columns)
+    return (total if bias is None else total + bias.double()).to(dtype).view(*a.shape[:-1], N)

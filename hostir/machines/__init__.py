@@ -1,0 +1,1 @@
+"""Machines that run a program: simulated ranks, CPU processes, GPUs."""

@@ -1,0 +1,1 @@
+"""The machine of one GPU a rank: streams, flags in memory, CUDA graphs, NCCL."""

@@ -1,0 +1,178 @@
+"""Memory that peers can access.
+
+Memory that GPUs of one host share: torch's symmetric memory, on its CUDA backend, without multicast.
+
+Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hostir.ir.types import FLAG
+from hostir.job.groups import world
+from hostir.job.offers import BufferInfo, Offer
+from hostir.job.symmetric import SharedMemory
+from hostir.machines.cuda.driver import in_batches
+from hostir.machines.cuda.flow_control import CREDITS, flow_control_of, notes, prepare, raised_flags
+from hostir.machines.cuda.streams import calling_streams, own_stream
+from hostir.plan.unrolled import UnrolledProgram
+
+PATIENT, RELEASING = 0.25, 0.6  # parts of the timeout in which the GPU may end by itself, and then with raised flags
+PAGE = 1 << 20  # bytes of NaN that one copy stores
+PAUSE = 0.01  # seconds between two looks at a GPU whose flags are raised
+# The priority of the stream that raises flags; CUDA clamps it to its range. Streams of other priorities have other
+# hardware queues. In the queue of a waiting stream it would wait, too: the GPU then does not end its work in time, and
+# the ranks raise an error.
+HIGHEST = -100
+
+
+class PeerMemory:
+    """Allocates this rank's symmetric memory and maps that of its peers.
+
+    Args:
+        device: this rank's device.
+        rank: this rank.
+        group: returns the registered process group of all ranks.
+    """
+
+    def __init__(self, device: torch.device, rank: int, group: Callable[[], Any] = world) -> None:
+        self.device = device
+        self.rank = rank
+        self.group = group
+        self.mine = torch.empty(0)  # between `reserve` and `map`
+        self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
+        self.nans = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are NaN in every dtype
+        self.handle: Any = None  # torch's handle of the memory that was mapped last: with it torch unmaps peers' memory
+
+    @contextlib.contextmanager
+    def offering(self, size: int) -> Iterator[str]:
+        """Yield the index of this rank's GPU, for peers; drop the memory if the rendezvous fails."""
+        if why := why_not(self.device):
+            raise RuntimeError(why)
+        try:
+            yield str(self.device.index)
+        finally:  # whether the rendezvous succeeded or not
+            self.mine, self.handle = torch.empty(0), None
+
+    def reserve(self, size: int) -> None:
+        """Allocate `size` bytes of zeros: torch's symmetric memory if there are peers, else ordinary memory."""
+        if not dist.is_initialized():
+            self.mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            return
+        import torch.distributed._symmetric_memory as symmetric_memory  # here, as it takes its time to load
+
+        self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        """Map the memory of these ranks; collective over all ranks."""
+        mine, self.mine = self.mine, torch.empty(0)
+        if len(offers) == 1:
+            return {self.rank: mine}
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        handle = symmetric_memory.rendezvous(mine, self.group())
+        self.handle = handle
+        maps = {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in ranks if peer != self.rank}
+        return {self.rank: mine, **maps}
+
+    def synchronize(self) -> None:
+        """Wait until the GPU is idle."""
+        torch.cuda.synchronize(self.device)
+
+    def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
+        """Wait until calls have ended on the GPU; if they wait for peers too long, raise all flags of this rank.
+
+        Calls issued before the one that ended midway end by themselves. Released calls read NaN. The streams are
+        polled, because a thread that waits for the whole device may keep the driver from issuing what releases it.
+
+        Returns the reason why the GPU does not become idle; empty if it does.
+        """
+        streams = calling_streams(self.device)
+        first = time.monotonic() + PATIENT * seconds
+
+        def is_busy() -> bool:
+            return not all(stream.query() for stream in streams)
+
+        try:
+            while is_busy() and time.monotonic() < first:
+                time.sleep(PAUSE)
+        except RuntimeError as problem:
+            abort()
+            return str(problem)
+        abort()
+        last = time.monotonic() + RELEASING * seconds
+        try:
+            if is_busy() and self.aside is not None:
+                self.raise_flags(self.aside, memories, lambda: is_busy() and time.monotonic() < last)
+            if is_busy():
+                return f"its GPU has not ended its work after {(PATIENT + RELEASING) * seconds:g} s"
+            self.synchronize()  # for the flags that were raised last
+        except RuntimeError as problem:
+            return str(problem)
+        return ""
+
+    def raise_flags(
+        self, aside: torch.cuda.Stream, memories: Sequence[SharedMemory], needed: Callable[[], bool]
+    ) -> None:
+        """Fill this rank's buffers with NaN and raise its flags, again and again: calls reset flags and wait again.
+
+        Copy engines fill the buffers, since kernels that wait may hold all SMs.
+        """
+        with torch.cuda.stream(aside):
+            for memory in memories:
+                memory.overwrite(self.rank, self.nans)
+        issue, issued = in_batches(raised_flags(self.rank, memories)), torch.cuda.Event()
+        while needed():
+            if issued.query():
+                issue(aside.cuda_stream)
+                issued.record(aside)
+            time.sleep(PAUSE)
+
+    def close(self) -> None:
+        """Do nothing: the memory goes with the plans that use it."""
+
+    def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
+        """Keep torch's handle, and derive the flow control."""
+        memory.kept["handle"], self.handle = self.handle, None
+        flow_control_of(unrolled, memory)
+        if self.aside is None:  # now: a GPU that waits might not make it
+            self.aside = own_stream(self, self.device, HIGHEST)
+            self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def prepare(self, memory: SharedMemory) -> None:
+        """Initialise flags for the first call, on whatever stream it will be made."""
+        prepare(self.rank, memory)
+        torch.cuda.synchronize(self.device)
+
+    def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
+        """Return the buffers that no statement names: the counter of credits."""
+        return (BufferInfo(*CREDITS, (1,), FLAG.name),)
+
+    def notes(self, unrolled: UnrolledProgram) -> str:
+        """Return what peers must know about this rank's calls, as text."""
+        return notes(unrolled)
+
+
+def why_not(device: torch.device) -> str:
+    """Return the reason why this GPU cannot share its memory; empty if it can."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    backend = symmetric_memory.get_backend(device)
+    if backend != "CUDA":
+        return (
+            f"torch's symmetric memory is set to the {backend} backend, whose memory streams cannot wait on; "
+            "call torch.distributed._symmetric_memory.set_backend('CUDA') first, or unset TORCH_SYMMMEM"
+        )
+    here, ranks_here = device.index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for other in range(min(ranks_here, torch.cuda.device_count())):
+        if other != here and not torch.cuda.can_device_access_peer(here, other):
+            return f"GPU {here} cannot reach the memory of GPU {other}"
+    return ""

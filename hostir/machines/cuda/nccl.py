@@ -1,0 +1,123 @@
+"""Collectives and messages by NCCL.
+
+Collectives and messages by NCCL, through torch's process groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
+
+from hostir.machines.binding import Step
+from hostir.plan.operations import (
+    CALLER,
+    CollectiveOp,
+    MessagesOp,
+)
+from hostir.plan.unrolled import UnrolledProgram
+
+
+def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
+    """Return the handles of communications that a program with no other stream waits for at once.
+
+    NCCL may run such a collective on the caller's stream itself. This saves two events on the host, and the
+    synchronization of two streams on the device.
+    """
+    ops = [op for op in unrolled.ops if not op.defines]
+    if any(op.stream != CALLER for op in ops):
+        return frozenset()
+    waits = Counter(op.awaits for op in ops)
+    at_once = (a.starts for a, b in pairwise(ops) if a.starts and b.awaits == a.starts)
+    return frozenset(handle for handle in at_once if waits[handle] == 1)
+
+
+def collective(
+    op: CollectiveOp, registers: list[Any], group: Any, members: tuple[int, ...], inline: bool = False
+) -> Step:
+    """Return the step that starts a collective and puts its Work into the handle's register.
+
+    A group numbers its ranks in ascending order. A team in another order needs the calls that take a list of blocks.
+
+    Args:
+        members: the ranks of `group`.
+        inline: run on the current stream.
+    """
+    x, out, handle = op.x, op.out, op.handle
+    order = [op.team.index(rank) for rank in members]
+    if op.kind == "allreduce":
+        options = _options(AllreduceOptions, inline)
+
+        def allreduce() -> None:
+            registers[handle] = group.allreduce([registers[out]], options)
+
+        return allreduce
+    if order != sorted(order):
+        return _block_by_block(op, registers, group, order, inline)
+    if op.kind == "alltoall":
+        options = _options(AllToAllOptions, inline)
+
+        def alltoall() -> None:
+            registers[handle] = group.alltoall_base(registers[out], registers[x], [], [], options)
+
+        return alltoall
+    gather = op.kind == "allgather"
+    call = group._allgather_base if gather else group._reduce_scatter_base
+    options = _options(AllgatherOptions if gather else ReduceScatterOptions, inline)
+
+    def base() -> None:
+        registers[handle] = call(registers[out], registers[x], options)
+
+    return base
+
+
+def _options(kind: Any, inline: bool) -> Any:
+    options = kind()
+    options.asyncOp = not inline  # else NCCL runs on the current stream and delays what follows
+    return options
+
+
+def _block_by_block(op: CollectiveOp, registers: list[Any], group: Any, order: list[int], inline: bool) -> Step:
+    def blocks(register: int) -> list[torch.Tensor]:
+        rows = registers[register].view(len(order), -1).unbind(0)
+        return [rows[i] for i in order]
+
+    def flat(register: int) -> torch.Tensor:
+        return registers[register].view(-1)
+
+    def step() -> None:
+        if op.kind == "allgather":
+            work = group.allgather([blocks(op.out)], [flat(op.x)], _options(AllgatherOptions, inline))
+        elif op.kind == "reduce_scatter":
+            options = _options(ReduceScatterOptions, inline)
+            work = group.reduce_scatter([flat(op.out)], [blocks(op.x)], options)
+        else:
+            work = group.alltoall(blocks(op.out), blocks(op.x), _options(AllToAllOptions, inline))
+        registers[op.handle] = work
+
+    return step
+
+
+def messages(op: MessagesOp, registers: list[Any], group: Any, members: tuple[int, ...], device: torch.device) -> Step:
+    """Return the step that sends and receives all pieces of an exchange as one NCCL group."""
+    handle = op.handle
+    sends = [(register, members.index(rank)) for register, rank in op.sends]
+    receives = [(register, members.index(rank)) for register, rank in op.receives]
+
+    def step() -> None:
+        group._start_coalescing(device)
+        for register, peer in sends:
+            group.send([registers[register]], peer, 0)
+        for register, peer in receives:
+            group.recv([registers[register]], peer, 0)
+        registers[handle] = group._end_coalescing(device)
+
+    return step

@@ -1,0 +1,70 @@
+"""Times of a call's operations on CUDA, from events.
+
+Times of a run's operations on CUDA, from events on their streams, converted to the clock that all ranks share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hostir.machines.binding import Step
+from hostir.machines.trace import Trace
+from hostir.plan.operations import Op
+from hostir.plan.unrolled import UnrolledProgram
+
+
+class Timeline:
+    """Events around the operations of one plan; `collect` turns those of the latest run into a trace's events.
+
+    A communication lasts from where it could start, the end of the earlier work on its stream, to where the first
+    stream that waits for it goes on.
+    """
+
+    def __init__(self, unrolled: UnrolledProgram, trace: Trace) -> None:
+        self.unrolled = unrolled
+        self.trace = trace
+        self.spans: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
+        self.flights: dict[int, torch.cuda.Event] = {}  # by handle: where the communication ends
+
+    def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
+        """Return the step with events before and after it."""
+        if op.defines:
+            return step
+        if op.awaits:
+            return self.ends(step, self.flights.pop(op.awaits, None), streams, op.stream)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.spans.append((op, start, end))
+
+        def begun() -> None:
+            start.record(streams[op.stream])
+            step()
+
+        if op.by_group:
+            self.flights[op.starts] = end
+            return begun
+        return self.ends(begun, end, streams, op.stream)
+
+    def ends(self, step: Step, end: torch.cuda.Event | None, streams: Sequence[torch.cuda.Stream], stream: int) -> Step:
+        if end is None:  # a second stream that waits for the same communication
+            return step
+
+        def ended() -> None:
+            step()
+            end.record(streams[stream])
+
+        return ended
+
+    def collect(self) -> None:
+        """Add the latest run to the trace. Waits for the device."""
+        torch.cuda.synchronize()
+        anchor = torch.cuda.Event(enable_timing=True)
+        anchor.record()
+        anchor.synchronize()
+        now = time.time()
+        for op, start, end in self.spans:
+            begin, stop = (now + anchor.elapsed_time(event) / 1e3 for event in (start, end))
+            text = self.unrolled.text(op)
+            self.trace.add(self.unrolled.rank, op.lane, text, begin, stop, op.place.rounds)

@@ -1,0 +1,89 @@
+"""Collectives and messages by gloo.
+
+Collectives, transfers and messages between CPU processes by gloo.
+
+Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 or better and in the order of the
+team, so that bf16 loses nothing on the way and every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from hostir.kernels.aten import add_up
+from hostir.plan.operations import (
+    CollectiveOp,
+    MessagesOp,
+)
+
+Members = tuple[int, ...]
+Finish = Callable[[Any], None]  # returns once a collective has ended
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.view(-1).view(count, -1)
+
+
+def _places(op: CollectiveOp, members: Members) -> list[int]:
+    """Return, for each rank of the group, numbered ascending, its place in the team."""
+    return [op.team.index(rank) for rank in members]
+
+
+def _gather(x: torch.Tensor, blocks: Sequence[torch.Tensor], places: list[int], group: Any, finish: Finish) -> None:
+    """Write `x` of the team's i-th rank to `blocks[i]`."""
+    finish(group.allgather([[_bytes(blocks[i]) for i in places]], [_bytes(x)], AllgatherOptions()))
+
+
+def _swap(x: torch.Tensor, places: list[int], group: Any, finish: Finish) -> torch.Tensor:
+    """Send block i of `x` to the team's i-th rank; return the blocks received, by the sender's place in the team."""
+    sent = _blocks(x, len(places))[places].contiguous()
+    received, ordered = torch.empty_like(sent), torch.empty_like(sent)
+    finish(group.alltoall_base(_bytes(received), _bytes(sent), [], [], AllToAllOptions()))
+    ordered[places] = received
+    return ordered
+
+
+def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
+    """Give every rank all parts."""
+    out = registers[op.out]
+    _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group, finish)
+
+
+def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
+    """Give every rank the sum, in place."""
+    x = registers[op.out]
+    parts = x.new_empty(len(members), x.numel())
+    _gather(x, parts.unbind(0), _places(op, members), group, finish)
+    add_up(x.view(-1), parts.unbind(0))
+
+
+def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
+    """Give each rank its block of the sum."""
+    add_up(registers[op.out].view(-1), _swap(registers[op.x], _places(op, members), group, finish).unbind(0))
+
+
+def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
+    """Send a block from each rank to each rank."""
+    _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group, finish))
+
+
+COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, alltoall)}
+
+
+def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
+    """Send and receive pieces. Their waits are gloo's own: a wait that is cut short would break the connection."""
+    if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
+        registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
+        return
+    sent = [group.send([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.sends]
+    received = [group.recv([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.receives]
+    for work in (*sent, *received):
+        work.wait()

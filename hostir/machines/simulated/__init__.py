@@ -1,0 +1,1 @@
+"""Ranks simulated in one process, in any order that the program allows."""

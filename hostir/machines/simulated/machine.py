@@ -1,0 +1,171 @@
+"""Run simulated ranks in one process, on CPU tensors, in every order that the memory model permits.
+
+Every rank first plans: its statements become tasks, with an edge wherever the memory model orders two of them, and
+nowhere else. Then a seeded scheduler runs the tasks in an order that the edges allow. Undefined memory holds NaN: what
+has not been written, and the caller's tensors after the call. An access to freed memory is an error. A program that
+lacks an edge gives NaN, other bits or an error under some seed; with `watch`, unordered accesses are errors under any
+seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import torch
+
+from hostir.ir.program import Program, format_statement
+from hostir.ir.source import Diagnostic, HostIRError, Span, error
+from hostir.kernels.repeats import Kernel
+from hostir.kernels.table import kernel_table
+from hostir.machines.simulated.collectives import match
+from hostir.machines.simulated.memory import SimulatedMemory
+from hostir.machines.simulated.messages import pair
+from hostir.machines.simulated.onesided import SymmetricBuffers, meet
+from hostir.machines.simulated.races import Watch
+from hostir.machines.simulated.rank import Parts, RankMachine
+from hostir.machines.simulated.scheduler import check_seed, execute, program_order, random_order, times
+from hostir.machines.simulated.tasks import FlagGate, Task
+from hostir.machines.trace import Trace
+
+KernelChoice = str | Mapping[str, Kernel]  # a policy, or what computes each kind
+
+
+class LocalMachine:
+    """Simulated ranks, one for each of `programs`, which are usually the same program.
+
+    First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, repeatedly.
+    `kernels`, `dtype` and `device` are as for `rehearse`.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        kernels: KernelChoice = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        table = kernel_table(kernels, "cpu") if isinstance(kernels, str) else kernels
+        self.memory = SimulatedMemory(device)
+        self.symmetric = SymmetricBuffers(self.memory)
+        self.ranks = [
+            RankMachine(rank, program, table, self.memory, self.symmetric, dtype)
+            for rank, program in enumerate(programs)
+        ]
+        self.tasks: list[Task] = []  # set once the ranks' sides are joined
+        self.delays: list[Task] = []  # those that seeds delay, in this order
+        self.ran: list[Task] = []  # in the last run
+
+    @torch.no_grad()
+    def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
+        """Execute the planned calls from the beginning; return `outputs[call][output][rank]`.
+
+        Seed 0 is program order, others are random. With `watch`, two unordered accesses to one element, at least one
+        of them a write, are an error even if results do not differ, and so is a read of undefined memory.
+
+        Raises HostIRError, naming ranks and statements, if the collectives of ranks do not match, if a statement
+        raises, for a deadlock, and for what `watch` finds.
+        """
+        check_seed(seed)
+        if not self.tasks:
+            self._meet()
+        self.memory.reset()
+        self.symmetric.reset()
+        for rank in self.ranks:
+            rank.sms.reset()
+        watching = Watch(self.tasks, self.memory, self.where) if watch else None
+        freed = self.memory.freed
+
+        def before(task: Task) -> None:
+            if watching is not None:
+                watching.runs(task)
+            for storage in task.memory:
+                if storage in freed:
+                    raise self.ranks[task.rank].late(task)
+
+        order = random_order(seed, self.delays) if seed else program_order
+        threads = torch.get_num_threads()
+        if threads > 1:  # tasks of simulated ranks are too small for several threads
+            torch.set_num_threads(1)
+        try:
+            held = seed == 0 or Random(seed).random() < 0.5
+            self.ran = execute(self.tasks, order, before, self._failed, held)
+        finally:
+            if threads > 1:
+                torch.set_num_threads(threads)
+        if len(self.ran) < len(self.tasks):
+            raise self._deadlock()
+        if watching is not None:
+            watching.finish()
+        calls = zip(*(rank.outputs for rank in self.ranks), strict=True)
+        return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
+
+    def release(self) -> None:
+        """Free the memory now: ranks and tasks form reference cycles, which Python collects late."""
+        for buffer in self.memory.buffers:
+            buffer.untyped_storage().resize_(0)
+        for rank in self.ranks:
+            rank.outputs.clear()
+
+    def where(self, task: Task) -> tuple[Span | None, str]:
+        """Return the rank, statement, round and call that a task belongs to."""
+        return self.ranks[task.rank].where(task)
+
+    def record(self, trace: Trace) -> None:
+        """Add the last run to a trace, as if every stream and every team had its own processor."""
+        at = times(self.ran)
+        for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
+            rank = self.ranks[task.rank]
+            assert task.statement is not None
+            assert task.since is not None
+            lane = task.lane
+            if task.team:
+                several = len({*rank.parts, *rank.messages}) > 1
+                lane = f"communication ({' '.join(map(str, task.team))})" if several else "communication"
+            text = format_statement(task.statement, rank.program)
+            trace.add(task.rank, lane, text, at[task.since][0], at[task][1], task.rounds)
+
+    def _meet(self) -> None:
+        """Join the collectives, messages and barriers of all ranks, after all have planned."""
+        ranks = self.ranks
+        self.symmetric.check(self.where)
+        joints = match([rank.parts for rank in ranks], self.where)
+        joints += meet([rank.barriers for rank in ranks], self.where)
+        for team in dict.fromkeys(team for rank in ranks for team in rank.messages):
+            pair([rank.messages.get(team, []) for rank in ranks], self.where)
+        own = [task for rank in ranks for task in rank.tasks]
+        self.tasks = [*own, *joints]
+        acts = [task for task in own if task.run is not None]
+        shuffled = Random(0).sample(acts, len(acts))
+        last = max(task.call for task in acts)
+        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # nothing follows the last call
+
+    def _failed(self, task: Task, problem: Exception) -> Exception:
+        span, where = self.where(task)
+        return error(f"{where}: {type(problem).__name__}: {problem}", span)
+
+    def _deadlock(self) -> HostIRError:
+        """Return the error for a deadlock, with what every rank waits for: closed gates, or else its first task."""
+        notes = []
+        ran = set(self.ran)
+        for rank in self.ranks:
+            left = [task for task in rank.tasks if task not in ran]
+            stuck = [task for task in left if not task.blockers] or left[:1]
+            notes += [self._stuck(task) for task in stuck]
+        return HostIRError(
+            Diagnostic(
+                "deadlock: ranks wait for each other",
+                expected="every communication, barrier and signal to start without what waits for it",
+                notes=tuple(dict.fromkeys(notes)),
+            )
+        )
+
+    def _stuck(self, task: Task) -> tuple[Span | None, str]:
+        span, where = self.where(task)
+        if task.blockers:
+            return span, where
+        if isinstance(task.gate, FlagGate):
+            return span, f"{where}: no signal sets flag {task.gate.name} to epoch {task.epoch[1]}"
+        holder = self.ranks[task.rank].sms.holder
+        assert holder is not None
+        return span, f"{where}: the SMs are held by {self.where(holder)[1]}"

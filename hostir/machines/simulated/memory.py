@@ -1,0 +1,64 @@
+"""Memory of simulated ranks, where undefined elements are NaN.
+
+The memory of simulated ranks: NaN until it is written, and out of bounds once it is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from hostir.ir.source import Span
+
+NAN = float("nan")
+
+
+class SimulatedMemory:
+    """The buffers of all simulated ranks; each has its own storage."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self.owners: dict[int, tuple[str, int]] = {}  # of each storage: its buffer's name, and the rank
+        self.freed: dict[int, Span | None] = {}  # by storage: where
+        self.buffers: list[torch.Tensor] = []
+
+    def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a dense buffer of NaN, or of 0 for dtypes without NaN."""
+        memory = torch.zeros(
+            max(prod(shape), 1), dtype=dtype, device=self.device
+        )  # at least one element, to have an address
+        if dtype.is_floating_point:
+            self.buffers.append(memory.fill_(NAN))
+        buffer = memory[: prod(shape)].view(tuple(shape))
+        self.owners[storage_of(buffer)] = name, rank
+        return buffer
+
+    def overlap(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether two views have an element in common."""
+        if storage_of(x) != storage_of(y):
+            return False
+        marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
+        marks.as_strided(x.shape, x.stride(), int(x.storage_offset())).fill_(True)
+        return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
+
+    def free(self, storage: int, span: Span | None) -> None:
+        """Mark memory as freed: it must not be accessed any more."""
+        self.freed[storage] = span
+
+    def reset(self) -> None:
+        """Restore the state before the first run."""
+        self.freed.clear()
+        for buffer in self.buffers:
+            buffer.fill_(NAN)
+
+
+def make_undefined(x: torch.Tensor) -> None:
+    """Make a view undefined: NaN, or 0 for dtypes without NaN."""
+    x.fill_(NAN if x.dtype.is_floating_point else 0)
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """Return an identity of the memory that a tensor is in."""
+    return x.untyped_storage().data_ptr()

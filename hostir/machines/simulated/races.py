@@ -1,0 +1,149 @@
+"""Race detection on simulated ranks.
+
+Finds unordered accesses while simulated ranks run.
+
+The past of a task is the set of tasks that happen before it: the tasks that it follows, the signal that it waited
+for, and their pasts. It is kept as the bits of an integer: a vector clock with a component for each task. Tasks that
+merely ran earlier, or that it waited for because of SMs, are not in it. So a race is found under any seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hostir.ir.source import HostIRError, Span, error
+from hostir.machines.simulated.memory import SimulatedMemory, storage_of
+from hostir.machines.simulated.tasks import FlagGate, Task
+
+Origin = Callable[[Task], tuple[Span | None, str]]
+
+
+class TaskAccess:
+    """A view of a storage that a task reads or writes, and the elements in it."""
+
+    def __init__(self, task: int, view: torch.Tensor, writes: bool) -> None:
+        self.task = task
+        self.writes = writes
+        self.storage = storage_of(view)
+        self.extent = view.untyped_storage().nbytes() // view.element_size()
+        self.place = view.shape, view.stride(), int(view.storage_offset())
+        last = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+        self.range = range(self.place[2], self.place[2] + last + 1 if view.numel() else self.place[2])
+
+    @property
+    def does(self) -> str:
+        return "writes" if self.writes else "reads"
+
+    def of(self, marks: torch.Tensor) -> torch.Tensor:
+        """Return the marks of its elements, from the marks of all elements of the storage."""
+        return marks.as_strided(*self.place)
+
+    def blank(self) -> torch.Tensor:
+        """Return a mark for each element of the storage, none set."""
+        return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
+
+    def meets(self, other: TaskAccess) -> bool:
+        """Whether both touch a common element of one storage."""
+        if self.range.stop <= other.range.start or other.range.stop <= self.range.start:
+            return False
+        marks = self.blank()
+        self.of(marks).fill_(True)
+        return bool(other.of(marks).any())
+
+    def stands_for(self, other: TaskAccess) -> bool:
+        """Whether all later accesses that race with the earlier `other` race with this one, which then replaces it."""
+        return self.place == other.place and (self.writes or not other.writes)
+
+
+class Watch:
+    """The race detector of one run. `where` names a task's statement, `memory` the buffers."""
+
+    def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Origin) -> None:
+        self.tasks = tasks
+        self.memory = memory
+        self.where = where
+        self.number = {task: i for i, task in enumerate(tasks)}
+        self.past: dict[int, int] = {}  # of tasks still to run, as far as it is known
+        self.sent: dict[int, int] = {}  # of signals: their past and themselves
+        self.accesses: dict[int, list[TaskAccess]] = {}  # by storage: all, but for those that a later one stands for
+        self.written: dict[int, torch.Tensor] = {}  # by storage: a mark for each element
+        self.unwritten: HostIRError | None = None
+
+    def runs(self, task: Task) -> None:
+        """Record that a task runs. Raises HostIRError if it races with one that ran before."""
+        me = self.number[task]
+        known = self.past.pop(me, 0) | 1 << me
+        if isinstance(task.gate, FlagGate):
+            known |= self.sent[self.number[next(s for s in task.gate.signals if s.epoch >= task.epoch)]]
+        if isinstance(task.changes, FlagGate):
+            self._signal(task, known, task.changes.signals)
+            self.sent[me] = known
+        for view in task.reads:
+            self._access(TaskAccess(me, view, writes=False), known)
+        for view in task.writes:
+            self._access(TaskAccess(me, view, writes=True), known)
+        for view in task.undefines:
+            self._access(TaskAccess(me, view, writes=True), known, defines=False)
+        for follower in task.followers:
+            number = self.number[follower]
+            self.past[number] = self.past.get(number, 0) | known
+
+    def finish(self) -> None:
+        """Check the completed run. Raises HostIRError if something was read that nobody had written."""
+        if self.unwritten is not None:
+            raise self.unwritten
+
+    def _access(self, access: TaskAccess, known: int, defines: bool = True) -> None:
+        left = []
+        for other in self.accesses.get(access.storage, ()):
+            ordered = known >> other.task & 1
+            if not ordered and (access.writes or other.writes) and access.meets(other):
+                raise self._race(other, access)
+            if not (ordered and access.stands_for(other)):
+                left.append(other)
+        self.accesses[access.storage] = [*left, access]
+        marks = self.written.setdefault(access.storage, access.blank())
+        if access.writes:
+            access.of(marks).fill_(defines)
+        elif self.unwritten is None and not access.of(marks).all():  # a race with it may still come, and says more
+            span, where = self._said(access)
+            self.unwritten = error(
+                f"{where} reads what nobody wrote: {self._buffer(access.storage)}",
+                span,
+                expected="a write of all it reads, ordered before it",
+            )
+
+    def _signal(self, task: Task, known: int, earlier: Sequence[Task]) -> None:
+        """Record a signal; signals of one flag are ordered one after another."""
+        if not earlier or known >> self.number[earlier[-1]] & 1:
+            return
+        first, second = self.where(earlier[-1]), self.where(task)
+        raise error(
+            f"race: {first[1]} and {second[1]} set one flag, and nothing orders them",
+            second[0],
+            expected="signals of one flag one after another, such as from one stream",
+            notes=(first, second),
+        )
+
+    def _race(self, first: TaskAccess, second: TaskAccess) -> HostIRError:
+        (span, one), (other_span, other) = self._said(first), self._said(second)
+        return error(
+            f"race: {one} and {other} touch common elements of {self._buffer(first.storage)}, and nothing orders them",
+            other_span,
+            expected="one before the other: by a stream, a synchronize, a wait, a signal or a barrier",
+            notes=((span, f"{one} {first.does}"), (other_span, f"{other} {second.does}")),
+        )
+
+    def _said(self, access: TaskAccess) -> tuple[Span | None, str]:
+        task = self.tasks[access.task]
+        span, where = self.where(task)
+        if task.statement is None:
+            return span, f"{where}, {task.stream},"
+        stream = "the caller's stream" if task.stream == "caller" else task.stream
+        return span, f"{where} on {stream}"
+
+    def _buffer(self, storage: int) -> str:
+        name, rank = self.memory.owners[storage]
+        return f"%{name} of rank {rank}"

@@ -1,0 +1,131 @@
+"""Orders of tasks, and running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from random import Random
+from time import perf_counter
+
+from hostir.ir.source import described, error, user_span
+from hostir.machines.simulated.tasks import Task
+
+Priority = Callable[[Task], float]  # of the tasks that may run, the one with the lowest value goes first
+LAST = 2.0  # after every random number
+
+
+def program_order(task: Task) -> float:
+    """Return a task's place in the order of issue; at equal places, lower ranks come first."""
+    return task.step + task.rank * 1e-6
+
+
+def check_seed(seed: object) -> int:
+    """Return the seed; raise HostIRError if it is not an integer."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise error(f"the seed is {described(seed)}", user_span(), expected="an integer")
+    return seed
+
+
+def random_order(seed: int, tasks: Sequence[Task]) -> Priority:
+    """Return a random order that is likely to expose missing edges; every legal order has a chance.
+
+    Lanes have strict random priorities, which never change, or seldom, often, or at every step, depending on the seed.
+    If they do not change, the lane with the lowest priority runs only when no other can. That makes orders likely that
+    fair choices hardly ever give, such as a whole stream running before the first collective (the idea of
+    probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010).
+
+    Every other seed also delays one task, and with it all that follow, until nothing else can run: whatever is not
+    ordered after that task overtakes it. Consecutive seeds delay each of `tasks` in turn.
+    """
+    random = Random(seed)
+    change = random.choice((0.0, 0.1, 0.5, 1.0))
+    draw = random.random
+    late = tasks[seed // 2 % len(tasks)] if tasks and seed % 2 == 0 else None
+    priority: dict[tuple[int, str], float] = {}
+
+    def order(task: Task) -> float:
+        if task is late:
+            return LAST
+        lane = (task.rank, task.lane)
+        if lane not in priority or draw() < change:
+            priority[lane] = draw()
+        return priority[lane]
+
+    return order
+
+
+def execute(
+    tasks: Sequence[Task],
+    order: Priority,
+    before: Callable[[Task], None],
+    failed: Callable[[Task, Exception], Exception],
+    held: bool = True,
+) -> list[Task]:
+    """Run tasks until none may run any more, and return them in the order in which they ran; the others are deadlocked.
+
+    `before` is called with each task before it runs, and raises if it must not run; `failed` makes the exception to
+    raise from one of the task itself. With `held`, tasks also wait for those that may delay them on some machines.
+    """
+    for task in tasks:
+        task.blockers = task.needs + task.held if held else task.needs
+    ready = [task for task in tasks if not task.blockers]
+    heap: list[tuple[float, int, Task]] = []
+    ran: list[Task] = []
+    count = 0  # breaks ties
+    while True:
+        while ready:
+            task = ready.pop()
+            if task.run is None:
+                before(task)
+                ran.append(task)
+                _unblock(task, held, ready)
+                continue
+            count += 1
+            heappush(heap, (order(task), count, task))
+        if not heap:
+            return ran
+        task = heappop(heap)[-1]
+        if task.gate is not None and not task.gate.admits(task):
+            continue
+        before(task)
+        assert task.run is not None
+        begun = perf_counter() if task.timed else 0.0
+        try:
+            task.run()
+        except Exception as problem:
+            raise failed(task, problem) from problem
+        if task.timed:
+            task.seconds = perf_counter() - begun
+        ran.append(task)
+        _unblock(task, held, ready)
+        if task.changes is not None:
+            ready += task.changes.released()
+
+
+def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
+    """Add the followers that have no other task left to wait for."""
+    for follower in task.followers:
+        follower.blockers -= 1
+        if not follower.blockers:
+            ready.append(follower)
+    if not held:
+        return
+    for follower in task.holds:
+        follower.blockers -= 1
+        if not follower.blockers:
+            ready.append(follower)
+
+
+def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
+    """Return when each task would start and end, in seconds, if every lane had a processor of its own."""
+    starts: dict[Task, float] = {}
+    at: dict[Task, tuple[float, float]] = {}
+    for task in ran:
+        start = starts.get(task, 0.0)
+        if task.queued_behind is not None:
+            start = max(start, at.get(task.queued_behind, (0.0, 0.0))[1])
+        end = start + (task.seconds if task.timed else 0.0)
+        at[task] = start, end
+        for follower in task.followers:
+            starts[follower] = max(starts.get(follower, 0.0), end)
+    return at

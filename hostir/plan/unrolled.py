@@ -1,0 +1,129 @@
+"""The program of one rank at given sizes, as a list of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from hostir.ir.program import Program, format_statement
+from hostir.ir.regions import is_dense
+from hostir.ir.source import HostIRError
+from hostir.ir.types import DType
+from hostir.plan.operations import AllocateOp, ElementRange, Op, SymmetricOp
+from hostir.plan.order import RankOrder
+
+
+class RegisterView(NamedTuple):
+    """A tensor: the register of its buffer, and its layout there, in elements."""
+
+    buffer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def dense(self) -> bool:
+        return is_dense(self.shape, self.strides)
+
+    @property
+    def extent(self) -> ElementRange:
+        if 0 in self.shape:
+            return self.offset, self.offset
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        return self.offset, self.offset + sum(steps) + 1
+
+    def index_in(self, whole: RegisterView) -> int | None:
+        """Return the i for which this is `whole[i]`, or None."""
+        if self.shape != whole.shape[1:] or self.strides != whole.strides[1:] or not whole.shape:
+            return None
+        index, rest = divmod(self.offset, max(whole.strides[0], 1))
+        return index if rest == 0 and index < whole.shape[0] else None
+
+
+@dataclass(frozen=True)
+class UnrolledProgram:
+    """A rank's flat program: operations in issue order, and the registers of a call's tensors.
+
+    Fields:
+        sizes: the values of the program's symbols.
+        inputs: the registers of its inputs, consecutive.
+        outputs: the registers of its outputs, NONE where this rank holds none.
+        buffers: for each register, the register of the buffer that it is a view of; NONE for a handle.
+        layouts: the layout of each register that holds a tensor, except inputs that this rank does not hold.
+        dtypes: the dtype of each buffer, by its register.
+        allocated: the operations that allocate a buffer in every run, by its register.
+        symmetric: the operations that provide symmetric buffers, this rank's and its peers', by register.
+    """
+
+    program: Program
+    rank: int
+    sizes: Mapping[str, int]
+    ops: tuple[Op, ...]
+    inputs: range
+    outputs: tuple[int, ...]
+    buffers: tuple[int, ...]
+    layouts: Mapping[int, RegisterView]
+    dtypes: Mapping[int, DType]
+    allocated: Mapping[int, AllocateOp]
+    symmetric: Mapping[int, SymmetricOp]
+
+    @cached_property
+    def order(self) -> RankOrder:
+        """Who comes before whom on the rank's streams."""
+        return RankOrder(self.ops)
+
+    @cached_property
+    def extents(self) -> Mapping[int, ElementRange]:
+        """The extent of each tensor within its buffer, from its first element to its last, gaps included."""
+        return {register: layout.extent for register, layout in self.layouts.items()}
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The bytes of all buffers that a run allocates, and the bytes of this rank's symmetric buffers."""
+        return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
+
+    def owner(self, register: int) -> int:
+        """Return the rank whose memory a register's tensor is in."""
+        op = self.symmetric.get(self.buffers[register])
+        return self.rank if op is None else op.rank
+
+    def tensors(self, op: Op) -> tuple[int, ...]:
+        """Return the registers of the tensors that an operation reads or writes, without flags."""
+        flags = {register for register, *_ in (*op.raised_flags, *op.awaited_flags)}
+        return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
+
+    def flag_name(self, flags: int, slot: int) -> str:
+        """Return a flag as a program would name it, for messages; `flags` is a register."""
+        layout = self.layouts[flags]
+        return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
+
+    def touches_peer(self, op: Op) -> bool:
+        """Whether an operation of this reads or writes a peer's memory directly, flags included."""
+        return id(op) in self._touching
+
+    @cached_property
+    def _touching(self) -> frozenset[int]:
+        theirs = {x for x in range(len(self.buffers)) if self.owner(x) != self.rank}
+        return frozenset(id(op) for op in self.ops if op.of_team or not theirs.isdisjoint((*op.reads, *op.writes)))
+
+    def text(self, op: Op) -> str:
+        """Return the statement of an operation, in one line."""
+        return format_statement(op.place.statement, self.program).strip()
+
+    def describe(self, op: Op) -> str:
+        """Return the statement of an operation with its round in each loop, for a message."""
+        rounds = ", ".join(map(str, op.place.rounds))
+        return f"'{self.text(op)}'" + (f" in round {rounds}" if rounds else "")
+
+    def failure(self, op: Op, problem: BaseException) -> HostIRError:
+        """Return the error for an operation that raised: rank, statement, source line and cause."""
+        known = isinstance(problem, HostIRError)
+        what = str(problem).removeprefix("error: ") if known else f"{type(problem).__name__}: {problem}"
+        return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
+
+
+def _bytes(buffers: Iterable[AllocateOp | SymmetricOp]) -> int:
+    return sum(prod(op.shape) * op.dtype.bytes for op in buffers)

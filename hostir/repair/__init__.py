@@ -1,0 +1,1 @@
+"""Edits that mend what the checker reports."""

@@ -1,1 +1,0 @@
-"""Run programs: the interpreter's machines, kernels, sessions and the watchdog. Loads torch."""

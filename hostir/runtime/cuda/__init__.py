@@ -1,1 +1,0 @@
-"""Executes programs with one process and one CUDA device per rank."""

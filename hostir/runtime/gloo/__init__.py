@@ -1,1 +1,0 @@
-"""Ranks as CPU processes, connected by gloo."""

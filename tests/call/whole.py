@@ -1,0 +1,22 @@
+"""Simulated ranks from whole tensors to whole tensors, as tests compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hostir.call.local import run_local
+from hostir.call.parts import assemble
+from hostir.call.sizes import bind_sizes
+from hostir.ir.program import Program
+
+
+def run_whole(
+    program: Program, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """As `run_local`, to whole outputs; raises HostIRError where copies of an output differ."""
+    bound = bind_sizes(program, inputs, sizes)
+    outputs = run_local(program, inputs, bound, **options)
+    return tuple(assemble(parts, v.tensor, bound) for v, parts in zip(program.outputs, outputs, strict=True))

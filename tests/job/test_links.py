@@ -1,0 +1,154 @@
+"""How ranks hear of each other: in one order, of those that end at once, and of no stranger."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hostir.job.links import Links, RankEvent
+
+
+class Store:
+    """A store that lies in this process."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.held[key].encode()
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def ranks(store: Store) -> Iterator[list[Links]]:
+    alarm, end = os.pipe()
+    links = [Links(store, rank, 3, 10.0) for rank in range(3)]
+    for each in links:
+        each.serve(0.0, alarm)
+    yield links
+    for each in links:
+        each.close()
+    os.close(alarm)
+    os.close(end)
+
+
+def until(links: list[Links], true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true() and time.monotonic() < deadline:
+        for each in links:
+            each.pump()
+    assert true(), [each.events for each in links]
+
+
+def test_all_ranks_hear_the_same_in_the_same_order(ranks: list[Links]) -> None:
+    for turn in range(20):
+        ranks[turn % 3].announce("failed", str(turn))
+    until(ranks, lambda: all(len(each.events) == 20 for each in ranks))
+    assert ranks[0].events == ranks[1].events == ranks[2].events
+
+
+def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Links]) -> None:
+    ranks[1].announce("done")
+    ranks[1].close()
+    ranks[2].close()
+    until(ranks[:1], lambda: len(ranks[0].events) == 2)
+    assert set(ranks[0].events) == {RankEvent("done", 1), RankEvent("died", 2, "its process has ended")}
+
+
+def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ranks: list[Links]) -> None:
+    ranks[0].pump()
+    ranks[0].announce("failed", "why")
+    ranks[0].close()
+    until(ranks[1:], lambda: all(len(each.events) == 2 for each in ranks[1:]))
+    for each in ranks[1:]:
+        assert each.events == [RankEvent("failed", 0, "why"), RankEvent("died", 0, "its process has ended")]
+    ranks[1].announce("back")
+    assert ranks[1].events[-1] == RankEvent("back", 1), "with rank 0 gone it hears itself"
+
+
+def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
+    alarm, end = os.pipe()
+    first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
+    first.announce("failed", "early")
+    last.announce("failed", "before it was linked")
+    last.serve(0.0, alarm)
+    until([first, last], lambda: len(last.events) == 2)
+    assert first.events == last.events
+    for one in (first, last):
+        one.close()
+    os.close(alarm)
+    os.close(end)
+
+
+def test_a_report_for_all_waits_for_a_rank_that_connects_late(store: Store) -> None:
+    """Else this rank could raise and end before the other has connected, which would wait for it."""
+    alarm, end = os.pipe()
+    first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
+    late = threading.Timer(0.2, last.serve, (0.0, alarm))
+    late.start()
+    first.await_all(first.announce("misaligned", "why"))
+    assert [link.rank for link in first.links] == [1]
+    until([first, last], lambda: last.events == [RankEvent("misaligned", 0, "why")])
+    late.join()
+    for one in (first, last):
+        one.close()
+    os.close(alarm)
+    os.close(end)
+
+
+def test_the_kernel_probes_hosts_as_long_as_the_knob_says(ranks: list[Links]) -> None:
+    ranks[0].pump()
+    for link in (*ranks[0].links, *ranks[1].links):
+        assert link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+        idle, between, probes = (
+            link.socket.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + between * probes == 10
+
+
+def test_a_rank_that_cannot_connect_says_so_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hostir.job.links.TRYING", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set("links", json.dumps([["127.0.0.1"], port, "token"]))
+    lost = Links(store, 1, 2, 10.0)
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        lost.connect()
+        time.sleep(0.01)
+    said = capsys.readouterr().err
+    assert said.count("Rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n\n", b'["guess", 1]\n', b"7\n", b"\xff\n", b"", b"[]\n{}\n"])
+def test_strangers_are_sent_away(said: bytes, store: Store, ranks: list[Links]) -> None:
+    _, port, _ = json.loads(store.get("links"))
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            ranks[0].pump()
+        assert stranger.recv(10) == b""
+    ranks[2].announce("back")
+    until(ranks, lambda: all(each.events == [RankEvent("back", 2)] for each in ranks))

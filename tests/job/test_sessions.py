@@ -1,0 +1,198 @@
+"""Sessions of real processes: how ranks meet, with and without a store of their launcher's, and meet again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.ir.source import HostIRError
+from hostir.job import groups as process_groups
+from hostir.job.groups import Groups
+from hostir.job.session import Session, session
+from tests.call.test_torchrun import ROOT, SCRIPT, environment
+from tests.launch import Job, begin, free_port, launch
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
+BEGIN = "import os, socket, sys, time\nfrom hostir.job.session import session\nRANK = int(os.environ['RANK'])\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"device": 0}, "unknown device 0"),
+        ({"timeout": "soon"}, "timeout='soon'"),
+        ({"timeout": [1]}, r"timeout=\[1\]"),
+        ({"timeout": -1}, "timeout=-1"),
+    ],
+)
+def test_what_a_session_is_given_is_looked_at_without_a_job_too(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(HostIRError, match=said), session(**given):
+        pytest.fail("it began")
+
+
+def test_threads_that_ask_for_the_groups_of_messages_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, gate = Groups(0, torch.device("cpu")), threading.Barrier(4)
+
+    def slowly(*given: Any, **options: Any) -> Groups:
+        time.sleep(0.1)
+        return Groups(*given, **options)
+
+    def ask(_: int) -> Groups:
+        gate.wait()
+        return groups.messages
+
+    monkeypatch.setattr(process_groups, "Groups", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(ask, range(4))
+    assert all(other is first for other in others)
+    assert groups.messages is first is not groups
+    groups.end(done=True)
+    assert groups.messages is not first
+
+
+@contextmanager
+def without_a_store(*command: str, ranks: Sequence[int] = (0, 1), timeout: float) -> Iterator[list[Job]]:
+    """These of two ranks, whose launcher has no store; none of them is left."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTIR_TIMEOUT": str(timeout)}
+    started = []
+    try:
+        for rank in ranks:
+            env = environment(**place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            started.append(begin(*command, env=env))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_ranks_whose_launcher_has_no_store_connect_and_connect_again() -> None:
+    with without_a_store(str(SCRIPT), "all_gather", timeout=30) as ranks:
+        for rank in ranks:
+            printed, said = rank.communicate(timeout=90)
+            assert rank.returncode == 0, said
+            assert printed.count("PASS all_gather") == 2
+
+
+def test_where_ranks_met_others_may_meet() -> None:
+    code = "with session('cpu'):\n    if RANK == 0: socket.create_server(('', int(os.environ['MASTER_PORT']))).close()"
+    with without_a_store("-c", BEGIN + code, timeout=30) as ranks:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=90)
+            assert rank.returncode == 0, said
+
+
+@pytest.mark.parametrize("number", [0, 1])  # the first would hold the store that the second looks for
+def test_a_rank_alone_says_whom_it_waited_for_and_where(number: int) -> None:
+    with without_a_store(str(SCRIPT), "all_gather", ranks=[number], timeout=3) as (rank,):
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 1
+        assert f"error: rank {number} did not meet all 2 ranks within 3 s" in said, said
+        assert re.search(r"expected: all of them at 127\.0\.0\.1:\d+", said)
+
+
+def test_a_rank_that_does_not_come_to_a_later_session_is_named() -> None:
+    code = "with session('cpu'): pass\nif RANK == 1: time.sleep(60)\nwith session('cpu'): pass"
+    with without_a_store("-c", BEGIN + code, timeout=5) as ranks:
+        _, said = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 1
+        assert "error: rank 0 waited 5 s for rank 1 at the start" in said, said
+
+
+def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        BEGIN + "with session('cpu') as job:\n"
+        "    job.groups.prepare([(0, 1)])\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)\n"
+        "    print('met again')"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+    ended = subprocess.run(
+        [*command, "--max-restarts", "1", str(script)],
+        **{"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 100, "check": False},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("met again") == 2
+
+
+MANY = """
+import gc
+import torch
+from hostir.ir.source import HostIRError
+from hostir.call.executor import Executor
+from tests.call.torchrun_programs import ring
+
+def held():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+with session("cpu"):
+    counts = []
+    for _ in range(20):
+        mine = torch.randn(1, 8).bfloat16()
+        (parts,) = Executor(ring("0 1"))(mine)
+        assert torch.equal(parts[0], mine)
+        counts.append(held())
+    deadline = time.monotonic() + 10
+    while counts[-1] > counts[0] and time.monotonic() < deadline:
+        time.sleep(0.01)  # the threads of an executor end when it has gone
+        counts.append(held())
+assert counts[-1] <= counts[0], f"descriptors and threads: {counts}"
+
+with session("cpu"):
+    late = Executor(ring("0 1"))
+    late(mine)
+for call in (late, late.places):
+    try:
+        call(mine)
+    except HostIRError as refusal:
+        assert "is called after the end of its session" in str(refusal), refusal
+    else:
+        raise AssertionError("it ran")
+print("no more than one")
+"""
+
+
+def test_executors_of_programs_with_messages_share_what_messages_need_until_the_session_ends(tmp_path: Path) -> None:
+    script = tmp_path / "many.py"
+    script.write_text(BEGIN + MANY)
+    ended = launch(2, str(script), env=environment(), timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("no more than one") == 2
+
+
+def test_a_rank_that_comes_a_little_later_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(dict[str, bytes]):
+        """One in which rank 1 has its part of an exchange at the fourth look."""
+
+        looks = 0
+
+        def set(self, key: str, value: str) -> None:
+            self[key] = value.encode()
+
+        def check(self, keys: list[str]) -> bool:
+            self.looks += 1
+            if self.looks == 4:
+                self["what/1/1"] = b"theirs"
+            return self.keys() >= set(keys)
+
+    rank, pauses = object.__new__(Session), list[float]()
+    rank.store, rank.exchanges, rank.rank, rank.size, rank.timeout = Store(), Counter(), 0, 2, 30.0
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert rank.exchange("what", "mine") == ["mine", "theirs"]
+    assert sum(pauses) < 1e-3

@@ -1,0 +1,155 @@
+"""What the watchdog's thread holds, and where a plan that nobody else has goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from hostir.ir.source import HostIRError
+from hostir.job import watchdog
+from hostir.job.links import RankEvent
+from hostir.job.watchdog import Watchdog
+
+
+class Plan:
+    """One that is looked at for a while, and notes on which thread it goes. `number`: None where it cannot be told."""
+
+    looks = 0
+
+    def __init__(self, went: list[str], number: int | None = None) -> None:
+        self.went, self.number = went, number
+
+    def __del__(self) -> None:
+        self.went.append(threading.current_thread().name)
+
+    def in_flight(self) -> list[object]:
+        return []
+
+    def describe(self, op: object) -> str:
+        return ""
+
+    def progress(self) -> object:
+        Plan.looks += 1
+        time.sleep(1e-4)
+        return self.number
+
+    def reported_problem(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
+    one = Watchdog(None, 0, 1, 60.0, 30.0)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("number", [None, 7])
+def test_a_plan_that_nobody_else_has_goes_on_the_callers_thread(dog: Watchdog, number: int | None) -> None:
+    went: list[str] = []
+    Plan.looks = 0
+    for _ in range(200):
+        dog.observe(Plan(went, number))
+        time.sleep(2e-4)
+    assert len(went) == 199
+    assert set(went) == {threading.current_thread().name}
+    assert Plan.looks > 20
+
+
+def test_no_plan_goes_during_a_capture(dog: Watchdog) -> None:
+    went: list[str] = []
+    dog.observe(Plan(went))
+    captured = Plan(went)
+    dog.observe(captured, capturing=True)
+    dog.observe(captured, capturing=True)
+    assert not went
+    assert len(dog.replaced) == 1, "a plan that is captured again replaces nothing"
+    dog.observe(captured)
+    assert went == [threading.current_thread().name]
+    assert weakref.ref(captured)() is dog.plan
+
+
+class Running(Plan):
+    """A plan whose run is under way, until it is given up."""
+
+    def __init__(self) -> None:
+        super().__init__([], number=7)
+        self.given_up: list[str] = []
+
+    def in_flight(self) -> list[object]:
+        return [] if self.given_up else [object()]
+
+    def give_up(self, problem: HostIRError) -> None:
+        self.given_up.append(str(problem))
+
+
+def test_a_call_that_another_rank_abandons_ends_the_run_under_way(
+    dog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "STILL", 1e-3)
+    dog.observe(running := Running())
+    dog.links.spread(RankEvent("abandoned", 1, "rank 1, 'relu %a -> %b': on strike"))
+    deadline = time.monotonic() + 10
+    while not running.given_up and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    (text,) = running.given_up
+    assert (
+        "a call ended midway on another rank, and what rank 0 has issued may wait for its rest: rank 1, 'relu" in text
+    )
+    assert dog.disturbed
+
+
+def test_calls_that_turn_out_to_be_misaligned_while_one_begins_disturb_the_next(dog: Watchdog) -> None:
+    dog.take(RankEvent("misaligned", 1, "the calls of the ranks do not line up"))
+    dog.resume()
+    assert dog.disturbed
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_calls_abandoned_before_a_renewal_are_forgotten_and_later_ones_are_not(dog: Watchdog, early: bool) -> None:
+    before, after = RankEvent("abandoned", 1, "before", 0), RankEvent("abandoned", 1, "after", 1)
+    dog.take(before)
+    dog.take(before)
+    assert dog.abandoned == before
+    if early:  # the other rank is through with the renewal before this one
+        dog.take(after)
+    dog.renewed()
+    assert dog.abandoned == (after if early else None)
+    dog.take(RankEvent("abandoned", 2, "late", 0))
+    assert dog.abandoned == (after if early else None)
+    dog.take(after)
+    assert dog.abandoned == after
+
+
+class Waiting(Plan):
+    """A plan that waits for a peer. `raised`: the error that was raised from its run."""
+
+    raised: HostIRError | None = None
+
+    def in_flight(self) -> list[object]:
+        return ["a barrier"] if self.raised is None else []
+
+    def describe(self, op: object) -> str:
+        return str(op)
+
+    def give_up(self, problem: HostIRError) -> None:
+        self.raised = problem
+
+
+def test_a_run_that_another_rank_does_not_make_is_stopped_also_one_that_began_too_late_to_know(dog: Watchdog) -> None:
+    dog.links.spread(RankEvent("misaligned", 1, "rank 0 calls @a, rank 1 @b"))
+    dog.links.spread(RankEvent("misaligned", 2, "rank 0 calls @a, rank 2 @b"))
+    assert dog.misalign("rank 0 calls @a, rank 1 @c") == "rank 0 calls @a, rank 1 @b", "the first report is for all"
+    plan = Waiting([])
+    dog.observe(plan)
+    deadline = time.monotonic() + 20
+    while plan.raised is None and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert plan.raised is not None
+    assert plan.raised.diagnostics[0].message == "rank 0 calls @a, rank 1 @b"
+    assert "rank 0 was at a barrier" in str(plan.raised)

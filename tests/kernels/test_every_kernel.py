@@ -1,0 +1,47 @@
+"""Kernels that the plans of patterns and benchmarks load on a Hopper GPU: every run draws some, and compiles them.
+
+`make kernels` compiles all of them.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.kernels.cases import every_case
+from tests.kernels.compile_every import kernels_of, outcome
+from tests.kernels.hopper import Kernel
+
+DRAWN = 30
+# Programs of which a kernel took more shared memory than a program may have, or than its tile was said to take.
+FAILED = (
+    "scaled_gather 70B M=4096 rows fast on 2: fused triton",
+    "scaled_gather 70B M=2048 rows fast on 2: fused triton",
+    "scaled_gather 70B M=512 rows fast on 2: push triton",
+    "scaled_gather 70B M=2048 rows fast on 2: push triton",
+    "scaled_gather 70B M=2048 axis 1 on 8: fused triton",
+    "scaled arrivals 70B M=2048 rows fast: fused triton",
+    "scaled_allgather_matmul rows f32 large on 2: push triton",
+    "scaled_batch_scattered tensor axis 1 f32 large on 2: ring 2 streams auto",
+)
+
+
+@pytest.mark.parametrize("number", range(DRAWN))
+def test_a_kernel_drawn_from_all_that_plans_load_fits(number: int, testrun_uid: str) -> None:
+    random = Random(f"{testrun_uid} {number}")
+    kernels: list[Kernel] = []
+    while not kernels:  # a strategy may refuse, and some programs only communicate
+        case = random.choice(every_case())
+        kernels = [kernel for _, kernel in kernels_of([case]).values()]
+    kernel = random.choice([each for each in kernels if each.is_matmul] or kernels)
+    assert not outcome(kernel).faults, f"{kernel} of '{case.name}', which belongs in FAILED"
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_products_fit_of_programs_of_which_one_did_not(name: str) -> None:
+    (case,) = [case for case in every_case() if case.name == name]
+    products = [kernel for _, kernel in kernels_of([case]).values() if kernel.is_matmul]
+    assert products
+    for kernel in products:
+        assert not outcome(kernel).faults, str(kernel)

@@ -1,0 +1,167 @@
+"""A CUDA device that is none: streams and graphs take notes in `log`, and tensors are on the CPU.
+
+A capture holds back the kernels; a replay runs them on the same memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.call.executor import Executor
+from hostir.ir.program import Program
+from hostir.job.groups import Groups
+from hostir.kernels.table import kernel_table
+from hostir.machines.cuda import streams
+from hostir.machines.cuda.machine import CudaMachine
+
+CPU = torch.device("cpu")
+log: list[Any] = []
+
+
+class Device:
+    """What a fake device is at."""
+
+    current: Stream
+    capture: Graph | None = None
+    callers_capture = False
+    fails: str = ""  # the step of a capture that fails
+
+
+class Stream:
+    device_index, priority = 0, 0
+
+    def __init__(self, device: object = None, name: str = "") -> None:
+        self.name = name or f"stream {next(Stream.count)}"
+
+    count: Iterator[int] = itertools.count()
+
+    def wait_stream(self, other: Stream) -> None:
+        log.append((self.name, "waits for", other.name))
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    stream = ""  # of the latest record
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream.name if stream is not None else ""
+
+    def wait(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Current:
+    """torch.cuda.stream"""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before, Device.current = Device.current, self.stream
+
+    def __exit__(self, *problem: object) -> None:
+        Device.current = self.before
+
+
+class Graph:
+    pool: object = None
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+        alive.add(self)
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        log.append(("capture", pool, capture_error_mode, Device.current.name))
+        if pool in used and not any(graph.pool == pool for graph in alive):
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # as torch's allocator of pinned memory says
+        used.add(pool)
+        self.pool = pool
+        Device.capture = self
+        if Device.fails == "begin":
+            raise RuntimeError("CUDA error: no capture begins")
+
+    def capture_end(self) -> None:
+        if Device.capture is None:
+            raise RuntimeError("CUDA error: nothing is captured")
+        Device.capture = None
+        if Device.fails == "end":
+            raise RuntimeError("CUDA error: a stream has not joined")
+
+    def replay(self) -> None:
+        log.append(("replay", Device.current.name))
+        if Device.fails == "replay":
+            raise RuntimeError("CUDA error: out of memory")
+        for work in self.work:
+            work()
+
+
+alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+used: set[object] = set()  # pools of graphs that are alive or gone
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the fakes in the place of what torch has, with nothing noted yet."""
+    log.clear()
+    alive.clear()
+    used.clear()
+    Device.capture, Device.callers_capture, Device.fails = None, False, ""
+    caller = Device.current = Stream(name="caller")
+    cuda = {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "stream": Current,
+        "graph_pool_handle": lambda: f"pool {len(used)}",
+        "is_current_stream_capturing": lambda: Device.callers_capture or Device.capture is not None,
+        "default_stream": lambda device: caller,
+        "current_stream": lambda device: Device.current,
+        "synchronize": lambda device: None,
+        "set_stream": lambda stream: setattr(Device, "current", stream),
+    }
+    for name, fake in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", cuda["is_current_stream_capturing"])
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "_taken", Counter())
+    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "_communicating", {})
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(Device.current), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: log.append(("leave", *which)))
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: log.append(("release", *which)))
+
+
+def captured(kernel: Callable[..., None]) -> Callable[..., None]:
+    def run(*tensors: torch.Tensor, **options: Any) -> None:
+        if Device.capture is None:
+            log.append("eager")
+            kernel(*tensors, **options)
+            return
+        if Device.fails == "kernel":
+            raise ValueError("not in a capture")
+        Device.capture.work.append(lambda: kernel(*tensors, **options))
+
+    return run
+
+
+def executor(p: Program, **options: Any) -> Executor:
+    """One for CUDA whose device is fake, and whose tensors are on the CPU."""
+    kernels = {kind: captured(kernel) for kind, kernel in kernel_table("aten", "cpu").items()}
+    groups = Groups(0, CPU)
+    groups.made = {(0, 1): types.SimpleNamespace(_allgather_base=None)}
+    machine = CudaMachine(CPU, p, kernels, groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "_join", lambda self, *given: machine)
+        return Executor(p, machine="cuda", **options)

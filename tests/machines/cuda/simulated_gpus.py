@@ -1,0 +1,403 @@
+"""GPUs that exist only in a test: streams are queues of things to do, which a seed runs in any order that CUDA allows.
+
+What a CUDA plan issues is put into queues instead: waits for flags, writes of flags, copies, kernels, events. The
+ranks' memory is ordinary memory, which all of them see. A queue runs in order; the head of any queue that does not wait
+may be next. What can be wrong in how ranks use flags is wrong here too, without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from hostir.ir.program import Program
+from hostir.job.groups import Groups
+from hostir.job.offers import ExchangeTexts, Offer
+from hostir.kernels.aten import add_up
+from hostir.kernels.repeats import Kernel
+from hostir.kernels.table import kernel_table
+from hostir.machines.binding import completed, compute_block
+from hostir.machines.cuda import flow_control, streams
+from hostir.machines.cuda import machine as cuda
+from hostir.machines.cuda import memory as cuda_memory
+from hostir.machines.cuda import onesided as cuda_onesided
+from hostir.machines.cuda.machine import CudaMachine, CudaPlan
+from hostir.machines.cuda.memory import PeerMemory
+from hostir.machines.cuda.onesided import CudaOneSided
+from hostir.plan.operations import ComputeOp
+from hostir.plan.unroll import unroll
+
+CPU = torch.device("cpu")
+STEPS = 2_000_000
+
+
+@dataclass
+class Task:
+    """Something a stream does once it may."""
+
+    do: Callable[[], object]
+    may: Callable[[], bool] = lambda: True
+
+
+class Stream:
+    """A queue, with a number for a handle. Where a kernel that copies came last, `copying` is its begin."""
+
+    def __init__(self, device: object = None) -> None:
+        self.tasks: deque[Task] = deque()
+        self.copying: Event | None = None
+        with Gpus.here.running:
+            self.cuda_stream = len(Gpus.here.streams)
+            Gpus.here.streams.append(self)
+
+    def add(self, do: Callable[[], object], may: Callable[[], bool] = lambda: True) -> None:
+        self.tasks.append(Task(do, may))
+        self.copying = None
+
+    def query(self) -> bool:
+        """True if the queue is empty, once whatever may run in any queue has run."""
+        Gpus.here.advance()
+        return not self.tasks
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        event.wait(self)
+
+
+class Event:
+    """A point in a queue."""
+
+    def __init__(self, **_: object) -> None:
+        self.reached = [True]
+
+    def record(self, stream: Stream) -> None:
+        reached = self.reached = list[bool]()
+        stream.add(lambda: reached.append(True))
+
+    def wait(self, stream: Stream) -> None:
+        reached = self.reached
+        stream.add(lambda: None, lambda: bool(reached))
+
+    def query(self) -> bool:
+        return bool(self.reached)
+
+
+class InProduct(Event):
+    """The begin of a product that stores to peers itself: what starts there may read what is not written."""
+
+    def wait(self, stream: Stream) -> None:
+        raise AssertionError("it would run beside the product")
+
+
+class Shared(PeerMemory):
+    """Symmetric memory that is the memory of this process."""
+
+    def __init__(self, rank: int, memory: dict[int, torch.Tensor]) -> None:
+        super().__init__(CPU, rank)
+        self.memory = memory
+
+    @contextmanager
+    def offering(self, size: int) -> Iterator[str]:
+        self.memory[self.rank] = torch.zeros(size, dtype=torch.uint8)
+        yield ""
+
+    def reserve(self, size: int) -> None:
+        """It is there."""
+
+    def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
+        return {rank: self.memory[rank] for rank in ranks}
+
+
+@dataclass
+class Gpus:
+    """All ranks of a program, on one thread. `waiting`: a kernel can wait for blocks of its rows by itself."""
+
+    here: Gpus = field(init=False, repr=False)
+    streams: list[Stream] = field(default_factory=list)
+    waiting: bool = False
+    pushes: int = 0  # how many products have stored to peers themselves since ranks were planned last
+    current: Stream = field(init=False)
+    running: threading.Lock = field(default_factory=threading.Lock)
+
+    def kernels(self) -> Mapping[str, Kernel]:
+        """Kernels that run when their stream gets there."""
+
+        table = kernel_table("aten", "cpu")
+        waiting = {f"{name}_by_blocks": table[name] for name in ("matmul", "linear", "sum")} if self.waiting else {}
+        pushed = {f"{name}_pushed": self.pushed(table[name]) for name in ("matmul", "linear")} if self.waiting else {}
+        return {name: self.later(kernel) for name, kernel in table.items()} | waiting | pushed
+
+    def later(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        def issue(*operands: Any, **options: Any) -> None:
+            self.current.add(lambda: kernel(*operands, **options))
+
+        return issue
+
+    def pushed(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        """One kernel that computes and copies."""
+
+        def issue(*operands: Any, pushed: Callable[[torch.Tensor], None], **options: Any) -> None:
+            self.pushes += 1
+            self.current.add(lambda: kernel(*operands, **options))
+            pushed(operands[0])
+            self.current.copying = InProduct()
+
+        return issue
+
+    def synchronize(self, device: torch.device) -> None:
+        """Runs what is in the queues until they are empty; other threads do so too, and raise flags meanwhile."""
+        while any(s.tasks for s in self.streams):
+            self.advance()
+            time.sleep(1e-4)
+
+    def advance(self) -> None:
+        """Runs what may run; other threads do so too."""
+        with self.running:
+            while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
+                for stream in ready:
+                    stream.tasks.popleft().do()
+
+    def run(self, random: Random) -> None:
+        """Runs what is in the queues. Fails where nothing can go on."""
+        for _ in range(STEPS):
+            waiting = [s for s in self.streams if s.tasks]
+            if not waiting:
+                return
+            ready = [s for s in waiting if s.tasks[0].may()]
+            assert ready, f"stuck: {len(waiting)} streams wait for ever"
+            # A stream that is chosen goes on for a while: whole streams run late, which is what hurts.
+            stream = random.choice(ready)
+            for _ in range(random.choice((1, 1, 4, 100))):
+                if not stream.tasks or not stream.tasks[0].may():
+                    break
+                stream.tasks.popleft().do()
+        raise AssertionError("no end")
+
+    # What takes the place of the driver ---------------------------------------------------------------------------
+    def in_batches(self, ops: Sequence[Any]) -> Callable[[int], None]:
+        def issue(handle: int) -> None:
+            for op in ops:
+                self.streams[handle].add(*op)
+
+        return issue
+
+    def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Callable[[], None]:
+        def end() -> None:
+            for flag in flags:
+                _at(flag).value = 0
+            for count in counters:
+                _at(count).value += 1
+
+        return lambda: self.current.add(end)
+
+    def signal_kernel(self, flag: int, epoch: int) -> Callable[[Stream], None]:
+        return lambda stream: stream.add(*_write(flag, epoch))
+
+    def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
+        """One kernel: it copies in any order, and then raises flags in any order."""
+
+        def push(source: torch.Tensor) -> None:
+            begun, copied = Event(), Event()
+            begun.record(self.current)
+            for offset, target, _, _ in pieces:
+                self.beside(begun, Task(partial(_move, target, source, offset, size)))
+            copied.record(self.current)
+            for *_, flag, epoch in pieces:
+                if flag:
+                    self.beside(copied, Task(*_write(flag, epoch)))
+            self.current.copying = begun
+
+        return push
+
+    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
+        """A computation of blocks of rows in any order in which flags rise, beside copies if it may.
+
+        Behind each block flags rise, also in any order.
+        """
+        ready, done = op.ready, op.done
+        blocks = ready.results if ready is not None else done.blocks if done is not None else 0
+
+        def step() -> None:
+            begun = self.current.copying if ready is not None and ready.overlapped_sms else None
+            if begun is None:
+                begun = Event()
+                begun.record(self.current)
+            registers, computed = list(one_sided.registers), set[int]()
+            for block in range(blocks):
+                self.beside(begun, *tasks(block, registers, computed))
+
+        def tasks(block: int, registers: Sequence[Any], computed: set[int]) -> Iterator[Task]:
+            def compute() -> None:
+                compute_block(op, registers, kernel, block, blocks, add_up)
+
+            def raise_flags() -> None:
+                computed.add(block)
+                for slot in completed(done, block, blocks, computed) if done is not None else ():
+                    _at(one_sided.flag(one_sided.place(done.flags), slot, one_sided.rank)).value = done.epoch
+
+            for slot in ready.needed(block) if ready is not None else ():
+                place = one_sided.place(ready.flags)
+                yield Task(*_wait(one_sided.flag(place, slot, one_sided.rank), ready.epoch))
+            yield Task(compute)
+            yield Task(raise_flags)
+
+        return step
+
+    def beside(self, begun: Event, *tasks: Task) -> None:
+        """Something that may run from an event on, and has ended before the current stream goes on."""
+        stream, ended = Stream(), Event()
+        begun.wait(stream)
+        for task in tasks:
+            stream.add(task.do, task.may)
+        ended.record(stream)
+        ended.wait(self.current)
+
+    def strided_copy(self) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+        def copy(out: torch.Tensor, x: torch.Tensor, handle: int) -> None:
+            self.streams[handle].add(lambda: out.copy_(x))
+
+        return copy
+
+
+def _move(target: int, source: torch.Tensor, offset: int, size: int) -> None:
+    ctypes.memmove(target, source.data_ptr() + offset, size)
+
+
+def _at(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def _write(address: int, value: int) -> tuple[Callable[[], object], ...]:
+    def write() -> None:
+        _at(address).value = value
+
+    return (write,)
+
+
+def _wait(address: int, value: int) -> tuple[Callable[[], object], ...]:
+    return (lambda: None), (lambda: _at(address).value >= value)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """torch.cuda and the driver, replaced."""
+    these = Gpus()
+    Gpus.here = these
+    these.current = Stream()
+
+    def set_stream(stream: Stream) -> None:
+        these.current = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: these.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: these.current)
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(streams, "_workers", {})
+    monkeypatch.setattr(streams, "_taken", Counter())
+    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "_communicating", {})
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(these.current), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", these.synchronize)
+    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [*these.streams])  # ranks share this device
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    # Whatever has been issued holds its tensors: nothing is reused before it has run.
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
+    for module in (cuda_onesided, cuda_memory):
+        monkeypatch.setattr(module, "in_batches", these.in_batches)
+    for module in (cuda_onesided, flow_control):
+        monkeypatch.setattr(module, "write", _write)
+    monkeypatch.setattr(
+        cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
+    )
+    monkeypatch.setattr(
+        cuda_onesided.CudaOneSided, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size)
+    )
+    monkeypatch.setattr(
+        cuda_onesided.CudaOneSided, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch)
+    )
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "in_one_kernel", lambda *given: these.in_one_kernel(*given))
+    monkeypatch.setattr(cuda_onesided.CudaOneSided, "add_up", lambda _, *given, **o: these.later(add_up)(*given, **o))
+    monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
+    monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
+    return these
+
+
+def plans(
+    gpus: Gpus,
+    program: Program,
+    parts: Sequence[Sequence[torch.Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Mapping[str, int] | None = None,
+) -> list[CudaPlan]:
+    """A plan for each rank."""
+    return [plan for (plan,) in layers(gpus, program, parts, monkeypatch, sizes, 1)]
+
+
+def layers(
+    gpus: Gpus,
+    program: Program,
+    parts: Sequence[Sequence[torch.Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Mapping[str, int] | None,
+    count: int,
+) -> list[list[CudaPlan]]:
+    """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
+    memory, gpus.pushes = dict[int, torch.Tensor](), 0
+    monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
+    made: dict[int, list[CudaPlan]] = {}
+
+    def plan(rank: int, exchange: ExchangeTexts) -> None:
+        groups = Groups(rank, CPU, exchange)
+        machines = [CudaMachine(CPU, program, gpus.kernels(), groups) for _ in range(count)]
+        made[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
+
+    together(len(parts), plan)
+    return [made[rank] for rank in range(len(parts))]
+
+
+def together(ranks: int, do: Callable[[int, ExchangeTexts], None]) -> None:
+    """Does it on all ranks at once, each on a thread, with what lets them exchange texts."""
+    gate, said = threading.Barrier(ranks), dict[tuple[str, int], dict[int, str]]()
+    problems: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        turns = Counter[str]()
+
+        def exchange(key: str, mine: str) -> list[str]:
+            turns[key] += 1
+            there = said.setdefault((key, turns[key]), {})
+            there[rank] = mine
+            gate.wait(10)
+            return [there[r] for r in range(ranks)]
+
+        try:
+            do(rank, exchange)
+        except BaseException as problem:
+            problems.append(problem)
+            gate.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]

@@ -1,0 +1,157 @@
+"""Programs that are proved, and whose calls on CUDA follow each other in ways that ring and fused do not know."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.check import prove
+from hostir.machines.binding import places
+from hostir.plan.unroll import unroll
+from tests.machines.cuda.simulated_gpus import Gpus, Stream, gpus, plans
+from tests.machines.cuda.test_onesided import check_calls
+
+__all__ = ["gpus"]  # a fixture
+NEXT = "(%r + 1) % 2 over didx"
+SELF = "set_stream 0   signal %f[1] = 1 at %r over didx   wait_signal %f[1] >= 1   set_stream %user"
+SENT = f"put %x -> %box at {NEXT}   signal %f[0] = 1 at {NEXT}"
+
+
+def program(body: str, symmetric: str = "%box", ranks: int = 2) -> hi.Program:
+    """Two workers, symmetric buffers like the input, and flags; `body` is checked, so that what goes wrong is ours."""
+    buffers = "\n".join(f"  {name}: f32[{ranks}@didx, 4] = allocate_symmetric" for name in symmetric.split())
+    made = hi.parse(f"""hostir 1
+mesh @mesh [didx] = {" ".join(map(str, range(ranks)))}
+program @p(%x: f32[{ranks}@didx, 4]) -> (%y) streams 2 {{
+  %user = current_stream
+  %r = rank of %x over didx
+{buffers}
+  %f: flag[2] = allocate_symmetric
+  %y: f32[{ranks}@didx, 4] = allocate
+  {body}
+}}
+""")
+    prove(made)
+    return made
+
+
+BODIES = {
+    "a worker that waits for a flag and for nothing else": f"""{SENT}
+  set_stream 0   wait_signal %f[0] >= 1   copy %box -> %keep
+  set_stream %user   synchronize 0   copy %keep -> %y   barrier of %x over didx""",
+    "workers that signal each other and wait for nothing else": """set_stream 0   signal %f[0] = 1 at %r over didx
+  set_stream 1   wait_signal %f[0] >= 1
+  set_stream %user   synchronize 0   synchronize 1   copy %x -> %y   barrier of %x over didx""",
+    "a wait before the first statement that touches a peer": f"""set_stream 0   synchronize %user
+  wait_signal %f[0] >= 1   put %x -> %box at {NEXT}   signal %f[1] = 1 at {NEXT}
+  set_stream 1   signal %f[0] = 1 at {NEXT}
+  set_stream %user   wait_signal %f[1] >= 1   copy %box -> %y   synchronize 0   synchronize 1
+  barrier of %x over didx""",
+    "a wait of the caller's stream before a worker begins": f"""wait_signal %f[0] >= 1
+  set_stream 1   signal %f[0] = 1 at {NEXT}
+  set_stream %user   copy %x -> %y   synchronize 1   barrier of %x over didx""",
+    "a flag raised again for the same epoch": f"""barrier of %x over didx
+  {SENT}   signal %f[0] = 1 at {NEXT}   wait_signal %f[0] >= 1   copy %box -> %y""",
+    "a first barrier behind what peers overwrite": f"""put %x -> %box at %r over didx   barrier of %x over didx
+  {SENT}   wait_signal %f[0] >= 1   copy %box -> %y""",
+    "a first barrier behind a read of what peers overwrite": f"""put %x -> %box at %r over didx
+  put %box -> %keep at %r over didx   barrier of %x over didx
+  {SENT}   wait_signal %f[0] >= 1   copy %keep -> %y""",
+    "a first barrier behind a signal that peers go on from": f"""signal %f[0] = 1 at %r over didx
+  barrier of %x over didx   signal %f[0] = 2 at {NEXT}   wait_signal %f[0] >= 2   copy %x -> %y""",
+}
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+def test_a_program_that_is_proved_is_right_call_after_call(
+    body: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_calls(program(body, "%box %keep"), gpus, seed, monkeypatch, calls=5)
+
+
+CHAIN = """hostir 1
+mesh @ab [didx] = 0 1
+mesh @bc [didx] = 1 2
+mesh @ac [didx] = 0 2
+program @chain(%x: f32[2@didx, 4] on @ab, %z: f32[2@didx, 4] on @bc, %w: f32[2@didx, 4] on @ac) -> (%y) {
+  %box: f32[2@didx, 4] on @ac = allocate_symmetric
+  %f: flag[2] on @ab = allocate_symmetric
+  %g: flag[2] on @bc = allocate_symmetric
+  %y: f32[2@didx, 4] on @ac = allocate
+  %a = rank of %x over didx
+  %b = rank of %z over didx
+  %c = rank of %w over didx
+  barrier of %x over didx
+  barrier of %z over didx
+  if %a == 0 { signal %f[1] = 1 at 1 over didx }
+  if %b == 0 { signal %g[1] = 1 at 1 over didx }
+  if %c == 1 { copy %w -> %box   copy %w -> %y }
+  if %b == 1 { signal %g[0] = 1 at 0 over didx }
+  if %b == 0 { wait_signal %g[0] >= 1 }
+  if %a == 1 { signal %f[0] = 1 at 0 over didx }
+  if %a == 0 { wait_signal %f[0] >= 1 }
+  if %c == 0 { get %box from 1 over didx -> %y }
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_know_of_each_other_by_the_barriers_of_a_third(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hi.parse(CHAIN)
+    prove(made)
+    check_calls(made, gpus, seed, monkeypatch, calls=5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_gives_permits_to_one_whose_memory_it_never_names(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "signal %f[0] = 1 at (%r + 1) % 3 over didx   wait_signal %f[0] >= 1   copy %x -> %y"
+    check_calls(program(body, ranks=3), gpus, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_for_other_strides_take_turns_with_one_memory(
+    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = program(f"barrier of %x over didx   {SENT}   wait_signal %f[0] >= 1   copy %box -> %y   {SELF}")
+    dense = [[torch.randn(1, 4)] for _ in range(2)]
+    apart = [[torch.randn(1, 8)[:, ::2]] for _ in range(2)]
+    both = [
+        (first, first.machine.plan(unroll(made, rank, {}, apart[rank])))
+        for rank, first in enumerate(plans(gpus, made, dense, monkeypatch))
+    ]
+    assert all(first.memory is second.memory for first, second in both)
+    random, outputs = Random(seed), []
+    for rank, turns in enumerate(both):
+        gpus.current = Stream()
+        outputs.append([turns[call % 2].run((dense, apart)[call % 2][rank])[0] for call in range(6)])
+    gpus.run(random)
+    for rank, results in enumerate(outputs):
+        for call, y in enumerate(results):
+            assert torch.equal(y, (dense, apart)[call % 2][1 - rank][0])
+
+
+OVERWRITTEN = {
+    "peers put there before": f"""{SENT}   wait_signal %f[0] >= 1   copy %box -> %y
+  put %x -> %box at %r over didx   barrier of %x over didx""",
+    "another input goes there too": """put %x -> %box at %r over didx   copy %box -> %y
+  put %y -> %box at %r over didx   barrier of %x over didx""",
+    "it is computed on there": """put %x -> %box at %r over didx   relu %box -> %box   copy %box -> %y
+  barrier of %x over didx""",
+}
+
+
+@pytest.mark.parametrize("body", OVERWRITTEN.values(), ids=OVERWRITTEN.keys())
+def test_what_is_written_by_others_is_no_place_for_an_input(
+    body: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [[torch.randn(1, 4)] for _ in range(2)]
+    for plan in plans(gpus, program(body), inputs, monkeypatch):
+        assert places(plan.unrolled, plan.memory) == (0,)
