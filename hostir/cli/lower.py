@@ -11,9 +11,10 @@ from hostir.ir.comm_ops import Communication, Message
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import Codec, Expr, Phase, Ref, Statement
-from hostir.ir.program import Printer, Program, format_statement
+from hostir.ir.program import Program, format_statement
 from hostir.ir.source import did_you_mean, error
 from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.text import Printer
 from hostir.ir.view_ops import ViewStatement
 from hostir.lower import lower, passes_of
 

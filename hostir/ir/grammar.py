@@ -8,19 +8,9 @@ from functools import cache
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from hostir.ir.op import (
-    REGISTRY,
-    VALUE_CODECS,
-    Codec,
-    FieldPart,
-    OptionalPart,
-    Phase,
-    Statement,
-    SyntaxPart,
-    codecs_of,
-    template,
-)
+from hostir.ir.op import REGISTRY, VALUE_CODECS, Codec, Phase, Statement, codecs_of
 from hostir.ir.source import HostIRError, Span, did_you_mean, error
+from hostir.ir.text import FieldPart, OptionalPart, SyntaxPart, template
 
 BASE = r"""
 start: _HOSTIR INT mesh* head

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from hostir.ir.machine import Frame
 
 
-# Values and index expressions: the contents of statement fields -------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Value:
     """A name and its type. Equal names in one program are one value; the span points at its definition."""
@@ -516,7 +513,6 @@ def _own_fields(cls: type[Statement]) -> list[Field[Any]]:
     return [f for f in fields(cls) if f.name not in ("span", "note")]
 
 
-# The registry -----------------------------------------------------------------------------------------------------
 REGISTRY: dict[str, type[Statement]] = {}
 
 
@@ -527,39 +523,3 @@ def statement(cls: type[S]) -> type[S]:
     """Register a statement class under its keyword."""
     REGISTRY[cls.keyword()] = cls
     return cls
-
-
-# Templates --------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class FieldPart:
-    """A field in a template."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class OptionalPart:
-    """A part of a template that is left out if its first field has the default value."""
-
-    parts: tuple[SyntaxPart, ...]
-
-    @property
-    def field(self) -> str:
-        return next(p.name for p in self.parts if isinstance(p, FieldPart))
-
-
-SyntaxPart = str | FieldPart | OptionalPart
-
-
-@cache
-def template(syntax: str) -> tuple[SyntaxPart, ...]:
-    """Return a syntax template as literal strings, fields and optional groups."""
-    parts: list[SyntaxPart] = []
-    for piece in re.split(r"(<\?.*?\?>|\{\w+\})", syntax):
-        if piece.startswith("<?"):
-            parts.append(OptionalPart(template(piece[2:-2])))
-        elif piece.startswith("{"):
-            parts.append(FieldPart(piece[1:-1]))
-        elif piece:
-            parts.append(piece)
-    return tuple(parts)

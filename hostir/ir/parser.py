@@ -9,25 +9,11 @@ from typing import Any
 from lark import Token, Tree
 
 from hostir.ir.grammar import grammar, tree_of
-from hostir.ir.op import (
-    VALUE_CODECS,
-    Bin,
-    Codec,
-    Expr,
-    Lit,
-    OptionalPart,
-    Phase,
-    Ref,
-    Statement,
-    SyntaxPart,
-    Value,
-    codecs_of,
-    defaults_of,
-    template,
-)
-from hostir.ir.program import VERSION, Program
+from hostir.ir.op import VALUE_CODECS, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, defaults_of
+from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS, Size
 from hostir.ir.source import WIDEST, Span, did_you_mean, error
+from hostir.ir.text import VERSION, OptionalPart, SyntaxPart, template
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
 
 MAX_DEPTH = 64  # the most nested blocks, and the most operators in one index expression

@@ -1,106 +1,17 @@
-"""Define programs: immutable data in one of two phases; with their printer and their divisions of sizes."""
+"""Define programs: immutable data in one of two phases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 from hostir.ir.divisions import divisions_of, misfits
-from hostir.ir.op import Codec, FieldPart, OptionalPart, Phase, Statement, Value, codecs_of, defaults_of, template
+from hostir.ir.op import Codec, Phase, Statement, Value, codecs_of
 from hostir.ir.sizes import DIGITS, Division, Size, binding
 from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean, error, user_span
+from hostir.ir.text import INDENT, VERSION, Printer
 from hostir.ir.types import Mesh, TensorType
-
-if TYPE_CHECKING:
-    from hostir.ir.op import Value
-
-
-# Printing -------------------------------------------------------------------------------------------------------------
-# The printer, which follows the statements' templates.
-
-VERSION = 1  # the version of the text
-INDENT = "  "
-
-
-class Printer:
-    """Prints statements of one program: in the form of its phase, without the name of the default mesh."""
-
-    def __init__(self, phase: Phase, meshes: tuple[Mesh, ...], *, notes: bool = False) -> None:
-        self.phase = phase
-        self.default: Mesh | None = meshes[0] if meshes else None
-        self.notes = notes
-
-    def type(self, type: TensorType) -> str:
-        partial = f" partial({', '.join(type.partial)})" if type.partial else ""
-        text = str(TensorType(type.dtype, type.axes)) + partial
-        if type.mesh is None:
-            return text + " auto"
-        return text if type.mesh == self.default else f"{text} on @{type.mesh.name}"
-
-    def binder(self, value: Value, typed: bool) -> str:
-        if not typed or not isinstance(value.type, TensorType):
-            return str(value)
-        return f"{value}: {self.type(value.type)}"
-
-    def block(self, body: Iterable[Statement], depth: int) -> list[str]:
-        return [line for s in body for line in self.lines(s, depth)]
-
-    def lines(self, s: Statement, depth: int) -> list[str]:
-        pad = INDENT * depth
-        blocks = [getattr(s, n) for n, c in codecs_of(type(s)).items() if c is Codec.BLOCK]
-        note = f"  // {s.note}" if self.notes and s.note else ""
-        text = self.fill(template(s.form(self.phase)), s)
-        if not blocks:
-            return [pad + text + note]
-        inner = blocks[0]
-        if len(inner) <= 2 and not any(x.defines(self.phase) or x.bodies for x in inner) and not self.notes_in(inner):
-            short = "   ".join(self.lines(x, 0)[0] for x in inner)
-            return [f"{pad}{text} {{ {short} }}{note}" if short else f"{pad}{text} {{ }}{note}"]
-        return [f"{pad}{text} {{{note}", *self.block(inner, depth + 1), pad + "}"]
-
-    def notes_in(self, body: Iterable[Statement]) -> bool:
-        return self.notes and any(s.note for s in body)
-
-    def fill(self, parts: tuple[Any, ...], s: Statement) -> str:
-        codecs, defaults, text = codecs_of(type(s)), defaults_of(type(s)), ""
-        for i, part in enumerate(parts):
-            if isinstance(part, str):
-                text += part
-            elif isinstance(part, OptionalPart):
-                if getattr(s, part.field) != defaults[part.field]:
-                    text += self.fill(part.parts, s)
-            else:
-                text += self.show(codecs[part.name], part, s, leads=i == 0)
-        return text.rstrip()
-
-    def show(self, codec: Codec, part: FieldPart, s: Statement, leads: bool) -> str:
-        got = getattr(s, part.name)
-        if codec is Codec.BLOCK:
-            return ""
-        if isinstance(got, Value) and leads:
-            return self.binder(got, typed=declares_type(type(s), self.phase) or _other_than_inferred(s, got))
-        if codec is Codec.INTS:
-            return f"({', '.join(map(str, got))})"
-        return str(got)
-
-
-def _other_than_inferred(s: Statement, defined: Value) -> bool:
-    """Return True if the type must be printed, because the parser would infer another type."""
-    try:
-        return defined.type != s.infer()
-    except HostIRError:
-        return True
-
-
-def declares_type(cls: type[Statement], phase: Phase) -> bool:
-    """Return True if the text always declares the defined type: in a fusion, or if operands do not imply it."""
-    return phase is Phase.FUSION or cls.infer is Statement.infer
-
-
-# Programs -------------------------------------------------------------------------------------------------------------
-# A program: plain immutable data in one of two phases.
 
 
 @dataclass(frozen=True)

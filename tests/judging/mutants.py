@@ -25,9 +25,10 @@ from hostir.ir.host_ops import (
 )
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
 from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
-from hostir.ir.program import Names, Printer, Program, format_program, rewrite
+from hostir.ir.program import Names, Program, format_program, rewrite
 from hostir.ir.sizes import Size
 from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp
+from hostir.ir.text import Printer
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
 from hostir.ir.view_ops import ViewStatement
 
