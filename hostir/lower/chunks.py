@@ -78,7 +78,6 @@ class Chunks:
             places = operand_places(self.product, rows_in(self.count, self.axis))
             rows = {name: self.chunk(host.values[name], chunk, views, at.axis) for name, at in places.items()}
             product = self.product.rename({**host.values, **rows})
-            assert isinstance(product, Contraction)
             raising = replace(product, out=part, done=self.done, raised=_epoch(chunk), first=team.peer(Lit(1)))
             note = "the rows for each rank are sent when they are done, its own come last"
             computed = [replace(raising, note=note)]

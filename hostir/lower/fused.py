@@ -410,7 +410,6 @@ class SentRows:
         """
         self.host.destination(s.out)
         on_buffers = s.rename(self.host.values)
-        assert isinstance(on_buffers, Contraction)
         waiting = replace(
             on_buffers,
             a=self.transfers.buffer,
@@ -489,7 +488,6 @@ class SentColumns(SentRows):
         host.body.append(SetStream(host.user))
         host.destination(s.out)
         on_buffers = s.rename(host.values)
-        assert isinstance(on_buffers, Contraction)
         note = "each slice of the rows when all parts of it are there"
         waiting = replace(on_buffers, a=self.transfers.buffer, ready=flags, epoch=ARRIVED, note=note)
         host.body.append(waiting if scatter is None else scatter.raising(waiting))
