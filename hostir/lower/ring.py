@@ -27,7 +27,6 @@ from hostir.ir.view_ops import ViewStatement
 from hostir.lower import Pass
 from hostir.lower.allreduces import shared_axis
 from hostir.lower.columns import columns_as_rows
-from hostir.lower.fused import in_one_step
 from hostir.lower.host import Host, modulo
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
@@ -41,7 +40,7 @@ from hostir.lower.rows import (
     users,
 )
 from hostir.lower.scales import send_scales
-from hostir.lower.scatters import ScatteredBlocks, add_view
+from hostir.lower.scatters import ScatteredBlocks, add_view, in_one_step
 from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
 
