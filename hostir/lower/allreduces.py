@@ -102,9 +102,6 @@ def fits_chunks(s: AllReduce) -> bool:
     return shared_axis(s) is not None and shared_axis(s) == rows_axis(s)
 
 
-# Two collectives ------------------------------------------------------------------------------------------------------
-
-
 def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:
     """Replace allreduces by a reduce_scatter of rows and an allgather; also return the names of the gathered tensors.
 

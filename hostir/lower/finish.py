@@ -18,8 +18,6 @@ from hostir.ir.view_ops import Reshape, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.propagate import splits_only
 
-# Rounds on worker streams ---------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
@@ -61,9 +59,6 @@ class AssignStreams(Pass):
             SetStream(Ref(user)),
             For(index, each, (Synchronize(worker),)),
         ]
-
-
-# Communications before computations -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,9 +103,6 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
     yield SetStream(following)
     yield Synchronize(turn)
     yield SetStream(turn)
-
-
-# Buffers --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -230,9 +222,6 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
             seen[key] = s.out
         kept.append(s)
     return tuple(kept), renamed
-
-
-# Dense inputs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

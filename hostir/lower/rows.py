@@ -21,8 +21,6 @@ from hostir.lower.slices import SlicePlace
 
 SLICES = (4, 2)  # candidates for the number of slices of rows, if columns are gathered
 
-# The collectives of rows ----------------------------------------------------------------------------------------------
-
 RowCollective = AllGather | ReduceScatter
 
 
@@ -376,9 +374,6 @@ def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement |
     while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:
         maker = makers.get(maker.x.name)
     return maker
-
-
-# The layout of shards -------------------------------------------------------------------------------------------------
 
 
 def shard_of(s: RowCollective) -> Value:
