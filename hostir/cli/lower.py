@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from hostir.cli.loading import write
 from hostir.cli.lowering import choose_strategy, load_to_lower, lowering_of
-from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.message_ops import Message
 from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import Codec, Expr, Phase, Ref, Statement
 from hostir.ir.program import Program, format_statement

@@ -6,7 +6,8 @@ import inspect
 from argparse import Namespace
 from dataclasses import dataclass
 
-from hostir.ir.comm_ops import Communication, Message, Reshard
+from hostir.ir.comm_ops import Communication, Reshard
+from hostir.ir.message_ops import Message
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import REGISTRY, VALUE_CODECS, Codec, Phase, Statement, codecs_of, defaults_of
 from hostir.ir.tensor_ops import TensorOp

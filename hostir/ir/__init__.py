@@ -2,6 +2,7 @@
 
 import hostir.ir.comm_ops
 import hostir.ir.host_ops
+import hostir.ir.message_ops
 import hostir.ir.onesided_ops
 import hostir.ir.scaled_ops
 import hostir.ir.tensor_ops
