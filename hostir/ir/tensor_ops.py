@@ -95,7 +95,7 @@ class TensorOp(Statement):
     def infer(self) -> TensorType:
         """Return the result's type if every rank computes on its local parts; raise if the parts do not match."""
         dtype, shape = self.result()
-        self._one_mesh(self.operands)
+        check_one_mesh(self, self.operands)
         return join(self, dtype, shape, self.operands, self.maps())
 
     def verify(self) -> None:
@@ -111,7 +111,7 @@ class TensorOp(Statement):
             raise self.fail(f"{self.out} is {declared}, but {self.keyword()} gives {gives}", expected=gives)
 
     def verify_layout(self) -> None:
-        self._one_mesh([*self.operands, self.out])
+        check_one_mesh(self, [*self.operands, self.out])
 
     @property
     def computed(self) -> Value:
@@ -123,14 +123,6 @@ class TensorOp(Statement):
             return ()
         first, axes = self.operands[0], self.maps()[0]
         return [n for n, axis in zip(first.tensor.local_shape, axes, strict=True) if axis == CONTRACTED]
-
-    def _one_mesh(self, values: Sequence[Value]) -> None:
-        meshes = {m.name for m in meshes_of(values) if m}
-        if len(meshes) > 1:
-            raise self.fail(
-                f"operands of {self.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
-                hint="reshard one of them to the mesh of the other",
-            )
 
     def evaluate(self, frame: Frame) -> None:
         if not frame.here(self.out.tensor.mesh):
@@ -167,6 +159,16 @@ class TensorOp(Statement):
     @classmethod
     def form(cls, phase: Phase) -> str:
         return cls.syntax if phase is Phase.HOST else "{out} = " + cls.syntax.replace(" -> {out}", "")
+
+
+def check_one_mesh(op: Statement, values: Sequence[Value]) -> None:
+    """Raise if these operands lie on different meshes."""
+    meshes = {m.name for m in meshes_of(values) if m}
+    if len(meshes) > 1:
+        raise op.fail(
+            f"operands of {op.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
+            hint="reshard one of them to the mesh of the other",
+        )
 
 
 def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
@@ -288,7 +290,7 @@ class ByBlocks(TensorOp):
 
     def verify_layout(self) -> None:
         others = (v for v in (self.ready, self.done, self.own) if v)
-        self._one_mesh([*self.operands, self.out, *others])
+        check_one_mesh(self, [*self.operands, self.out, *others])
 
     def divisions(self) -> Iterator[Division]:
         for flags, x in ((self.ready, self.rows), (self.done, self.out)):
