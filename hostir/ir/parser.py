@@ -12,7 +12,7 @@ from hostir.ir.grammar import grammar, tree_of
 from hostir.ir.op import VALUE_CODECS, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, defaults_of
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS, Size
-from hostir.ir.source import WIDEST, Span, did_you_mean, error
+from hostir.ir.source import WIDEST, HostIRError, Span, did_you_mean, error
 from hostir.ir.text import VERSION, OptionalPart, SyntaxPart, template
 from hostir.ir.types import DTYPES, FLAG, STREAM, Axis, Factor, Kind, Mesh, TensorType, Type
 
@@ -57,13 +57,17 @@ class Source:
         end = tree.meta.end_column if tree.meta.end_line == line else len(text.rstrip()) + 1
         return Span(self.file, line, column, min(end - column, WIDEST), text)
 
+    def fail(self, message: str, token: Token, *, expected: str = "", hint: str = "") -> HostIRError:
+        """Return an error that points at a word."""
+        return error(message, self.span(token), expected=expected, hint=hint)
+
     def size(self, tree: Tree[Token]) -> Size:
         return Size.of("".join(_parts(tree)), self.span(_parts(tree)[0]))
 
     def integer(self, token: Token) -> int:
         if len(token) > DIGITS:
             message, expected = f"an integer of {len(token)} digits", f"an integer of at most {DIGITS} digits"
-            raise error(message, self.span(token), expected=expected)
+            raise self.fail(message, token, expected=expected)
         return int(token)
 
 
@@ -80,20 +84,17 @@ class TypeReader:
         known = DTYPES if self.phase is Phase.FUSION else DTYPES | {FLAG.name: FLAG}
         if str(name) not in known:
             expected, hint = f"one of: {', '.join(known)}", did_you_mean(name, known)
-            raise error(f"unknown dtype '{name}'", self.text.span(name), expected=expected, hint=hint)
+            raise self.text.fail(f"unknown dtype '{name}'", name, expected=expected, hint=hint)
         if place:
             token = _parts(place)[0]
             self.mesh = None if token == "auto" else self.meshes.get(token[1:])
             if self.mesh is None and token != "auto":
                 meshes = [f"@{name}" for name in self.meshes]
                 expected, hint = f"one of: {', '.join(meshes)}", did_you_mean(token, meshes)
-                raise error(f"unknown mesh {token}", self.text.span(token), expected=expected, hint=hint)
+                raise self.text.fail(f"unknown mesh {token}", token, expected=expected, hint=hint)
             if self.mesh is None and self.phase is Phase.HOST:
-                raise error(
-                    "'auto' belongs to a fusion",
-                    self.text.span(token),
-                    hint="in a host program every tensor lies on a mesh",
-                )
+                hint = "in a host program every tensor lies on a mesh"
+                raise self.text.fail("'auto' belongs to a fusion", token, hint=hint)
         read = [self.axis(a) for a in axes if a is not None]
         over = [self.mark(t) for t in (_parts(partial) if partial else ())]
         return TensorType(known[str(name)], tuple(read), self.mesh, tuple(sorted(over)))
@@ -105,33 +106,25 @@ class TypeReader:
             extent = self.text.size(size)
             on = None if at is None else STREAM if at == "@stream" else self.mark(at)
             if on == STREAM and self.phase is Phase.HOST:
-                raise error(
-                    "a Stream axis belongs to a fusion",
-                    self.text.span(at),
-                    hint="in a host program a loop takes its place",
-                )
+                hint = "in a host program a loop takes its place"
+                raise self.text.fail("a Stream axis belongs to a fusion", at, hint=hint)
             if on and mesh and on in mesh.axes and not extent.divisible_by(mesh.size(on)):
-                raise error(
-                    f"{mesh.size(on)} ranks do not divide {extent}",
-                    self.text.span(at),
-                    expected=f"an extent that {mesh.size(on)} divides",
-                )
+                ranks = mesh.size(on)
+                message, expected = f"{ranks} ranks do not divide {extent}", f"an extent that {ranks} divides"
+                raise self.text.fail(message, at, expected=expected)
             factors.append(Factor(extent, on))
         return Axis(tuple(factors))
 
     def mark(self, token: Token) -> str:
         name, mesh = token.lstrip("@"), self.mesh
         if mesh is None:
-            raise error(
-                f"an 'auto' tensor has no mesh yet, so it cannot lie on {name}",
-                self.text.span(token),
-                hint="remove 'auto', or the mark",
-            )
+            message = f"an 'auto' tensor has no mesh yet, so it cannot lie on {name}"
+            raise self.text.fail(message, token, hint="remove 'auto', or the mark")
         if name not in mesh.axes:
             expected, hint = f"one of: {', '.join(mesh.axes)}", did_you_mean(name, mesh.axes)
-            raise error(f"the mesh has no axis '{name}'", self.text.span(token), expected=expected, hint=hint)
+            raise self.text.fail(f"the mesh has no axis '{name}'", token, expected=expected, hint=hint)
         if name in self.marks:
-            raise error(f"two axes on {name}", self.text.span(token), expected="each mesh axis at most once in a type")
+            raise self.text.fail(f"two axes on {name}", token, expected="each mesh axis at most once in a type")
         self.marks.append(name)
         return name
 
@@ -149,16 +142,13 @@ class TreeReader:
     def program(self, tree: Tree[Token]) -> Program:
         version, *meshes, head = _parts(tree)
         if self.text.integer(version) != VERSION:
-            raise error(f"text version {version}", self.text.span(version), expected=f"hostir {VERSION}")
+            raise self.text.fail(f"text version {version}", version, expected=f"hostir {VERSION}")
         for mesh in meshes:
             self.mesh(mesh)
         phase, name, params, outputs, streams, block = _parts(head)
         if not self.meshes:
-            raise error(
-                f"{name} has no mesh",
-                self.text.span(name),
-                hint="write a line such as 'mesh @mesh [didx] = 0 1 2 3' above",
-            )
+            hint = "write a line such as 'mesh @mesh [didx] = 0 1 2 3' above"
+            raise self.text.fail(f"{name} has no mesh", name, hint=hint)
         self.phase = Phase(str(phase))
         pool = self.text.integer(streams) if streams else 0
         inputs = tuple(self.parameter(p) for p in (_parts(params) if params else ()))
@@ -166,27 +156,21 @@ class TreeReader:
         outs = tuple(self.value(t) for t in (_parts(outputs) if outputs else ()))
         for token, out in zip(_parts(outputs) if outputs else (), outs, strict=True):
             if not isinstance(out.type, TensorType):
-                raise error(f"the output {out} is a {out.type}", self.text.span(token), expected="a tensor")
+                raise self.text.fail(f"the output {out} is a {out.type}", token, expected="a tensor")
         return Program(str(name)[1:], self.phase, tuple(self.meshes.values()), inputs, outs, body, pool)
 
     def mesh(self, tree: Tree[Token]) -> None:
         name, *names, grid = _parts(tree)
         span, axes = self.text.span(name), tuple(map(str, names))
-        rows = [
-            [self.text.integer(d) for d in _parts(row)] for row in (_parts(grid) if grid.data == "grid" else [grid])
-        ]
+        lines = _parts(grid) if grid.data == "grid" else [grid]
+        rows = [[self.text.integer(d) for d in _parts(line)] for line in lines]
         devices = tuple(d for row in rows for d in row)
         shape = (len(rows), len(rows[0])) if grid.data == "grid" else (len(devices),)
         if len(axes) != len(shape) or len({len(row) for row in rows}) != 1:
             named = f"{len(axes)} named {'axis' if len(axes) == 1 else 'axes'}"
-            grid_text = (
-                f"rows of {', '.join(str(len(row)) for row in rows)} devices"
-                if len(shape) == 2
-                else "one line of devices"
-            )
-            raise error(
-                f"mesh {name} has {named}, and {grid_text}", span, expected="[x] = 0 1 2 3, or [y, x] = (0 1) (2 3)"
-            )
+            grid_text = f"rows of {', '.join(str(len(row)) for row in rows)}" if len(shape) == 2 else "one line of"
+            expected = "[x] = 0 1 2 3, or [y, x] = (0 1) (2 3)"
+            raise error(f"mesh {name} has {named}, and {grid_text} devices", span, expected=expected)
         if len(set(devices)) != len(devices) or len(set(axes)) != len(axes):
             raise error(f"mesh {name} names a device or an axis twice", span, expected="each device and each axis once")
         if STREAM in axes:
@@ -198,7 +182,7 @@ class TreeReader:
     def parameter(self, tree: Tree[Token]) -> Value:
         token, type = _parts(tree)
         if type is None:
-            raise error(f"the input {token} has no type", self.text.span(token), expected=f"{token}: bf16[...]")
+            raise self.text.fail(f"the input {token} has no type", token, expected=f"{token}: bf16[...]")
         return self.define(token, TypeReader(self.text, self.meshes, self.phase).read(type))
 
     def define(self, token: Token, type: Type) -> Value:
@@ -212,11 +196,8 @@ class TreeReader:
     def value(self, token: Token) -> Value:
         value = self.scope.get(token[1:])
         if value is None:
-            raise error(
-                f"{token} is not defined here",
-                self.text.span(token),
-                hint=did_you_mean(token, [f"%{n}" for n in self.scope]),
-            )
+            hint = did_you_mean(token, [f"%{name}" for name in self.scope])
+            raise self.text.fail(f"{token} is not defined here", token, hint=hint)
         return value
 
     def block(self, tree: Tree[Token]) -> tuple[Statement, ...]:
@@ -230,17 +211,11 @@ class TreeReader:
         cls, phase = rules[tree.data]
         span = self.text.span_of(tree)
         if self.phase not in cls.phases:
-            raise error(
-                f"'{cls.keyword()}' does not belong to a {self.phase.value}",
-                span,
-                expected=f"a statement of a {self.phase.value}",
-            )
+            message = f"'{cls.keyword()}' does not belong to a {self.phase.value}"
+            raise error(message, span, expected=f"a statement of a {self.phase.value}")
         if cls.form(self.phase) != cls.form(phase):
-            raise error(
-                f"'{cls.keyword()}' has another form in a {self.phase.value}",
-                span,
-                expected=f"'{_spelled(cls.form(self.phase))}'",
-            )
+            message = f"'{cls.keyword()}' has another form in a {self.phase.value}"
+            raise error(message, span, expected=f"'{_spelled(cls.form(self.phase))}'")
         codecs, defaults = codecs_of(cls), defaults_of(cls)
         operands: dict[str, Any] = {}
         binder: tuple[str, Tree[Token]] | None = None
@@ -270,14 +245,12 @@ class TreeReader:
         type: Type | None = TypeReader(self.text, self.meshes, self.phase).read(declared) if declared else None
         if name == "handle":
             if declared:
-                raise error(
-                    f"{token} is a handle, not a tensor", self.text.span(token), expected=f"{token} without a type"
-                )
+                raise self.text.fail(f"{token} is a handle, not a tensor", token, expected=f"{token} without a type")
             type = Kind.HANDLE
         if type is None:
             type = cls(**operands, span=span).infer()
         if type is None:
-            raise error(f"{token} needs its type", self.text.span(token), expected=f"{token}: bf16[...] = ...")
+            raise self.text.fail(f"{token} needs its type", token, expected=f"{token}: bf16[...] = ...")
         operands[name] = self.define(token, type)
         return cls(**operands, span=span)
 
@@ -312,7 +285,7 @@ class TreeReader:
                 return Lit(self.text.integer(tree))
             value = self.value(tree)
             if isinstance(value.type, TensorType) or value.type is Kind.HANDLE:
-                raise error(f"{tree} is a {value.type}", self.text.span(tree), expected="a loop index or a stream")
+                raise self.text.fail(f"{tree} is a {value.type}", tree, expected="a loop index or a stream")
             return Ref(value)
         left, *rest = _parts(tree)
         result = self.expr(left)
