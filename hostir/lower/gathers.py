@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import Chunk, For, SetStream
@@ -111,19 +112,17 @@ class SentRows:
 
         After it, all copies have ended, and other statements may read the rows.
         """
+        waits = self.waits()
         self.host.destination(s.out)
-        on_buffers = s.rename(self.host.values)
-        waiting = replace(
-            on_buffers,
-            a=self.transfers.buffer,
-            ready=self.transfers.flags,
-            epoch=ARRIVED,
-            first=self.team.rank,
-            own=None if self.copies_own else self.blocks.source,
-            note="own rows first, each other block when it is there",
-        )
+        waiting = replace(s.rename(self.host.values), a=self.transfers.buffer, epoch=ARRIVED, **waits)
         self.host.body.append(waiting if scatter is None else scatter.raising(waiting))
         self.finish()
+
+    def waits(self) -> dict[str, Any]:
+        """Return the fields by which the matmul waits for the blocks."""
+        own = None if self.copies_own else self.blocks.source
+        note = "own rows first, each other block when it is there"
+        return {"ready": self.transfers.flags, "first": self.team.rank, "own": own, "note": note}
 
     def wait(self) -> None:
         """Make the caller's stream wait for all blocks, because a statement other than a matmul needs them first."""
@@ -182,19 +181,14 @@ class SentColumns(SentRows):
     def copies_own(self) -> bool:
         return True
 
-    def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
-        """Add the matmul that waits for the slices."""
+    def waits(self) -> dict[str, Any]:
+        """Add the statements that set a flag for each slice; return the fields by which the matmul waits for slices."""
         host, flags = self.host, self.transfers.row(f"{self.gather.out.name}_whole", self.blocks.count)
         index = host.index("s")
         raised = Signal(flags, index, ARRIVED, self.team.rank, self.team.over, span=self.gather.span)
         host.body += [SetStream(SIGNAL_STREAM), For(index.value, self.blocks.count, (self.arrivals(index), raised))]
         host.body.append(SetStream(host.user))
-        host.destination(s.out)
-        on_buffers = s.rename(host.values)
-        note = "each slice of the rows when all parts of it are there"
-        waiting = replace(on_buffers, a=self.transfers.buffer, ready=flags, epoch=ARRIVED, note=note)
-        host.body.append(waiting if scatter is None else scatter.raising(waiting))
-        self.finish()
+        return {"ready": flags, "note": "each slice of the rows when all parts of it are there"}
 
     def wait(self) -> None:
         """Make the caller's stream wait for all parts of all slices."""
