@@ -55,7 +55,7 @@ class ScaleShapes:
 
 
 @dataclass(frozen=True)
-class ProductScales:
+class OperandScales:
     """The scales `of_a` and `of_b` of the operands `a` and `b` of a product."""
 
     a: Value
@@ -193,8 +193,8 @@ class ScaledMatmul(Contraction):
         return dtype, (*self.a.tensor.shape[:-1], n)
 
     @cached_property
-    def scales(self) -> ProductScales:
-        return ProductScales(self.a, self.b, self.scale_a, self.scale_b)
+    def scales(self) -> OperandScales:
+        return OperandScales(self.a, self.b, self.scale_a, self.scale_b)
 
     @property
     def scaling(self) -> Scaling | None:
