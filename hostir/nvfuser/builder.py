@@ -10,8 +10,8 @@ from hostir.ir.op import Ref, Statement, Value
 from hostir.ir.program import Names
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span, did_you_mean, error
-from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import TensorType, Type
+from hostir.ir.view_ops import ViewStatement
 from hostir.nvfuser.equal_sizes import equate, pairwise
 from hostir.nvfuser.nodes import Dump, IterDomain, TensorNode
 from hostir.nvfuser.streams import Streams

@@ -121,7 +121,7 @@ class Computation:
         maps = maps_of(statement)
         if [len(map) for map in maps] != [len(value.tensor.axes) for value in operands]:
             return None
-        if {to for map in maps for to in map if to != ops.CONTRACTED} != set(range(len(out.tensor.axes))):
+        if {to for map in maps for to in map if to != CONTRACTED} != set(range(len(out.tensor.axes))):
             return None
         of: dict[object, TensorNode] = dict(list(values.items()))
         return [((of[a], j), (of[b], k)) for (_, a, j), (_, b, k) in computed(statement)]

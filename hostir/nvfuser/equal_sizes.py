@@ -8,10 +8,12 @@ from dataclasses import replace
 from hostir.ir.host_ops import Chunk, For
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, rewrite
+from hostir.ir.sharding import CONTRACTED
 from hostir.ir.sizes import Size
 from hostir.ir.source import Span, error
-from hostir.ir.tensor_ops import CONTRACTED, Binary, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import Binary, TensorOp
 from hostir.ir.types import Axis, Factor, TensorType
+from hostir.ir.view_ops import ViewStatement
 
 SizeUse = tuple[Size, object, int]  # a size, the tensor that has it, and in which axis
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hostir.ir import comm_ops as comm
 from hostir.ir import host_ops as host
 from hostir.ir import tensor_ops as ops
-from hostir.ir import tensor_ops as views
+from hostir.ir import view_ops as views
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size

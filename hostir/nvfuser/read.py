@@ -12,7 +12,7 @@ from typing import TypeVar
 from hostir.ir import comm_ops as comm
 from hostir.ir import host_ops as host
 from hostir.ir import tensor_ops as ops
-from hostir.ir import tensor_ops as views
+from hostir.ir import view_ops as views
 from hostir.ir.op import Phase, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import Size

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
-from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.machine import Done, Exchange, Frame, Observer, OptionalMethods, Ready, interpret, uncollected
+from hostir.ir.message_ops import MESSAGES
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.regions import dense_strides, view_strides

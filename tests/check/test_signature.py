@@ -20,8 +20,9 @@ from hostir.ir.host_ops import Allocate, Chunk, Select
 from hostir.ir.op import Lit, Statement, codecs_of
 from hostir.ir.regions import Region, covered
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Permute, Relu, Reshape, ViewStatement
+from hostir.ir.tensor_ops import Relu
 from hostir.ir.types import DTYPES
+from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
 MESH = Mesh("mesh", ("didx",), (1,), (0,))
 

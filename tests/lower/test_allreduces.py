@@ -18,8 +18,9 @@ from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Contraction, RmsNorm, Sum, TensorOp
 from hostir.lower import Pass, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
-from hostir.lower.fused import Fused, Pieces, Push
+from hostir.lower.fused import Fused, Push
 from hostir.lower.ring import Ring
+from hostir.lower.scatters import Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
 from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of

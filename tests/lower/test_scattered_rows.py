@@ -22,7 +22,8 @@ from hostir.ir.machine import Done, Ready
 from hostir.ir.onesided_ops import Barrier, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Add, Contraction, Matmul, Sum, TensorOp
 from hostir.lower import run_passes
-from hostir.lower.fused import Fused, Pieces
+from hostir.lower.fused import Fused
+from hostir.lower.scatters import Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
 from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of
