@@ -16,6 +16,7 @@ from itertools import product as product_of
 
 from hostir.ir import tensor_ops as ops
 from hostir.ir.op import Value
+from hostir.ir.sharding import CONTRACTED
 from hostir.ir.types import STREAM, Axis, TensorType
 from hostir.nvfuser.axes import LogicalAxis, readings
 from hostir.nvfuser.equal_sizes import computed, maps_of
