@@ -267,9 +267,8 @@ class Executor:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
-            except BaseException:
-                if calls.agreed:  # the others may run it
-                    calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
+            except BaseException as problem:
+                self._interrupted(problem)
                 raise
             finally:
                 calls.inside = None
@@ -312,8 +311,7 @@ class Executor:
         except HostIRError as failure:
             raise self._blamed(failure) from failure.__cause__
         except BaseException:
-            if self._machine.groups.abandoned:
-                self._blamed(error(f"rank {self.rank} was interrupted in @{self.program.name}"))
+            self.calls.visible = self.calls.visible or bool(self._machine.groups.abandoned)
             raise
         finally:
             if gradients:
@@ -365,7 +363,13 @@ class Executor:
         with self.calls.turn(self.program.name):
             if self.watchdog is not None and self.watchdog.disturbed:
                 self._resume()
-            plan = self._choose(cache_key(inputs), inputs, places=True)
+            try:
+                plan = self._choose(cache_key(inputs), inputs, places=True)
+            except HostIRError:
+                raise
+            except BaseException as problem:
+                self._interrupted(problem)
+                raise
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
             # The call may be on another stream than this one, to which a new plan issues copies.
@@ -446,6 +450,18 @@ class Executor:
             groups.renew(self.timeout)
             self._renew()
         return failure
+
+    def _interrupted(self, problem: BaseException) -> None:
+        """Report to the other ranks, which may run this call, that it has ended here by no error of its own."""
+        calls, groups = self.calls, self._machine.groups
+        if calls.broken or not calls.visible:
+            return
+        what = f"rank {self.rank} was interrupted in @{self.program.name} by {type(problem).__name__}"
+        if groups.broken:  # its threads may still run
+            calls.end(what)
+            return
+        groups.abandoned = groups.abandoned or what
+        self._blamed(error(what))
 
     def _resume(self) -> None:
         """Go on after a failure on some rank; if a call was abandoned, raise or, once all have raised, begin anew."""

@@ -1,0 +1,110 @@
+"""Programs of two gloo ranks with a call that one of them leaves midway; the arguments name one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import hostir as hi
+from hostir.job.session import joined
+from hostir.machines.gloo.machine import GlooPlan
+from hostir.plan.operations import CALLER
+from tests.job.misaligned_calls import GATHER, PUT, RANK, gathered, rows
+
+PROMPT = 6.0  # seconds; HOSTIR_TIMEOUT is 20
+
+
+def said(call: Callable[[], object]) -> str:
+    """Return the message that a call raises long before the timeout."""
+    begun = time.monotonic()
+    with pytest.raises(hi.HostIRError) as raised:
+        call()
+    assert time.monotonic() - begun < PROMPT, raised.value
+    return str(raised.value)
+
+
+def check(executor: hi.Executor, m: int = 8) -> None:
+    (y,) = executor(rows(m))
+    assert torch.equal(y, gathered(m)), y
+
+
+def called(text: str) -> hi.Executor:
+    """Return an executor that all ranks have called once; no rank is in a call."""
+    executor = hi.Executor(hi.parse(text), check=False)  # without a proof, ranks meet for each new size
+    check(executor)
+    joined().exchange("no rank is in a call", "")
+    return executor
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(executor: hi.Executor) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        executor(rows(8))
+
+
+def plan_of(executor: hi.Executor) -> GlooPlan:
+    assert executor.latest is not None
+    assert isinstance(executor.latest.plan, GlooPlan)
+    return executor.latest.plan
+
+
+def insert(executor: hi.Executor, step: Callable[[], object]) -> None:
+    """Let the caller's lane begin with another step."""
+    lane = plan_of(executor).lanes[CALLER]
+    lane.steps.insert(0, step)
+    lane.ops.insert(0, lane.ops[0])
+    lane.waits.insert(0, lane.waits[0])
+
+
+INTERRUPTED = "rank 1 was interrupted in @{} by KeyboardInterrupt"
+
+
+def interrupted_where_it_waits_for_its_threads(name: str, text: str) -> None:
+    """What its threads have begun cannot be taken back: no rank makes another call."""
+    executor = called(text)
+    if RANK == 1:
+        vars(plan_of(executor))["execute"] = interrupt
+        interrupted(executor)
+    else:
+        assert INTERRUPTED.format(name) in said(lambda: executor(rows(8)))
+    assert INTERRUPTED.format(name) in said(lambda: executor(rows(8)))
+
+
+def interrupted_in_a_step(name: str, text: str) -> None:
+    """The calls of all ranks go on."""
+    executor = called(text)
+    if RANK == 1:
+        insert(executor, interrupt)
+        interrupted(executor)
+    else:
+        assert INTERRUPTED.format(name) in said(lambda: executor(rows(8)))
+    check(executor)
+
+
+def interrupted_where_ranks_meet(name: str, text: str) -> None:
+    """Rank 1 is interrupted in calls of new sizes, which it has posted; the calls of all ranks go on."""
+    executor = called(text)
+    for m, call in ((12, executor), (16, executor.places)):
+        if RANK == 1:
+            vars(joined().meetings)["meet"] = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                call(rows(m))
+            del vars(joined().meetings)["meet"]
+        else:
+            assert INTERRUPTED.format(name) in said(lambda: call(rows(m)))  # noqa: B023
+        check(executor, m)
+
+
+PROGRAMS = {"ag": GATHER, "put": PUT}
+
+if __name__ == "__main__":
+    case, *names = sys.argv[1:]
+    globals()[case](*[argument for name in names for argument in (name, PROGRAMS[name])])
+    print(f"PASS {case} {RANK}", flush=True)

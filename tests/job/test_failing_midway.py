@@ -1,0 +1,31 @@
+"""A rank that leaves a call midway, for whatever reason, keeps no other rank waiting.
+
+The ranks run tests/job/midway_cases.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.call.test_torchrun import passed
+from tests.launch import environment, launch
+
+SCRIPT = Path(__file__).with_name("midway_cases.py")
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
+
+
+def run(case: str, *names: str) -> None:
+    job = launch(2, str(SCRIPT), case, *names, env=environment(HOSTIR_TIMEOUT="20"), timeout=100)
+    assert passed(job.stdout) == {(case, rank) for rank in range(2)}, job.stderr
+    assert not job.returncode, job.stderr
+
+
+@pytest.mark.parametrize("program", ["ag", "put"])
+@pytest.mark.parametrize(
+    "case",
+    ["interrupted_where_it_waits_for_its_threads", "interrupted_in_a_step", "interrupted_where_ranks_meet"],
+)
+def test_peers_hear_at_once_of_an_interrupted_call(case: str, program: str) -> None:
+    run(case, program)
