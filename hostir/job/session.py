@@ -227,7 +227,8 @@ class Session:
     def renew(self) -> None:
         """Meet all ranks, and give what they share its first state again; each has raised because of the same call.
 
-        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls.
+        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls. After any
+        other exception no rank makes more calls.
         """
         if broken := self.groups.broken:
             raise error(f"rank {self.rank} makes no more calls: {broken}", hint=ANEW)
@@ -244,11 +245,15 @@ class Session:
                 memory.meetings = numbers[2]
             self.watchdog.renewed()  # first: from then on, a thread that looks sees no lost call
             self.groups.renew(min(self.timeout, TIMEOUT.get()))
+            for member in list(self.members):
+                member._renew()
         except HostIRError as problem:
             self.groups.broken = self.groups.broken or headline(problem)
             raise
-        for member in list(self.members):
-            member._renew()
+        except BaseException as problem:  # what the ranks share is renewed in part
+            why = f"{type(problem).__name__}{': ' * bool(str(problem))}{problem}"
+            self.calls.end(f"rank {self.rank} did not begin anew after a call that ended midway: {why}")
+            raise
         LOG.info("renewed what the ranks share, after a call that ended midway")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:

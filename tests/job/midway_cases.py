@@ -40,7 +40,7 @@ def called(text: str) -> hi.Executor:
     return executor
 
 
-def interrupt(*_: object) -> None:
+def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -102,9 +102,36 @@ def interrupted_where_ranks_meet(name: str, text: str) -> None:
         check(executor, m)
 
 
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def renewals_that_fail(name: str, text: str, where: str, why: str) -> None:
+    """Rank 1 does not end its renewal: no rank makes another call, and each says why."""
+    executor = called(text)
+    if RANK == 1:
+        insert(executor, fail)
+    assert "RuntimeError: out of memory" in said(lambda: executor(rows(8)))
+    joined().exchange("all ranks have raised", "")
+    expected = f"rank 1 did not begin anew after a call that ended midway: {why}"
+    if RANK == 1:
+        failure, at = RENEWALS[where]
+        vars(at(executor))[where] = failure
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            executor(rows(8))
+        del vars(at(executor))[where]
+    for _ in range(2):
+        assert expected in said(lambda: executor(rows(8)))
+
+
+RENEWALS: dict[str, tuple[Callable[..., None], Callable[[hi.Executor], object]]] = {
+    "exchange": (interrupt, lambda executor: joined()),
+    "prepare": (fail, lambda executor: joined().groups.memory),
+    "_renew": (interrupt, lambda executor: executor),
+}
 PROGRAMS = {"ag": GATHER, "put": PUT}
 
 if __name__ == "__main__":
-    case, *names = sys.argv[1:]
-    globals()[case](*[argument for name in names for argument in (name, PROGRAMS[name])])
+    case, name, *arguments = sys.argv[1:]
+    globals()[case](name, PROGRAMS[name], *arguments)
     print(f"PASS {case} {RANK}", flush=True)

@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).with_name("midway_cases.py")
 pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(120)]
 
 
-def run(case: str, *names: str) -> None:
-    job = launch(2, str(SCRIPT), case, *names, env=environment(HOSTIR_TIMEOUT="20"), timeout=100)
+def run(case: str, *arguments: str) -> None:
+    job = launch(2, str(SCRIPT), case, *arguments, env=environment(HOSTIR_TIMEOUT="20"), timeout=100)
     assert passed(job.stdout) == {(case, rank) for rank in range(2)}, job.stderr
     assert not job.returncode, job.stderr
 
@@ -29,3 +29,11 @@ def run(case: str, *names: str) -> None:
 )
 def test_peers_hear_at_once_of_an_interrupted_call(case: str, program: str) -> None:
     run(case, program)
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [("exchange", "KeyboardInterrupt"), ("prepare", "RuntimeError: out of memory"), ("_renew", "KeyboardInterrupt")],
+)
+def test_no_rank_makes_more_calls_once_one_has_not_renewed_what_they_share(where: str, why: str) -> None:
+    run("renewals_that_fail", "put", where, why)
