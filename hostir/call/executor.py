@@ -42,7 +42,8 @@ from hostir.ir.source import HostIRError, amount, check_known, described, error,
 from hostir.job.agreement import Agreement
 from hostir.job.groups import Groups
 from hostir.job.guest import session_of
-from hostir.job.links import MisalignedError
+from hostir.job.links import AlikeError, MisalignedError, headline
+from hostir.job.offers import KindOfSizes
 from hostir.job.session import Session, forked_from, launched
 from hostir.job.symmetric import shares_memory
 from hostir.job.watchdog import LAST_WORDS, Watchdog
@@ -456,7 +457,7 @@ class Executor:
         calls, groups = self.calls, self._machine.groups
         if calls.broken or not calls.visible:
             return
-        what = f"rank {self.rank} was interrupted in @{self.program.name} by {type(problem).__name__}"
+        what = f"rank {self.rank} was interrupted in @{self.program.name} by {headline(problem)}"
         if groups.broken:  # its threads may still run
             calls.end(what)
             return
@@ -636,14 +637,29 @@ class Executor:
         self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
         self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
-        shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
+        if waited_for := self._communicates and self.session is not None and self.session.size > 1:
+            self.calls.visible = True  # the others ask this rank nothing more
+        try:
+            return self._plan(unrolled, kind if proof is not None and proof.resizable else None, inputs)
+        except (AlikeError, MisalignedError):
+            raise
+        except HostIRError as failure:
+            groups = machine.groups
+            if not waited_for or groups.abandoned:  # which the others know
+                raise
+            groups.abandoned = headline(failure)
+            raise self._blamed(failure) from failure.__cause__
+
+    def _plan(self, unrolled: UnrolledProgram, kind: KindOfSizes, inputs: Sequence[Part]) -> Plan:
+        """Bind an unrolled program to this rank's machine; `kind`: of the sizes that share its symmetric memory."""
         if self._order is not None:
             self._order.follow()  # the plan writes tables where dropped plans had theirs, which calls may still read
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
+            machine = self._machine
             if isinstance(machine, GlooMachine):
-                return machine.plan(unrolled, self.trace, *shared)
+                return machine.plan(unrolled, self.trace, kind, self.symmetric_limit)
             timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
-            return machine.plan(unrolled, timeline, *shared, inputs)
+            return machine.plan(unrolled, timeline, kind, self.symmetric_limit, inputs)
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
         """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""

@@ -171,7 +171,7 @@ class Agreement:
         if broken := self.session.groups.broken:
             raise error(f"@{self.program.name} cannot run: {broken}", hint=ANEW)
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
-        self.calls.visible = True
+        self.calls.visible = self.session.size > 1
         meetings, what = self.session.meetings, f"rank {self.session.rank} does not run @{self.program.name}"
         call, self.failed = self._counted(self.of(sizes)), (self._made(), self._tries() + 1)
         while True:

@@ -251,8 +251,7 @@ class Session:
             self.groups.broken = self.groups.broken or headline(problem)
             raise
         except BaseException as problem:  # what the ranks share is renewed in part
-            why = f"{type(problem).__name__}{': ' * bool(str(problem))}{problem}"
-            self.calls.end(f"rank {self.rank} did not begin anew after a call that ended midway: {why}")
+            self.calls.end(f"rank {self.rank} did not begin anew after a call that ended midway: {headline(problem)}")
             raise
         LOG.info("renewed what the ranks share, after a call that ended midway")
 

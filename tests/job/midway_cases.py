@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hostir as hi
+from hostir.ir.source import error
 from hostir.job.session import joined
 from hostir.machines.gloo.machine import GlooPlan
 from hostir.plan.operations import CALLER
@@ -104,6 +105,26 @@ def interrupted_where_ranks_meet(name: str, text: str) -> None:
 
 def fail(*_: object, **__: object) -> None:
     raise RuntimeError("out of memory")
+
+
+def plans_that_fail(name: str, text: str, why: str) -> None:
+    """Rank 1 has no plan for new sizes, which rank 0 runs; the calls of all ranks go on."""
+    executor = called(text)
+    machine = executor._machine
+    for m in (12, 16):
+        executor._compare = executor._agreement.compare = m == 12  # else as on CUDA
+        if RANK == 1:
+            vars(machine)["plan"] = refuse if why == "HostIRError" else fail
+            with pytest.raises(hi.HostIRError if why == "HostIRError" else RuntimeError, match="out of memory"):
+                executor(rows(m))
+            del vars(machine)["plan"]
+        else:
+            assert "out of memory" in said(lambda: executor(rows(m)))  # noqa: B023
+        check(executor, m)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise error("out of memory")
 
 
 def renewals_that_fail(name: str, text: str, where: str, why: str) -> None:

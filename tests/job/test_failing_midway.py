@@ -37,3 +37,9 @@ def test_peers_hear_at_once_of_an_interrupted_call(case: str, program: str) -> N
 )
 def test_no_rank_makes_more_calls_once_one_has_not_renewed_what_they_share(where: str, why: str) -> None:
     run("renewals_that_fail", "put", where, why)
+
+
+@pytest.mark.parametrize("program", ["ag", "put"])
+@pytest.mark.parametrize("why", ["HostIRError", "RuntimeError"])
+def test_peers_hear_at_once_of_a_plan_that_fails(why: str, program: str) -> None:
+    run("plans_that_fail", program, why)
