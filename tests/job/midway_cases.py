@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +106,25 @@ def interrupted_where_ranks_meet(name: str, text: str) -> None:
         check(executor, m)
 
 
+def interrupted_once_ranks_have_met(name: str, text: str) -> None:
+    """Rank 1 is interrupted in the first call of an executor, to which rank 0 has given its number."""
+    called(text)
+    executor, meetings = hi.Executor(hi.parse(text)), joined().meetings
+    meet = meetings.meet
+    if RANK == 1:
+
+        def meet_and_stop(*arguments: Any) -> None:
+            meet(*arguments)
+            interrupt()
+
+        vars(meetings)["meet"] = meet_and_stop
+        interrupted(executor)
+        del vars(meetings)["meet"]
+    else:
+        assert INTERRUPTED.format(name) in said(lambda: executor(rows(8)))
+    check(executor)
+
+
 def fail(*_: object, **__: object) -> None:
     raise RuntimeError("out of memory")
 
@@ -143,6 +165,25 @@ def renewals_that_fail(name: str, text: str, where: str, why: str) -> None:
         del vars(at(executor))[where]
     for _ in range(2):
         assert expected in said(lambda: executor(rows(8)))
+
+
+def renewals_leave_nothing_behind(name: str, text: str) -> None:
+    executor = called(text)
+
+    def after_renewals(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            if RANK == 1:
+                insert(executor, fail)
+            assert "out of memory" in said(lambda: executor(rows(8)))
+            check(executor)
+            joined().exchange("no rank is in a call", "")
+        gc.collect()  # errors and the frames that they refer to are cycles
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    files, threads = after_renewals(2)
+    more_files, more_threads = after_renewals(8)
+    assert more_files < files + 8, (files, more_files)  # less than one for each renewal
+    assert more_threads < threads + 8, (threads, more_threads)
 
 
 RENEWALS: dict[str, tuple[Callable[..., None], Callable[[hi.Executor], object]]] = {

@@ -25,7 +25,11 @@ def run(case: str, *arguments: str) -> None:
 @pytest.mark.parametrize("program", ["ag", "put"])
 @pytest.mark.parametrize(
     "case",
-    ["interrupted_where_it_waits_for_its_threads", "interrupted_in_a_step", "interrupted_where_ranks_meet"],
+    [
+        "interrupted_where_it_waits_for_its_threads",
+        "interrupted_in_a_step",
+        "interrupted_where_ranks_meet",
+    ],
 )
 def test_peers_hear_at_once_of_an_interrupted_call(case: str, program: str) -> None:
     run(case, program)
@@ -43,3 +47,7 @@ def test_no_rank_makes_more_calls_once_one_has_not_renewed_what_they_share(where
 @pytest.mark.parametrize("why", ["HostIRError", "RuntimeError"])
 def test_peers_hear_at_once_of_a_plan_that_fails(why: str, program: str) -> None:
     run("plans_that_fail", program, why)
+
+
+def test_process_groups_of_before_a_renewal_leave_no_connections_or_threads() -> None:
+    run("renewals_leave_nothing_behind", "ag")
