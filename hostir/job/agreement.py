@@ -137,6 +137,7 @@ class Agreement:
     def restart(self) -> None:
         """Agree anew on calls of every kind, as all ranks do."""
         self.agreed.clear()
+        self.call = replace(self.call, executor=None)  # some ranks may have ended its first call, and others not
         self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:

@@ -29,6 +29,7 @@ def run(case: str, *arguments: str) -> None:
         "interrupted_where_it_waits_for_its_threads",
         "interrupted_in_a_step",
         "interrupted_where_ranks_meet",
+        "interrupted_once_ranks_have_met",
     ],
 )
 def test_peers_hear_at_once_of_an_interrupted_call(case: str, program: str) -> None:
