@@ -134,7 +134,7 @@ class Calls:
         store: a store that the ranks share; None for a rank alone.
         rank, ranks: this rank, and all of the team.
         timeout: seconds to wait for what another rank must do first.
-        check: raises, while this rank waits at a place, if another is lost.
+        check: raises, while this rank waits at a place, if another is lost or has abandoned a call.
         report: tells all ranks why one may run a call that another does not make; returns the first such report.
 
     Fields:

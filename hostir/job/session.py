@@ -133,7 +133,7 @@ class Session:
         teams.set_timeout(patience)
         self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
         report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # there is no watchdog yet
-        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check, report)
+        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check_following, report)
         self.meetings = Meetings(self)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
         self.first_store = self.store
@@ -201,6 +201,12 @@ class Session:
             return
         if self.watchdog.misaligned:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
+
+    def check_following(self, where: str) -> None:
+        """Raise as `check`, and if another rank has abandoned a call: it does not follow this rank's calls."""
+        if self.has_lost_call:
+            raise self.lost_call()
+        self.check(where)
 
     # Calls that end midway --------------------------------------------------------------------------------------------
     # After a rank has abandoned a call, all ranks raise once. At their next calls they renew their shared state.

@@ -14,10 +14,11 @@ import torch
 
 import hostir as hi
 from hostir.ir.source import error
+from hostir.job.calls import SLOTS
 from hostir.job.session import joined
 from hostir.machines.gloo.machine import GlooPlan
 from hostir.plan.operations import CALLER
-from tests.job.misaligned_calls import GATHER, PUT, RANK, gathered, rows
+from tests.job.misaligned_calls import GATHER, PUT, RANK, RELU, gathered, rows
 
 PROMPT = 6.0  # seconds; HOSTIR_TIMEOUT is 20
 
@@ -127,6 +128,31 @@ def interrupted_once_ranks_have_met(name: str, text: str) -> None:
 
 def fail(*_: object, **__: object) -> None:
     raise RuntimeError("out of memory")
+
+
+def a_rank_that_is_far_ahead_hears_of_a_call_that_ended_midway(name: str, text: str) -> None:
+    """Rank 0 waits until rank 1 follows, which fails at the end of a call that rank 0 has ended."""
+    alone, executor = hi.Executor(hi.parse(RELU)), called(text)
+    alone(rows(8))
+
+    def fail_later() -> None:
+        store = executor.calls.store
+        while int(store.get("turn/0")) < 2:
+            time.sleep(0.01)
+        fail()
+
+    def many_calls() -> None:
+        for _ in range(SLOTS):
+            alone(rows(8))
+
+    if RANK == 1:
+        lane = plan_of(executor).lanes[CALLER]
+        lane.add(lane.ops[-1], fail_later)
+        assert "out of memory" in said(lambda: executor(rows(8)))
+    else:
+        check(executor)
+        assert "a call ended midway on another rank" in said(many_calls)
+    check(executor)
 
 
 def plans_that_fail(name: str, text: str, why: str) -> None:

@@ -52,3 +52,7 @@ def test_peers_hear_at_once_of_a_plan_that_fails(why: str, program: str) -> None
 
 def test_process_groups_of_before_a_renewal_leave_no_connections_or_threads() -> None:
     run("renewals_leave_nothing_behind", "ag")
+
+
+def test_a_rank_that_waits_for_others_to_follow_hears_of_a_failed_call() -> None:
+    run("a_rank_that_is_far_ahead_hears_of_a_call_that_ended_midway", "put")
