@@ -453,7 +453,7 @@ class Executor:
         return failure
 
     def _interrupted(self, problem: BaseException) -> None:
-        """Report to the other ranks, which may run this call, that it has ended here by no error of its own."""
+        """Report to the other ranks, which may run this call, that an exception other than HostIRError has ended it."""
         calls, groups = self.calls, self._machine.groups
         if calls.broken or not calls.visible:
             return
