@@ -36,6 +36,7 @@ from hostir.ir.op import Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, bind_shape
+from hostir.job.links import AlikeError
 from hostir.job.offers import (
     BARRIERS,
     BufferInfo,
@@ -297,7 +298,7 @@ class SymmetricMemory:
         if larger and isinstance(made, HostIRError):
             made = self.made(unrolled, rooms)
         if isinstance(made, HostIRError):
-            raise made
+            raise AlikeError(*made.diagnostics)
         return made
 
     def made(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
