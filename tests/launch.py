@@ -212,7 +212,8 @@ def main() -> None:
     import torch.distributed.checkpoint  # noqa: F401
 
     import examples.patterns  # noqa: F401
-    import hostir.call.executor
+    import hostir.call.local
+    import hostir.call.rank
     import hostir.choice.measure
     import hostir.cli.run
     import hostir.kernels.reduce  # with Triton and the matmul

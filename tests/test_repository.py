@@ -82,7 +82,7 @@ def loaded_with(module: str, seen: dict[str, None]) -> dict[str, None]:
 
 def test_triton_is_imported_only_with_its_kernels() -> None:
     loaded: dict[str, None] = {}
-    for module in ("hostir.call.executor", "hostir.machines.cuda.machine", "hostir.choice", "hostir.torch"):
+    for module in ("hostir.call.rank", "hostir.machines.cuda.machine", "hostir.choice", "hostir.torch"):
         loaded = loaded_with(module, loaded)
     assert "torch" in loaded, "imports are not followed"
     assert "triton" not in loaded, [*loaded]

@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 
-from hostir.call.arguments import check_given, check_out_apart, sequence_of
+from hostir.call.arguments import check_given, check_local, check_out_apart, sequence_of, sizes_of
+from hostir.call.bound import untraced
+from hostir.call.executor import Executor
 from hostir.call.parts import shard
 from hostir.call.room import memory_for
 from hostir.call.sizes import bind_sizes, solve_sizes
+from hostir.call.started import Started
+from hostir.check import prove
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
 from hostir.ir.source import error
+from hostir.machines.binding import Part
 from hostir.machines.simulated.machine import KernelChoice, LocalMachine
 from hostir.machines.simulated.rank import Parts
 from hostir.machines.trace import Trace
+from hostir.plan.unroll import unroll
 
 Inputs = Sequence[torch.Tensor | Parts]  # of one call: whole tensors, or of each input what every rank holds
 
@@ -157,3 +163,43 @@ def _distribute(
         sizes = solve_sizes(program, [part[rank] for part in parts], sizes, rank=rank, device=device)
     program.check_sizes(sizes)
     return parts, sizes
+
+
+class LocalExecutor(Executor):
+    """An executor on simulated ranks."""
+
+    machine = "local"
+
+    @untraced
+    def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
+        check_local(self.program, self._written, inputs, self.sizes)
+        checked = self.check or self.symmetric_limit is not None
+        if checked and (bound := sizes_of(self.program, inputs, self.sizes)) is not None:
+            self._check_local(bound)
+        parts = run_local(
+            self.program, inputs, self.sizes, seed=self.seed, kernels=self.kernels, trace=self.trace, out=out
+        )
+        return tuple(parts)
+
+    @untraced
+    def start(self, *inputs: Any, out: Any = None) -> Started:
+        return Started(self(*inputs, out=out))
+
+    @untraced
+    def places(self, *inputs: Any) -> tuple[Part, ...]:
+        return tuple(None for _ in inputs)
+
+    @property
+    def graph_refusal(self) -> str | None:
+        return f"machine '{self.machine}' has no CUDA graphs"
+
+    @untraced
+    def synchronize(self) -> None:
+        """Return at once: a call has ended when it returns."""
+
+    def _check_local(self, sizes: Mapping[str, int]) -> None:
+        """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""
+        if self.check:
+            prove(self.program, sizes)
+        if self.symmetric_limit is not None:
+            self._check_limit(unroll(self.program, self.rank, sizes).memory[1], sizes)

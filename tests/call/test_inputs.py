@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hostir.call import arguments as inputs
-from hostir.call import executor as executors
+from hostir.call import rank as executors
 from hostir.call.executor import Executor, run
 from hostir.call.tensors import share_memory
 from hostir.ir.program import Program

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hostir.call import executor as executors
+from hostir.call import rank as executors
 from hostir.call.executor import Executor
 from hostir.ir import parse
 from hostir.ir.program import Program

@@ -18,6 +18,7 @@ from examples import patterns
 from hostir.call.executor import Executor
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
+from hostir.call.rank import RankExecutor
 from hostir.choice import cache, measure
 from hostir.choice.candidates import candidates_of
 from hostir.choice.choices import Candidate
@@ -88,15 +89,15 @@ def without_measurements_rank_0_warns_and_all_agree() -> None:
 def a_wrong_candidate_is_not_timed() -> None:
     job, program = joined("cpu"), fusion().program()
     programs = {Candidate(s, 1, "aten"): hi.lower(program, s, 2) for s in ("sequential", "ring", "fused")}
-    honest = Executor.__call__
+    honest = RankExecutor.__call__
 
-    def dishonest(self: Executor, *inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
+    def dishonest(self: RankExecutor, *inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
         outputs = honest(self, *inputs, **options)
         if RANK == 1 and "allocate_symmetric" in str(self.program) and "ready" not in str(self.program):
             outputs[0].view(-1)[0] += 30
         return outputs
 
-    with mock.patch.object(Executor, "__call__", dishonest):
+    with mock.patch.object(RankExecutor, "__call__", dishonest):
         entries = measure.measure(programs, {}, job, runs=1)
     by_strategy = {c.strategy: entry for c, entry in entries.items()}
     assert by_strategy["ring"].eager is None

@@ -43,9 +43,9 @@ def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **
 @contextlib.contextmanager
 def wrong_kernel() -> Iterator[None]:
     """Multiply the first row of rank 1's matmuls by 1.02."""
-    from hostir.call import executor
+    from hostir.call import rank
 
-    right = executor.kernel_table
+    right = rank.kernel_table
 
     def spoiled(*policy: str) -> Mapping[str, Any]:
         table = right(*policy)
@@ -56,7 +56,7 @@ def wrong_kernel() -> Iterator[None]:
 
         return {**table, "matmul": matmul}
 
-    with mock.patch.object(executor, "kernel_table", spoiled):
+    with mock.patch.object(rank, "kernel_table", spoiled):
         yield
 
 

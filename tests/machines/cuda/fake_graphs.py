@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hostir.call.executor import Executor
+from hostir.call.rank import RankExecutor
 from hostir.ir.program import Program
 from hostir.job.groups import Groups
 from hostir.kernels.table import kernel_table
@@ -163,5 +164,5 @@ def executor(p: Program, **options: Any) -> Executor:
     groups.made = {(0, 1): types.SimpleNamespace(_allgather_base=None)}
     machine = CudaMachine(CPU, p, kernels, groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_join", lambda self, *given: machine)
+        patch.setattr(RankExecutor, "_join", lambda self, *given: machine)
         return Executor(p, machine="cuda", **options)

@@ -316,7 +316,7 @@ def by_columns(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_plan_that_a_graph_of_the_caller_uses_outlives_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostir.call.executor.MAX_PLANS", 1)
+    monkeypatch.setattr("hostir.call.rank.MAX_PLANS", 1)
     e, (a, b) = executor(), inputs()
     e(a, b)
     plain = weakref.ref(e.latest.plan)

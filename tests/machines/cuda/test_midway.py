@@ -16,6 +16,7 @@ from hostir.call.executor import Executor
 from hostir.call.local import rehearse
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
+from hostir.call.rank import RankExecutor
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.job.groups import Groups
@@ -184,7 +185,7 @@ def test_a_rank_alone_begins_anew_at_once(gpus: Gpus, monkeypatch: pytest.Monkey
     made = hi.parse(ALONE)
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, {}))
     machine = CudaMachine(CPU, made, gpus.kernels(), Groups(0, CPU))
-    monkeypatch.setattr(Executor, "_join", lambda *_: machine)
+    monkeypatch.setattr(RankExecutor, "_join", lambda *_: machine)
     executor = Executor(made, machine="cuda", graphs=False)
     x = torch.randn(8)
     for k in range(20):

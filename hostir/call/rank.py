@@ -1,0 +1,552 @@
+"""Run host programs on this process's rank: bind calls, agree with other ranks, plan, issue, and recover."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from hostir.call.arguments import (
+    TensorsKey,
+    addresses,
+    cache_key,
+    check_apart,
+    check_out,
+    refuse_gradients,
+    sequence_of,
+    unwritable,
+    warn_of_copies,
+)
+from hostir.call.bound import MAX_BOUND, BoundCall, Plan, untraced
+from hostir.call.executor import Executor
+from hostir.call.sizes import bind_sizes
+from hostir.call.started import SideStreams, Started
+from hostir.check import proof_of
+from hostir.ir.program import Program
+from hostir.ir.source import HostIRError, error, logger
+from hostir.job.agreement import Agreement
+from hostir.job.groups import Groups
+from hostir.job.guest import session_of
+from hostir.job.links import AlikeError, MisalignedError, headline
+from hostir.job.offers import KindOfSizes
+from hostir.job.session import Session, forked_from
+from hostir.job.symmetric import shares_memory
+from hostir.job.watchdog import LAST_WORDS
+from hostir.kernels.table import kernel_table
+from hostir.machines.binding import MAX_PLANS, Part, places
+from hostir.machines.cuda.graphs import Graphs
+from hostir.machines.cuda.machine import CudaMachine, CudaPlan
+from hostir.machines.cuda.streams import CallOrder, communication_order, queues
+from hostir.machines.cuda.timeline import Timeline
+from hostir.machines.gloo.machine import GlooMachine, GlooPlan
+from hostir.machines.trace import Trace
+from hostir.plan.operations import NONE
+from hostir.plan.unroll import message_teams_of, teams_of, unroll
+from hostir.plan.unrolled import UnrolledProgram
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LOG = logger(__name__)
+DEVICES = {"gloo": "cpu", "cuda": "cuda"}
+
+
+class RankExecutor(Executor):
+    """An executor on this process's rank, of a job, of a process group, or alone."""
+
+    @untraced
+    def __init__(
+        self,
+        program: Program,
+        *,
+        machine: str | None = None,
+        group: ProcessGroup | DeviceMesh | str | None = None,
+        trace: Trace | None = None,
+        timeout: float | None = None,
+        graphs: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(program, machine=machine, group=group, trace=trace, timeout=timeout, graphs=graphs, **options)
+        self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # the latest used last
+        self._graphs: Graphs | None = None
+        self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
+        self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
+        self._side: SideStreams | None = None
+        self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
+        self._ended = ""  # the reason why it makes no more calls
+        self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
+        self._machine = self._join(machine, group, timeout)
+        self.calls = self._agreement.calls
+        self._compare = self._agreement.compare
+        self.machine = self._machine.name
+        self._process = os.getpid()
+        _with_threads.add(self)
+        if self.machine == "cuda":
+            self._side = SideStreams(self._machine.device)
+            if self._communicates:
+                self._order = communication_order(self._machine.device)
+            if graphs and trace is None:
+                self._graphs = self._make_graphs()
+
+    def _join(self, machine: str | None, group: object, timeout: float | None) -> CudaMachine | GlooMachine:
+        """Join the group or the job, if there is one, and create this rank's machine; raise if it has too few ranks."""
+        size = 1
+        device = torch.device("cpu" if machine == "gloo" else "cuda")
+        self.session = session_of(group, DEVICES[machine] if machine else None)
+        if self.session is not None:
+            self.session.members.add(self)
+            if group is not None and timeout is None:
+                self.timeout = self.session.timeout
+            self.watchdog, self.rank, size = self.session.watchdog, self.session.rank, self.session.size
+            device = self.session.device
+        elif device.type == "cuda":
+            if not torch.cuda.is_available():
+                hint = "machine='gloo' and machine='local' need none"
+                raise error(
+                    "machine='cuda', and there is no CUDA GPU here", expected="a GPU that torch sees", hint=hint
+                )
+            device = torch.device("cuda", torch.cuda.current_device())
+        if size < self.program.ranks:
+            hint = f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated"
+            raise error(
+                f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
+                hint=hint if group is None else "the ranks of a program are those of its group",
+            )
+        table = kernel_table(self.kernels, device.type)
+        groups = self.session.groups if self.session else Groups(0, device)
+        # The agreement refers to no executor. So an executor is destroyed with its last reference, without the garbage
+        # collector: its graphs must not be destroyed at some point within a capture.
+        compare = self.compare_calls or device.type == "cpu"
+        self._agreement = Agreement(self.session, self.program, self.kernels, compare)
+        if device.type == "cuda":
+            return CudaMachine(device, self.program, table, groups)
+        return GlooMachine(self.program.streams, table, groups)
+
+    def _make_graphs(self) -> Graphs:
+        name = self.program.name
+        if self.session is None:
+            return Graphs(self._machine.device, name, self.bound)
+        return Graphs(self._machine.device, name, self.bound, partial(self.session.first, f"no graphs of @{name}"))
+
+    @untraced
+    def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
+        # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. The last one reads the words to
+        # which kernels report timeouts, orders the call after the last one, and calls Graphs.launch or CudaPlan.run.
+        calls, thread = self.calls, threading.current_thread()
+        entered = calls.entered
+        if (other := calls.inside) is not None:
+            calls.refuse_overlap(self.program.name, other)
+        with calls.lock:
+            calls.enter(thread, entered, self.program.name)
+            try:
+                return self._call(inputs, out)
+            except HostIRError:
+                raise
+            except BaseException as problem:
+                self._interrupted(problem)
+                raise
+            finally:
+                calls.inside = None
+
+    @untraced
+    def start(self, *inputs: Any, out: Any = None) -> Started:
+        if self._side is None:
+            return Started(self(*inputs, out=out))
+        self._refuse_elsewhere()
+        return self._side.start(self, inputs, out)
+
+    def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        """Run the program once on this rank's machine; the caller holds the lock of the calls."""
+        if self.watchdog is not None and self.watchdog.disturbed:
+            self._resume()
+        given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        call = self.latest
+        if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
+            call = self._bind(inputs, out)
+        elif self._compare:
+            self._agreement.begin(call.plan.unrolled.sizes, planned=True)
+        gradients = torch.is_grad_enabled()
+        try:
+            if gradients:
+                torch._C._set_grad_enabled(False)  # torch.no_grad() would take 1 us longer
+            outputs = self._issue(call, inputs, given)
+        except HostIRError as failure:
+            raise self._blamed(failure) from failure.__cause__
+        except BaseException:
+            self.calls.visible = self.calls.visible or bool(self._machine.groups.abandoned)
+            raise
+        finally:
+            if gradients:
+                torch._C._set_grad_enabled(True)
+        self._agreement.made += 1
+        if not self._compare:
+            self.calls.went(call.kind)
+        return outputs
+
+    def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
+        """Run a call on CPU; on CUDA issue it: as one graph, or statement by statement, always so in a capture."""
+        plan, watchdog = call.plan, self.watchdog
+        if isinstance(plan, GlooPlan):
+            if watchdog is not None:
+                watchdog.observe(plan)
+            return plan.run(inputs, given)
+        if (problem := plan.problem()) is not None:
+            raise self._noted(problem)
+        graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
+        if watchdog is not None and (plan is not watchdog.plan or watchdog.replaced):
+            watchdog.observe(plan, capturing)
+        if capturing:
+            self._captured.add(plan)
+            graphs = None
+            if plan.memory is not None:
+                plan.memory.captured.add(plan)
+            if self._communicates:
+                communication_order(self._machine.device).follow_in_capture()
+        elif self._order is not None:
+            self._order.follow()
+        if call.graph is not None and graphs is not None and given is not None and graphs.replay(call):
+            return given
+        if graphs is not None and given is not None and graphs.capture_when_due(call, inputs, given):
+            return given
+        outputs = plan.run(inputs, given, capturing)
+        if plan.timeline is not None:
+            plan.timeline.collect()
+        return outputs
+
+    @untraced
+    def places(self, *inputs: Any) -> tuple[Part, ...]:
+        with self.calls.turn(self.program.name):
+            if self.watchdog is not None and self.watchdog.disturbed:
+                self._resume()
+            try:
+                plan = self._choose(cache_key(inputs), inputs, places=True)
+            except HostIRError:
+                raise
+            except BaseException as problem:
+                self._interrupted(problem)
+                raise
+            if plan.memory is not None:
+                plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
+            # The call may be on another stream than this one, to which a new plan issues copies.
+            if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._machine.device).synchronize()
+        found = places(plan.unrolled, plan.memory)
+        return tuple(None if register == NONE else plan.registers[register] for register in found)
+
+    @property
+    def graph_refusal(self) -> str | None:
+        if self._graphs is not None:
+            plan = self.latest.plan if self.latest is not None else None
+            return self._graphs.refusal or (isinstance(plan, CudaPlan) and plan.eager_only) or None
+        if self.machine != "cuda":
+            return f"machine '{self.machine}' has no CUDA graphs"
+        return "its statements are traced" if self.trace is not None else "graphs=False"
+
+    @untraced
+    def synchronize(self) -> None:
+        if self.machine != "cuda":
+            return
+        reached = torch.cuda.Event()
+        reached.record(torch.cuda.current_stream(self._machine.device))
+        started = self._side.last if self._side is not None else None
+        deadline = time.monotonic() + self.timeout
+        while not (reached.query() and (started is None or started.query())):
+            self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
+            dog = self.watchdog
+            if dog is not None and (dog.died is not None or dog.misaligned):  # what needs no more of a rank ends soon
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
+            if time.monotonic() > deadline:
+                if dog is not None and dog.misaligned:
+                    raise MisalignedError(dog.misaligned, f"on rank {self.rank}, the device is in @{self.program.name}")
+                raise self._blamed(self._noted(self._stuck()))
+            time.sleep(1e-4)
+        self._raise_problem()
+
+    def _raise_problem(self) -> None:
+        """Raise what the device has reported so far, and if a call was abandoned, which the device may wait for."""
+        if self.session is not None and self.session.has_lost_call:
+            raise self.session.lost_call()
+        if abandoned := self._machine.groups.abandoned:
+            what = f"@{self.program.name} cannot be waited for: {abandoned}"
+            raise error(what, hint="make the next call on all ranks: it begins anew")
+        plan = self.latest.plan if self.latest is not None else None
+        if isinstance(plan, CudaPlan) and (problem := plan.problem()) is not None:
+            raise self._blamed(self._noted(problem))
+
+    def _noted(self, late: HostIRError) -> HostIRError:
+        """Add to the error of a wait that took too long what else it may be due to."""
+        first, *others = late.diagnostics
+        notes = self.session.crossing() if self.session is not None else ()
+        return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
+
+    def _blamed(self, failure: HostIRError) -> HostIRError:
+        """Report a failure to the other ranks; return the error to raise. A rank alone renews its memory at once."""
+        groups = self._machine.groups
+        if self.watchdog is not None:
+            return self.watchdog.blame(failure, bool(groups.abandoned))
+        if groups.abandoned:
+            groups.renew(self.timeout)
+            self._renew()
+        return failure
+
+    def _interrupted(self, problem: BaseException) -> None:
+        """Report to the other ranks, which may run this call, that an exception other than HostIRError has ended it."""
+        calls, groups = self.calls, self._machine.groups
+        if calls.broken or not calls.visible:
+            return
+        what = f"rank {self.rank} was interrupted in @{self.program.name} by {headline(problem)}"
+        if groups.broken:  # its threads may still run
+            calls.end(what)
+            return
+        groups.abandoned = groups.abandoned or what
+        self._blamed(error(what))
+
+    def _resume(self) -> None:
+        """Go on after a failure on some rank; if a call was abandoned, raise or, once all have raised, begin anew."""
+        assert self.session is not None
+        assert self.watchdog is not None
+        self.calls.broken = self.calls.broken or self.watchdog.misaligned
+        self.calls.check_order()
+        self.watchdog.resume()
+        try:
+            self._begin_anew(self.session)
+        except BaseException:
+            self.watchdog.disturbed = True  # the next call comes here again
+            raise
+
+    def _begin_anew(self, session: Session) -> None:
+        """Raise for a call that another rank has abandoned, or if all ranks have raised, renew what they share."""
+        if session.has_lost_call:
+            raise session.lost_call()
+        if not (abandoned := self._machine.groups.abandoned):
+            return
+        if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
+            what = f"@{self.program.name} is captured after a call that ended midway: {abandoned}"
+            raise error(what, hint="make a call outside the capture first, on all ranks")
+        try:
+            session.renew()
+        except HostIRError as refused:
+            raise self._blamed(refused) from refused.__cause__
+
+    def _stuck(self) -> HostIRError:
+        plan = next(reversed(self.plans.values()), None)
+        late = f"the device has not finished @{self.program.name} after {self.timeout:g} s"
+        hint = "HOSTIR_TIMEOUT sets how many seconds it may take"
+        busy = []
+        if isinstance(plan, CudaPlan):
+            busy = [(op.place.statement.span, f"{plan.unrolled.describe(op)}: {what}") for op, what in plan.busy()]
+        if not busy:
+            return error(f"rank {self.rank}: {late}", hint=hint)
+        (span, first), *others = busy
+        return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
+
+    def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
+        """Begin the call on this rank, and return the bound call for these tensors; make one if it is missing."""
+        given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
+        where = addresses(tensors) if out is not None or self._written else None
+        name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
+        call = None if name is None or unwritable(given) else self.bound.pop(name, None)
+        if call is None or kind is None:
+            plan = self._choose(kind, inputs, out)
+            call = BoundCall(plan, tensors, where, self._agreement.call.digest)
+        else:
+            self._refuse_elsewhere()
+            self._agreement.begin(call.plan.unrolled.sizes, planned=True)
+            self.plans.pop(kind, None)
+            self.plans[kind] = call.plan
+        if out is not None and self._graphs is not None and self._order is None:
+            self._order = CallOrder(self._machine.device)  # graphs share their workspaces
+        if name is not None:
+            self.bound[name] = call
+        if len(self.bound) > MAX_BOUND:
+            self.bound.popitem(last=False)
+        if call.plan.memory is not None:
+            call.plan.memory.used = time.monotonic()
+        self.latest = call
+        return call
+
+    def _choose(self, kind: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
+        """Begin the call on this rank, and return the plan for inputs of this kind; make one if there is none."""
+        self._refuse_elsewhere()
+        plan = self.plans.get(kind) if kind is not None else None
+        if plan is None:
+            self._refuse_in_capture()
+            began, symmetric = time.perf_counter(), self._machine.symmetric
+            released = symmetric.released
+            try:
+                plan = self._make(inputs, out, places)
+            finally:
+                if symmetric.released != released:
+                    for member in [self] if self.session is None else list(self.session.members):
+                        member._drop_stale()
+            self._log(plan, time.perf_counter() - began)
+        else:
+            try:
+                self._check(plan.unrolled, inputs, out)
+            except HostIRError as refusal:
+                if self._compare:
+                    self._agreement.refuse(refusal)
+                raise
+            self._agreement.begin(plan.unrolled.sizes, planned=True, places=places)
+        if kind is not None:
+            self.plans.pop(kind, None)
+            self.plans[kind] = plan
+        if len(self.plans) > MAX_PLANS:
+            oldest = next(iter(self.plans.values()))
+            self._drop(lambda plan: plan is oldest)
+        return plan
+
+    def _drop(self, gone: Callable[[Plan], bool]) -> None:
+        """Drop the plans for which `gone` is true, and the calls that are bound to them."""
+        if self.latest is not None and gone(self.latest.plan):
+            self.latest = None
+        for kind in [kind for kind, plan in self.plans.items() if gone(plan)]:
+            del self.plans[kind]
+        for name in [name for name, call in self.bound.items() if gone(call.plan)]:
+            del self.bound[name]
+
+    def _drop_stale(self) -> None:
+        """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
+        self._drop(is_stale)
+
+    def _renew(self) -> None:
+        """Drop all plans, and agree anew on the next call of each kind: the ranks begin anew after a failure."""
+        self._end_plans()
+        self._agreement.restart()
+
+    def _leave(self, reason: str) -> None:
+        """Make no more calls, and refuse later ones for this reason. Drop the plans, which hold process groups."""
+        self._ended = reason
+        if self._graphs is not None:
+            self._graphs.release(reason)
+        self._end_plans()
+
+    def _end_plans(self) -> None:
+        """Drop all plans, and end the threads that run them on CPU."""
+        for plan in self.plans.values():
+            if isinstance(plan, GlooPlan):
+                plan.end()
+        self._drop(lambda plan: True)
+        if isinstance(self._machine, GlooMachine):
+            self._machine.end()
+
+    def _refuse_elsewhere(self) -> None:
+        """Raise in a forked child, and after the end of the session."""
+        if self._process != os.getpid():
+            raise forked_from(self.rank)
+        if self._ended:
+            raise error(
+                f"@{self.program.name} is called after the end of its session",
+                expected="calls within the session in which its executor was made",
+                hint="make another executor: it joins the open session, or opens a new one",
+            )
+
+    def _refuse_in_capture(self) -> None:
+        if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise error(
+                f"@{self.program.name} runs with these shapes for the first time inside a CUDA graph capture",
+                hint="call it once with tensors of the same shapes before the capture",
+            )
+
+    def _check(self, unrolled: UnrolledProgram, inputs: Sequence[Part], out: Any) -> None:
+        """Raise if tensors of a call share memory, or cannot hold the outputs. No rank has begun the call by then."""
+        check_apart(self.program, self._written, inputs)
+        if out is not None:
+            check_out(unrolled, sequence_of(out), inputs, self._machine.device)
+
+    def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
+        machine = self._machine
+        try:
+            sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
+            proof = proof_of(self.program, sizes) if self.check else None
+            if proof is not None:
+                self._refuse_shared_queues(sizes)
+            refuse_gradients(self.program, inputs)
+            unrolled = unroll(self.program, self.rank, sizes, inputs)
+            self._check_limit(unrolled.memory[1], sizes)
+            self._check(unrolled, inputs, out)
+        except HostIRError as refusal:
+            self._agreement.refuse(refusal)
+            raise
+        kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
+        self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
+        self._agreement.reach(sizes, kind)
+        warn_of_copies(unrolled)
+        if waited_for := self._communicates and self.session is not None and self.session.size > 1:
+            self.calls.visible = True  # the others ask this rank nothing more
+        try:
+            return self._plan(unrolled, kind if proof is not None and proof.resizable else None, inputs)
+        except (AlikeError, MisalignedError):
+            raise
+        except HostIRError as failure:
+            groups = machine.groups
+            if not waited_for or groups.abandoned:  # which the others know
+                raise
+            groups.abandoned = headline(failure)
+            raise self._blamed(failure) from failure.__cause__
+
+    def _plan(self, unrolled: UnrolledProgram, kind: KindOfSizes, inputs: Sequence[Part]) -> Plan:
+        """Bind an unrolled program to this rank's machine; `kind`: of the sizes that share its symmetric memory."""
+        if self._order is not None:
+            self._order.follow()  # the plan writes tables where dropped plans had theirs, which calls may still read
+        with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
+            machine = self._machine
+            if isinstance(machine, GlooMachine):
+                return machine.plan(unrolled, self.trace, kind, self.symmetric_limit)
+            timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
+            return machine.plan(unrolled, timeline, kind, self.symmetric_limit, inputs)
+
+    def _log(self, plan: Plan, seconds: float) -> None:
+        """Log a new plan, and why no CUDA graph of it is captured if that is so."""
+        if not LOG.isEnabledFor(logging.INFO):
+            return
+        unrolled, name = plan.unrolled, self.program.name
+        sizes = "".join(f" {size}={value}" for size, value in sorted(unrolled.sizes.items()))
+        allocated, symmetric = unrolled.memory
+        made = (
+            "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay, of %d in all"
+        )
+        total = self._machine.symmetric.bytes
+        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric, total)
+        if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
+            LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
+
+    def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
+        """Refuse a program that would deadlock because the device has fewer queues than it has streams."""
+        if self.machine == "cuda" and self.program.streams >= queues():  # the caller's stream needs one as well
+            from hostir.check.proof import shared_queues
+
+            if stuck := shared_queues(self.program, sizes):
+                raise HostIRError(*stuck)
+
+
+def is_stale(plan: Plan) -> bool:
+    """Whether a plan's symmetric memory was released to make room."""
+    return plan.memory is not None and plan.memory.gone
+
+
+_with_threads: weakref.WeakSet[RankExecutor] = (
+    weakref.WeakSet()
+)  # or with connections or a GPU: a forked child has none
+
+
+def _forked() -> None:
+    """Make the next call of each executor in a forked child take the slow path, which refuses it there."""
+    for executor in _with_threads:
+        executor.latest = None
+    for calls in {executor.calls for executor in _with_threads}:
+        calls.unlock()
+
+
+os.register_at_fork(after_in_child=_forked)
