@@ -24,8 +24,9 @@ from hostir.ir.op import Codec, Lit, Phase, Statement, Sync
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import Region
 from hostir.ir.source import Diagnostic, HostIRError, error
-from hostir.repair.insertions import Suggestions, for_handles, for_leaks, repairable
-from hostir.repair.places import Block, Edit, Edits, Outline, edited, names_stream, resets, with_callers_stream, without
+from hostir.repair.insertions import for_finding, for_handles, for_leaks, repairable
+from hostir.repair.places import Block, Edit, Edits, Outline, edited, names_stream, without
+from hostir.repair.streams import resets, with_callers_stream
 
 MAX_CANDIDATES = 250  # the most programs that one repair checks
 MAX_MORE_CANDIDATES = 12  # the most programs checked after the first one without findings
@@ -269,7 +270,7 @@ def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
         return
     findings = [f for f in candidate.findings if isinstance(f, Finding) and f.kind != "leak"]
     if first := next((f for f in findings if repairable(f, order)), None):
-        yield from Suggestions(outline, order).of(first)
+        yield from for_finding(first, outline, order)
 
 
 def _weight(finding: Diagnostic) -> int:
