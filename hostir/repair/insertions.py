@@ -14,7 +14,7 @@ from hostir.ir.host_ops import FreeBuffer, Wait
 from hostir.ir.op import Statement, Value
 from hostir.repair.missing import held_up
 from hostir.repair.places import Block, BodyPosition, Edit, Edits, Outline
-from hostir.repair.signals import barriers, unawaited_signals, unsent_signals
+from hostir.repair.ranks import barriers, unawaited_signals, unsent_signals
 from hostir.repair.streams import forks, joins, set_callers_stream, synchronizes
 
 REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
