@@ -271,7 +271,7 @@ def a_user_handler_stays_installed_after_the_session() -> None:
 def a_rank_is_busy_after_rank_0_has_ended() -> None:
     called_executor()
     if RANK:
-        time.sleep(8)  # rank 0 does not wait that long when it ends
+        time.sleep(8)  # longer than rank 0 waits at its end
 
 
 @case

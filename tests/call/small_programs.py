@@ -53,7 +53,7 @@ def pipeline(ranks: int = 2, streams: int = 2) -> Program:
 
 
 def alone(body: str, inputs: str = "%a: f32[4, 8], %b: f32[8, 5]", outputs: str = "%c", streams: int = 2) -> Program:
-    """A program of one rank."""
+    """Return a program of one rank."""
     return program(body, inputs, outputs, mesh="0", streams=streams)
 
 

@@ -1,4 +1,4 @@
-"""Calls of one rank: none after a call that only other ranks run, and none inside another call."""
+"""Refused calls: after a call that only other ranks run, and inside another call."""
 
 from __future__ import annotations
 

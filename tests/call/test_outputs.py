@@ -86,7 +86,7 @@ def test_the_kernel_writes_into_the_callers_tensor_without_a_copy() -> None:
     ],
     ids=["view", "view and whole", "twice", "input", "symmetric", "transposed"],
 )
-def test_outputs_of_every_kind_reach_the_callers_tensors(
+def test_views_inputs_and_symmetric_buffers_are_copied_into_the_callers_tensors(
     machine: str, body: str, outputs: str, exact: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> None:
     executor = Executor(alone(body, A, outputs), machine=machine)

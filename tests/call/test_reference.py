@@ -49,7 +49,7 @@ def test_the_declared_dtype_rounds_after_every_statement() -> None:
     torch.testing.assert_close(z, torch.nn.functional.silu(expected).float().sum(0).bfloat16(), rtol=0.02, atol=0.02)
 
 
-def test_a_fusion_allocates_what_it_computes() -> None:
+def test_the_reference_of_a_fusion_allocates_every_result() -> None:
     program = parse("""hostir 1
 mesh @mesh [didx] = 0 1
 fusion @f(%a: f32[(2@didx M/2), K], %w: f32[N, K], %bias: f32[N]) -> (%c, %d, %t) {

@@ -129,7 +129,7 @@ program @p(%a: bf16[(4@didx M/4), K], %b: bf16[K, N/2]) -> (%a) {
 """
 
 
-def test_sizes_follow_from_whole_tensors_and_from_parts() -> None:
+def test_sizes_follow_from_unsharded_tensors_and_from_shards() -> None:
     program = parse(SIZES)
     unsharded = [torch.zeros(8, 3, dtype=torch.bfloat16), torch.zeros(3, 5, dtype=torch.bfloat16)]
     part = [torch.zeros(2, 3, dtype=torch.bfloat16), unsharded[1]]

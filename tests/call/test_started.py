@@ -23,7 +23,7 @@ def test_every_wait_for_a_started_call_returns_the_outputs(machine: str) -> None
     outputs = started.wait()
     assert started.wait() is outputs
     torch.testing.assert_close(out, a @ b)
-    executor.start(*inputs)  # nobody waits for this call
+    executor.start(*inputs)  # no wait for this call
     (plain,) = executor(*inputs)
     torch.testing.assert_close(plain[0] if machine == "local" else plain, a @ b)
     with pytest.raises(HostIRError, match="given 1 input"):

@@ -194,7 +194,7 @@ program @late_message(%x: f32[{n}@didx, 8]) -> (%t, %g) streams 1 {{
 def pulled(mesh: str = RANKS, dtype: str = "bf16") -> Program:
     """Each slice's rows are copied to every rank, and one matmul takes the blocks as they arrive.
 
-    A barrier and the flags' epochs keep slices and calls apart; slices alternate between two buffers.
+    Each slice has its own part of the buffer. A barrier keeps calls apart, and the flags' epochs keep slices apart.
     """
     n = len(mesh.split())
     return parse(f"""hostir 1

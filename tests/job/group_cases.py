@@ -139,7 +139,7 @@ def ranks_call_groups_in_different_orders() -> None:
     tp, dp = grid()
     layers = [gather_layer(tp), sum_layer(dp)]
     for step in range(4):
-        for number in (0, 1) if RANK == 0 else (1, 0):  # no cycle: no rank that rank 0 waits for waits for rank 0
+        for number in (0, 1) if RANK == 0 else (1, 0):  # no cycle: rank 0 never waits for a rank that waits for rank 0
             layers[number].check(4, step)
 
 

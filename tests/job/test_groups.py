@@ -1,4 +1,4 @@
-"""Executors of process groups, on real processes: ranks outside a group are free, and a dead rank ends no process.
+"""Executors of process groups, on real processes: ranks outside a group need not call, and a dead rank ends no process.
 
 The ranks run tests/job/group_cases.py.
 """

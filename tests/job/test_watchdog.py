@@ -1,4 +1,4 @@
-"""The watchdog: which thread frees the plans that it observes, and runs that it ends because of other ranks."""
+"""The watchdog: it frees observed plans on the caller's thread, and ends runs that other ranks fail or do not make."""
 
 from __future__ import annotations
 

@@ -198,9 +198,8 @@ def test_a_missing_signal_that_needs_several_statements_is_not_restored() -> Non
 
 def test_a_repair_does_not_overwrite_unread_data() -> None:
     original = program("onesided/credits")
-    removed = next(
-        s for s in original.walk() if isinstance(s, WaitSignal)
-    )  # waits for the credit to fill a buffer again
+    # The wait for the credit to fill a buffer again.
+    removed = next(s for s in original.walk() if isinstance(s, WaitSignal))
     with pytest.raises(hi.HostIRError, match="no repair was found for this: race on %box"):
         repair(reparsed(original.with_body(without(original.body, [removed]))))
 
