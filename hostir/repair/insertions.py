@@ -40,7 +40,7 @@ def for_handles(outline: Outline) -> Iterator[Edits]:
 
 
 def _waits(handle: Value, place: BodyPosition, below: Block) -> Iterator[Edits]:
-    """Yield edits that wait for a handle: directly after `place`, and after each statement `below` that may be late."""
+    """Yield edits that wait for a handle: after `place`, and after each statement `below` that goes to a stream."""
     for n, s in enumerate((None, *below), place[-1] + 1):
         if s is None or not (s.on_host or s.awaited is not None):
             yield (Edit((*place[:-1], n), (Wait(handle=handle),)),)
@@ -94,7 +94,7 @@ def _issued(event: Event) -> tuple[int, int]:
 
 
 def _earlier_waits(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Move the wait for a communication: directly after it, or before the statement that uses its memory."""
+    """Yield edits that move the wait for a communication: directly after it, or before the use of its memory."""
     s = first.statement
     handle = s.started if s is not None else None
     if s is None or handle is None:
@@ -113,7 +113,7 @@ def _earlier_waits(outline: Outline, first: Event, second: Event) -> Iterator[Ed
 
 
 def _later_frees(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Move a free to the end of its block."""
+    """Yield edits that move a free to the end of its block."""
     for s in (first.statement, second.statement):
         if s is not None and s.freed is not None:
             place = outline.place(s)

@@ -14,7 +14,7 @@ from hostir.repair.streams import join, set_callers_stream
 
 
 def barriers(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Insert a barrier between the two events, at the ends of a loop around them, or at the end of the program."""
+    """Yield edits that insert a barrier between two events, at the ends of a loop around them, or at the end."""
     statements = [s for s in (first.statement, second.statement) if s is not None]
     for x, axis in dict.fromkeys((s.remote, s.peer_place[1]) for s in statements if s.remote and s.peer_place):
         for place in _barrier_places(outline, statements):
@@ -51,7 +51,7 @@ def _on_mesh_of(outline: Outline, x: Value, place: BodyPosition) -> Value | None
 
 
 def unawaited_signals(outline: Outline, order: Order, first: Event, second: Event) -> Iterator[Edits]:
-    """Make either event wait for a flag that is signalled already and that nothing waits for."""
+    """Yield edits that make either event wait for a flag that is already signalled and that nothing waits for."""
     users = [event.statement for event in (second, first) if event.statement is not None]
     missing = MissingFlags(outline, order)
     yield from missing.waits(users)
@@ -59,7 +59,7 @@ def unawaited_signals(outline: Outline, order: Order, first: Event, second: Even
 
 
 def unsent_signals(outline: Outline, order: Order, waiting: Event, deadlock: Sequence[Event] = ()) -> Iterator[Edits]:
-    """Add the signal that an event waits for; or remove its wait, or replace the wait by a barrier."""
+    """Yield edits that add the signal that an event waits for, remove its wait, or replace the wait by a barrier."""
     yield from MissingFlags(outline, order, deadlock).signals(waiting)
     s = waiting.statement
     if s is None or not s.flag_operands or not s.orders:

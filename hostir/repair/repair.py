@@ -300,7 +300,7 @@ def _check_phase(program: Program) -> None:
 
 
 def _without_unused(program: Program, before: Program) -> Program:
-    """Return the program without a `current_stream` that the repair inserted and nothing uses."""
+    """Return the program; remove the `current_stream` that the repair inserted if nothing uses it."""
     first = program.body[0]
     if not names_stream(first) or first in before.body:
         return program

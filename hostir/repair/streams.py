@@ -74,7 +74,7 @@ def _new_index(outline: Outline, place: BodyPosition) -> Value:
 
 
 def synchronizes(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Make the stream of the second event wait for the stream of the first."""
+    """Yield edits that make the stream of the second event wait for the stream of the first."""
     for place in _waiting_places(outline, second):
         for stream in _streams_after(outline, first, place):
             yield (Edit(place, (Synchronize(stream=stream),)),)
@@ -110,7 +110,7 @@ def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[
 
 
 def forks(outline: Outline, order: Order, second: Event) -> Iterator[Edits]:
-    """Make every pool stream wait for the caller's stream, or for a stream that waited for other ranks.
+    """Yield edits that make every pool stream wait for the caller's stream, or for one that waited for other ranks.
 
     The waits stand before the loop of the second event, or before the first loop.
     """
@@ -133,7 +133,7 @@ def _workers_that_wait(order: Order) -> list[int]:
 
 
 def joins(outline: Outline) -> Iterator[Edits]:
-    """Make the caller's stream wait for every pool stream at the end."""
+    """Yield edits that make the caller's stream wait for every pool stream at the end."""
     if not outline.program.streams:
         return
     for end in outline.ends():
