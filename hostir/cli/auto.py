@@ -1,4 +1,4 @@
-"""Choose for `--strategy auto`. This file stands alone because it loads torch, which most commands do not need."""
+"""Choose the strategy for `--strategy auto`, in a file of its own: it loads torch, which most commands do not need."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 
 
 def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
-    """Return the choice for a command: for `run`, the ranks that will run it choose; else it is as in `explain`.
+    """Return the choice of a strategy for a command.
 
-    No warning is issued for fallbacks: the caller prints them.
+    For `run`, choose for the ranks that will run the program; for other commands, choose as `explain` does. Do not warn
+    about fallbacks: the caller prints them.
     """
     if options.command == "run":
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
@@ -31,10 +32,9 @@ def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) ->
 
 
 def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
-    """Return the platform for a fusion.
+    """Return the platform to choose for: the machine that `machine` names, this machine, or the reference machine.
 
-    It is the machine that `machine` names. Without `machine` it is this machine, if it has enough GPUs, `device` names
-    its devices, or torchrun runs this process; else it is the reference machine.
+    Without `machine`, it is this machine if torchrun runs this process, `device` is given, or there are enough GPUs.
     """
     if machine is not None:
         hardware, ranks = parse_machine(machine)

@@ -40,7 +40,7 @@ def _is_numeric(cell: str) -> bool:
 
 
 def describe(choice: Choice) -> str:
-    """Return the full text of a choice: the candidate, the times of all candidates, the reasons of impossible ones."""
+    """Return the text of a choice: the candidate, the times of all candidates, and why others are impossible."""
     parts = [f"{choice}"]
     if choice.timings:
         parts += ["", _times(choice)]
@@ -53,7 +53,7 @@ def describe(choice: Choice) -> str:
 
 
 def describe_ranges(ranges: Ranges) -> str:
-    """Return the full text of ranges: a table with each range's candidate, and its time at one size of the range."""
+    """Return the text of ranges: a table with each range's candidate, and its time at one size of the range."""
     if len(ranges.free) > 1:
         return f"{ranges}\n\nbind all of them but one to see its ranges: --set {ranges.free[0]}=..."
     (name,) = ranges.free
@@ -65,6 +65,7 @@ def describe_ranges(ranges: Ranges) -> str:
 
 
 def _range_row(ranges: Ranges, row: Range) -> list[str]:
+    """Return the cells of one range."""
     choice, (name,) = row.choice, ranges.free
     last = "-" if row.last is None else str(row.last)
     size = ranges.representative({name: row.first})[name]
@@ -92,6 +93,7 @@ def _times(choice: Choice) -> str:
 
 
 def _row(timing: Timing, best: float) -> list[str]:
+    """Return the cells of one candidate's times. `best`: the time of the fastest candidate."""
     c = timing.candidate
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
     times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
@@ -99,6 +101,7 @@ def _row(timing: Timing, best: float) -> list[str]:
 
 
 def _us(time: float | None) -> str:
+    """Return a time in microseconds as text."""
     return "-" if time is None else f"{time:.1f}" if time < 100 else f"{time:.0f}"
 
 

@@ -1,7 +1,6 @@
-"""Read and write the texts of commands, and load programs from files.
+"""Read the files that commands name, load programs from them, and write results.
 
-A text is a file, a device, a pipe or, as `-`, standard input or output. A program is a fusion in a Python file, a text
-of hostir, or an nvFuser dump.
+`-` is standard input or output. A program is a fusion in a Python file, a text of hostir, or an nvFuser dump.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STDIN = (STANDARD, "/dev/stdin")
 
 
 def check_readable(file: str) -> None:
-    """Raise HostIRError for a file that does not exist, a folder, a device, or input that several ranks would share."""
+    """Raise HostIRError for a missing file, a folder, a device, or a pipe that several ranks would read."""
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     if file == STANDARD:
         if sys.stdin is None:
@@ -55,6 +54,7 @@ def check_readable(file: str) -> None:
 
 
 def _shared(file: str) -> Exception:
+    """Return the error for an input that can be read only once, in a job of several ranks."""
     return error(
         f"{file} can be read once, and every rank would read it", hint="write it to a file, and name that file"
     )
@@ -184,7 +184,7 @@ def _import(path: Path) -> ModuleType:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent))  # as `python FILE` does: the file may import its neighbours
+    sys.path.insert(0, str(path.parent))  # as `python FILE` does: the file may import other files of its folder
     try:
         spec.loader.exec_module(module)
     except HostIRError:

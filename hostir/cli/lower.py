@@ -1,4 +1,4 @@
-"""Run `hostir lower`: print the program of a fusion after a pass, as text, in nvFuser's form or as a graph."""
+"""Run `hostir lower`: lower a fusion, and print the program as text, in nvFuser's form or as a graph."""
 
 from __future__ import annotations
 
@@ -23,15 +23,8 @@ CALLER = "the caller's stream"
 COLORS = ("#ffffff", "#dbe9f6", "#fde4cf", "#dff0d8", "#efe0f5", "#fff3c4", "#d8f0ee", "#f6d9e0", "#e6e6e6")
 DATA, SYNCHRONIZATION, ORDER = "solid", "dashed", "dotted"  # the styles of edges
 ONE_SIDED = (PeerCopy, Signal, WaitSignal, Barrier)
-QUEUED = (
-    TensorOp,
-    Communication,
-    Message,
-    Wait,
-    Synchronize,
-    FreeBuffer,
-    *ONE_SIDED,
-)  # statements that a stream runs in order
+# Statements that a stream runs in order.
+QUEUED = (TensorOp, Communication, Message, Wait, Synchronize, FreeBuffer, *ONE_SIDED)
 
 
 def to_dot(program: Program) -> str:
@@ -40,7 +33,7 @@ def to_dot(program: Program) -> str:
 
 
 class _Drawing:
-    """Draws a program in one walk. It tracks the latest node of every name and every stream."""
+    """Draws a program in one walk. It keeps the latest node of every name and every stream."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -53,12 +46,12 @@ class _Drawing:
         self.signals: dict[str, list[str]] = {}  # by the name of an array of flags: the nodes that signal it
         self.stream = CALLER
         self.streams: dict[str, str] = {}  # by the name of a stream value: the name of the stream
-        self.last: dict[
-            str, list[str]
-        ] = {}  # by stream: its latest nodes; for the caller's stream, at first the inputs
+        # By stream: its latest nodes. For the caller's stream these are at first the inputs.
+        self.last: dict[str, list[str]] = {}
         self.colors = {CALLER: COLORS[0]}
 
     def lines(self) -> list[str]:
+        """Return the lines of the graph."""
         printer = Printer(self.program.phase, self.program.meshes)
         for value in self.program.inputs:
             self.makers[value.name] = self.node(f"{value}: {printer.type(value.tensor)}", "shape=ellipse")
@@ -87,12 +80,14 @@ class _Drawing:
                 self.statement(s)
 
     def frame(self, label: str, body: Iterable[Statement]) -> None:
+        """Draw a loop or a condition as a frame around its body."""
         look = f'label={_quoted(label)} fontname="monospace" fontsize=10'
         self.nodes.append(f"subgraph cluster_{len(self.nodes)} {{ {look}")
         self.block(body)
         self.nodes.append("}")
 
     def statement(self, s: Statement) -> None:
+        """Add the node of a statement, and its edges for synchronisation, data and order."""
         queued = isinstance(s, QUEUED)
         stream_line = f"\n{self.stream}" if queued and self.stream != CALLER else ""
         pool = "computed" if "%" in self.stream else self.stream
@@ -116,7 +111,7 @@ class _Drawing:
         self.record(s, node)
 
     def record(self, s: Statement, node: str) -> None:
-        """Record the node of a statement's tensors and handles. A communication's result belongs to its wait."""
+        """Record a statement's node as the maker of its results. A wait is the maker of its communication's result."""
         if isinstance(s, ViewStatement):
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
             self.makers[s.out.name] = node
@@ -128,12 +123,12 @@ class _Drawing:
             self.makers[value.name] = self.makers[self.roots.get(value.name, value.name)] = node
 
     def stream_name(self, stream: Expr) -> str:
-        """Return the name of a stream expression's stream, as far as the text shows it."""
+        """Return the name of a stream: of the stream that a value holds, or `stream` with the expression."""
         name = self.streams.get(stream.value.name) if isinstance(stream, Ref) else None
         return name or f"stream {stream}"
 
     def latest(self, stream: str) -> list[str]:
-        """Return the latest nodes of every stream that this may be: a computed index may be any stream of the pool."""
+        """Return the latest nodes of a stream. A computed index may be any stream of the pool: return nodes of all."""
         if stream == CALLER:
             return self.last[CALLER]
         possible = [other for other in self.last if other == stream or (other != CALLER and "%" in other + stream)]

@@ -40,7 +40,7 @@ def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Prog
 
 
 def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
-    """If the strategy is `auto`, replace it in `options` by the chosen one, and print the choice."""
+    """If the strategy is `auto`, replace it in `options` by the chosen strategy, and print the choice."""
     if options.strategy != AUTO:
         return
     from hostir.cli.auto import choice_for  # loads torch

@@ -114,7 +114,7 @@ def sections() -> dict[str, list[ReferenceEntry]]:
 
 
 def table() -> str:
-    """Return one line for each statement, for a terminal: its text in a host program, or else in a fusion."""
+    """Return one line for each statement, for a terminal. It has the statement's text in a host program if possible."""
     width = max(len(e.forms[-1][1]) for entries in sections().values() for e in entries)
     blocks = [
         "\n".join([title, *(f"  {e.forms[-1][1]:{width}}  {e.summary}" for e in entries)])

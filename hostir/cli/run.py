@@ -37,7 +37,7 @@ from hostir.machines.trace import TraceEvent as TraceEvent
 
 REFUSED = "not run: 'hostir check --fix' may repair it, and --no-check runs it all the same"
 COMPARING = 600.0  # seconds: the longest time that a rank waits for another rank's reference
-TOGETHER = 4  # the number of consecutive calls in one simulation; more would need more memory
+TOGETHER = 4  # the most consecutive calls in one simulation; more would need more memory
 Tensors = Sequence[torch.Tensor]
 
 
@@ -75,6 +75,7 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
 
 
 def _check_trace(path: str | None) -> None:
+    """Raise HostIRError if the name of the trace's file has another ending than .json and .svg."""
     if path and Path(path).suffix not in (".json", ".svg"):
         raise error(f"--trace {path}", expected="a file ending in .json (Perfetto) or .svg (picture)")
 
@@ -111,6 +112,7 @@ def _turns(turns: range, title: str, *, shown: bool = True) -> Iterable[int]:
 def _simulated(
     source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
 ) -> int:
+    """Run and compare on simulated ranks, several calls in one simulation; return the exit code."""
     kernels = knobs.KERNELS.get(options.kernels)
     worst: list[Comparison] = []
     problems: list[str] = []
@@ -337,6 +339,7 @@ def rehearsed(
 
 
 def _no_result(program: Program, refusal: HostIRError) -> HostIRError:
+    """Return the error for a program that simulated ranks cannot run as a reference."""
     first = refusal.diagnostics[0]
     return error(
         f"@{program.name} has no result on simulated ranks to compare with: {first.message}",

@@ -66,7 +66,7 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
 
 
 def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
-    """Return the case with every size that `hi.compile` chooses for; the case itself, if no size is free."""
+    """Bind a free size to each size that `hi.compile` chooses for; return the case itself if no size is free."""
     if not free_sizes(case.fusion, case.sizes):
         return [case]
     platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
@@ -99,6 +99,7 @@ def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[st
 
 
 def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
+    """Return the cells of a case: the fastest candidate, its time, the sequential time, and when they were measured."""
     sequential = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
     streams = str(choice.streams) if choice.streams > 1 else "-"
     return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", sequential, when]

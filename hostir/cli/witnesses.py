@@ -26,8 +26,7 @@ def witnesses(
     """Find runs that show findings. Return a seed and the problem of its run, by the index of the finding.
 
     `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats the run. A run shows a race if it hangs or
-    raises, or if its results are wrong and the second access came first. The result has no entry for findings that no
-    seed shows.
+    raises, or if its results are wrong and the second access came first. A finding that no seed shows has no entry.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
     if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:

@@ -1,11 +1,8 @@
-"""Signals and waits that are missing for a finding.
-
-Missing signals, missing waits, and missing `ready` clauses of kernels, with the index expressions that each needs.
+"""Suggest the signal, the wait or the `ready` clause of a kernel that is missing for a finding.
 
 A missing signal or wait can be restored without knowing its purpose. Waits without a signal, and signals without a
 wait, show the missing flags, epochs and ranks. An inserted statement has to signal, or wait for, exactly these epochs
-over all ranks and rounds. Candidates for its expressions come from the program's text and from the indices in scope;
-expressions that fit are kept.
+over all ranks and rounds. `PlaceExpressions` has the candidates for its expressions; those that fit are kept.
 """
 
 from __future__ import annotations
@@ -15,37 +12,22 @@ from itertools import product
 
 from hostir.check.ordering.order import Order
 from hostir.check.tracing.events import Event, Flag
-from hostir.check.tracing.tracer import Tracer
-from hostir.ir.machine import Frame
 from hostir.ir.onesided_ops import Signal, WaitSignal
-from hostir.ir.op import (
-    ZERO,
-    Bin,
-    Codec,
-    Expr,
-    FlagOperand,
-    Lit,
-    Phase,
-    Ref,
-    Statement,
-    Value,
-    expr_values,
-    rename_expr,
-)
+from hostir.ir.op import ZERO, Codec, Lit, Statement, Value
 from hostir.ir.sizes import Size
 from hostir.ir.sizes import product as size_product
-from hostir.ir.types import FLAG, Kind, TensorType
-from hostir.repair.places import Block, BodyPosition, Edit, Edits, Outline, issues
+from hostir.ir.types import FLAG, TensorType
+from hostir.repair.expressions import PlaceExpressions, RaisedSlot
+from hostir.repair.places import BodyPosition, Edit, Edits, Outline, issues
 
-RaisedSlot = tuple[int, int, int]  # rank, slot, epoch
-Numbers = tuple[int, ...]
 MAX_SUGGESTIONS = 40  # the most signals, or waits, that are suggested
 
 
 class MissingFlags:
     """Signals and waits of one call without a counterpart, and edits that add the counterpart.
 
-    `deadlock`: events that wait for each other in a cycle.
+    Args:
+        deadlock: events that wait for each other in a cycle.
     """
 
     def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:
@@ -55,8 +37,8 @@ class MissingFlags:
         self.flags = [v for v in buffers if v.tensor.dtype == FLAG]
         awaited = {id(signal) for signal in order.partners.values()}
         self.sent = _by_name(flag for rank in order.ranks for flag in rank.signals)
-        alone = (wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
-        self.unsent = _by_name([*alone, *held_up(order, deadlock)])
+        without_signal = (wait for rank in order.ranks for wait in rank.waits if not order.enough(wait))
+        self.unsent = _by_name([*without_signal, *held_up(order, deadlock)])
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
@@ -64,20 +46,21 @@ class MissingFlags:
 
         Signals after copies to the peer come first.
         """
-        flags = next((f for f in self.flags if f.name in self.unsent and _names(waiting.statement, f)), None)
+        flags = next((f for f in self.flags if f.name in self.unsent and _uses(waiting.statement, f)), None)
         if flags is None:
             return
         missing, sent = self.unsent[flags.name], self.sent.get(flags.name, set())
         ranked: list[tuple[bool, int, int, Edits]] = []
-        for place, before in self._behind():
-            frames, slots, epochs = self._operands(place, flags, missing)
-            for peer, over in self._peers(place, flags):
-                ranks = _peers_of(peer, over, flags, frames)
+        for place, issued in _after_issues(self.outline):
+            exprs = PlaceExpressions(self.outline, self.order, place, flags)
+            slots, epochs = exprs.slots(), exprs.epochs(missing)
+            for peer, over in exprs.peers():
+                ranks = exprs.ranks_of(peer, over)
                 for (slot, s), (epoch, e) in product(slots.items(), epochs.items()):
                     raised = set(zip(ranks, slot, epoch, strict=False))
-                    if len(raised) == len(frames) and missing <= raised and not raised & sent:
+                    if len(raised) == len(exprs.frames) and missing <= raised and not raised & sent:
                         signal = Signal(flags=flags, slot=s, epoch=e, peer=peer, over=over)
-                        copied = before.remote is not None and before.peer_place == (peer, over)
+                        copied = issued.remote is not None and issued.peer_place == (peer, over)
                         ranked.append((not copied, len(raised), len(ranked), (Edit(place, (signal,)),)))
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
@@ -85,11 +68,12 @@ class MissingFlags:
         """Yield edits that add a wait for signals without one, before a statement or before a block around it."""
         ranked: list[tuple[int, int, Edits]] = []
         for flags in (f for f in self.flags if f.name in self.unawaited):
-            for place in self._in_front(users):
-                frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
-                for (slot, s), (epoch, e) in product(slots.items(), epochs.items()):
-                    awaited = {(_rank(f), *which) for f, *which in zip(frames, slot, epoch, strict=True)}
-                    if awaited and len(awaited) == len(frames) and awaited <= self.unawaited[flags.name]:
+            unawaited = self.unawaited[flags.name]
+            for place in _places_before(self.outline, users):
+                exprs = PlaceExpressions(self.outline, self.order, place, flags)
+                for (slot, s), (epoch, e) in product(exprs.slots().items(), exprs.epochs(unawaited).items()):
+                    awaited = set(zip(exprs.ranks, slot, epoch, strict=True))
+                    if awaited and len(awaited) == len(exprs.ranks) and awaited <= unawaited:
                         wait = WaitSignal(flags=flags, slot=s, epoch=e)
                         ranked.append((-len(awaited), len(ranked), (Edit(place, (wait,)),)))
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
@@ -99,17 +83,18 @@ class MissingFlags:
         for s in users:
             place = self.outline.place(s)
             for flags in (f for f in self.flags if f.name in self.unawaited):
-                owns = self._stand_ins(s, place, flags)
+                local_tensors = self._local_tensors(s, place, flags)
                 unawaited = {(rank, epoch) for rank, _, epoch in self.unawaited[flags.name]}
-                frames, slots, epochs = self._operands(place, flags, self.unawaited[flags.name])
-                for epoch, e in epochs.items():
-                    awaited = {(_rank(f), which) for f, which in zip(frames, epoch, strict=True)}
-                    if len(awaited) == len(frames) and awaited <= unawaited:
-                        for first, local in ((ZERO, None), *product(slots.values(), owns)):
+                exprs = PlaceExpressions(self.outline, self.order, place, flags)
+                slots = exprs.slots()
+                for epoch, e in exprs.epochs(self.unawaited[flags.name]).items():
+                    awaited = set(zip(exprs.ranks, epoch, strict=True))
+                    if len(awaited) == len(exprs.ranks) and awaited <= unawaited:
+                        for first, local in ((ZERO, None), *product(slots.values(), local_tensors)):
                             if (changed := s.waiting(flags, e, first, local)) is not None:
                                 yield (Edit(place, (changed,), drop=1),)
 
-    def _stand_ins(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
+    def _local_tensors(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
         """Return candidates for `own`: values with the number of rows that `own` replaces, the latest value first."""
         tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
         if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
@@ -118,105 +103,25 @@ class MissingFlags:
         rows = _rows(x) / flags.tensor.shape[0] if s.contracts else _rows(next(s.values(Codec.WRITE)))
         return [v for v in reversed(tensors) if _rows(v) == rows and v.tensor.dtype == x.tensor.dtype]
 
-    # Places -----------------------------------------------------------------------------------------------------------
-    def _behind(self) -> Iterator[tuple[BodyPosition, Statement]]:
-        """Yield the place after each statement that is issued to a stream, with the statement."""
-        for at, s in self.outline.statements:
-            if issues(s):
-                yield (*at[:-1], at[-1] + 1), s
 
-    def _in_front(self, users: Sequence[Statement]) -> list[BodyPosition]:
-        """Return places before these statements, before blocks around them, and at the ends of earlier conditions."""
-        places: dict[BodyPosition, None] = {}
-        for s in users:
-            place = self.outline.place(s)
-            for depth in range(len(place), 0, -1):
-                places[place[:depth]] = None
-                for n, other in enumerate(self.outline.block(place[:depth])[: place[depth - 1]]):
-                    if other.conditional:
-                        places[(*place[: depth - 1], n, len(other.bodies[0]))] = None
-        return list(places)
+def _after_issues(outline: Outline) -> Iterator[tuple[BodyPosition, Statement]]:
+    """Yield the place after each statement that is issued to a stream, with the statement."""
+    for at, s in outline.statements:
+        if issues(s):
+            yield (*at[:-1], at[-1] + 1), s
 
-    def _frames(self, place: BodyPosition, flags: Value) -> list[Frame]:
-        """Return one frame, with the values of all indices, for each time that a rank reaches a place in one call."""
-        frames: list[Frame] = []
-        for rank in self.order.ranks:
-            frame = Frame(Tracer(rank.rank, self.outline.program, rank.sizes), rank.sizes)
-            if frame.here(flags.tensor.mesh):
-                for s in self.outline.program.walk():
-                    if s.place is not None:
-                        s.evaluate(frame)
-                frames += _arrivals(self.outline.program.body, place, frame)
-        return frames
 
-    # Expressions ------------------------------------------------------------------------------------------------------
-    def _operands(
-        self, place: BodyPosition, flags: Value, missing: set[RaisedSlot]
-    ) -> tuple[list[Frame], dict[Numbers, Expr], dict[Numbers, Expr]]:
-        """Return the frames of a place.
-
-        And expressions for a slot and for an epoch, by their values in these frames.
-        """
-        frames = self._frames(place, flags)
-        slots = self._numbers(self._slots(place, flags), place, frames)
-        return frames, slots, self._numbers(self._epochs(flags, missing), place, frames)
-
-    def _numbers(self, exprs: Iterable[Expr], place: BodyPosition, frames: Sequence[Frame]) -> dict[Numbers, Expr]:
-        """Return one expression for each distinct sequence of values over these frames; replace names out of scope."""
-        by_values: dict[Numbers, Expr] = {}
-        indices = self._indices(place)
-        for expr in exprs:
-            strange = {v.name for v in expr_values(expr)} - {v.name for v in indices}
-            for index in indices if len(strange) == 1 else () if strange else [None]:
-                known = expr if index is None else rename_expr(expr, dict.fromkeys(strange, index))
-                try:
-                    by_values.setdefault(tuple(frame.index(known) for frame in frames), known)
-                except ZeroDivisionError:
-                    continue
-        return by_values
-
-    def _indices(self, place: BodyPosition) -> list[Value]:
-        return [v for v in self.outline.scope(place).values() if v.type is Kind.INDEX]
-
-    def _slots(self, place: BodyPosition, flags: Value) -> Iterator[Expr]:
-        """Yield expressions for a slot: expressions of the text, each index, and combinations of several indices."""
-        yield from (use.slot for use in self._uses(flags) if use.slot is not None)
-        count = flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
-        peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
-        parts: list[Expr] = [*map(Ref, self._indices(place)), *(peer for peer in peers if isinstance(peer, Bin))]
-        parts = list(dict.fromkeys(parts))
-        yield from (Lit(n) for n in range(min(count, 2)))
-        for v in parts:
-            yield v
-            for n in (n for n in range(2, count + 1) if count % n == 0):
-                yield Bin("%", v, Lit(n))
-                yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
-
-    def _epochs(self, flags: Value, missing: set[RaisedSlot]) -> Iterator[Expr]:
-        """Yield expressions for an epoch: expressions of the text, the missing epochs, and a loop's round plus one."""
-        yield from (use.epoch for use in self._uses(flags))
-        yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
-        rounds = (s.defines(Phase.HOST) for s in self.outline.program.walk() if s.bodies)
-        yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
-
-    def _uses(self, flags: Value) -> list[FlagOperand]:
-        """Return the flag operands of all statements; operands with these flags come first."""
-        operands = (use for s in self.outline.program.walk() for use in s.flag_operands)
-        return sorted(operands, key=lambda use: use.flags != flags)
-
-    def _peers(self, place: BodyPosition, flags: Value) -> Iterator[tuple[Expr, str]]:
-        """Yield expressions for a peer and their mesh axes: from the program's text, then all distances from a rank."""
-        mesh = flags.tensor.mesh
-        known = {v.name for v in self._indices(place)}
-        candidates = [s.peer_place for s in self.outline.program.walk() if s.peer_place is not None]
-        for index, over in (s.place for s in self.outline.program.walk() if s.place is not None):
-            if mesh and over in mesh.axes:
-                n = mesh.size(over)
-                candidates.append((Ref(index), over))
-                candidates += [(Bin("%", Bin("+", Ref(index), Lit(k)), Lit(n)), over) for k in range(1, n)]
-        for peer, over in dict.fromkeys(candidates):
-            if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
-                yield peer, over
+def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPosition]:
+    """Return places before these statements, before blocks around them, and at the ends of earlier conditions."""
+    places: dict[BodyPosition, None] = {}
+    for s in users:
+        place = outline.place(s)
+        for depth in range(len(place), 0, -1):
+            places[place[:depth]] = None
+            for n, other in enumerate(outline.block(place[:depth])[: place[depth - 1]]):
+                if other.conditional:
+                    places[(*place[: depth - 1], n, len(other.bodies[0]))] = None
+    return list(places)
 
 
 def held_up(order: Order, deadlock: Sequence[Event]) -> list[Flag]:
@@ -231,7 +136,7 @@ def _rows(x: Value) -> Size:
     return size_product(x.tensor.local_shape[:-1])
 
 
-def _names(s: Statement | None, flags: Value) -> bool:
+def _uses(s: Statement | None, flags: Value) -> bool:
     return s is not None and any(use.flags == flags for use in s.flag_operands)
 
 
@@ -242,30 +147,3 @@ def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
         if flag.epoch[0] == 0:
             slots.setdefault(flag.flags, set()).add((flag.rank, flag.slot, flag.epoch[1]))
     return slots
-
-
-def _peers_of(peer: Expr, over: str, flags: Value, frames: Sequence[Frame]) -> list[int]:
-    """Return the peer's rank in each frame; an empty list if a frame has no such peer."""
-    peers: list[int] = []
-    for frame in frames:
-        team = flags.tensor.mesh.team(_rank(frame), over) if flags.tensor.mesh else ()
-        if not 0 <= (at := frame.index(peer)) < len(team):
-            return []
-        peers.append(team[at])
-    return peers
-
-
-def _rank(frame: Frame) -> int:
-    assert frame.machine.rank is not None
-    return frame.machine.rank
-
-
-def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]:
-    """Yield a copy of the frame for each time that its rank reaches a place."""
-    at, *inner = place
-    if not inner:
-        yield Frame(frame.machine, frame.sizes, dict(frame.handles))
-        return
-    outer = body[at]
-    for _ in outer.rounds(frame):
-        yield from _arrivals(outer.bodies[0], tuple(inner), frame)

@@ -1,9 +1,9 @@
 """Repair host programs: insert the least synchronisation that leaves no findings; report redundant synchronisation.
 
 The repair is a best-first search over edits that findings suggest. An insertion can only lengthen the chains of work
-of a program, never shorten them. So a program that already costs more than a sound one is dropped (branch and bound).
-In the end each insertion is removed once, to see whether it is needed. Two events on one rank get the order in which
-they are issued, as in a repair by hand.
+of a program, never shorten them. So a program that already costs more than a repaired one is dropped (branch and
+bound). At the end, each insertion that turns out not to be needed is removed. Two events on one rank get the order in
+which they are issued, as in a repair by hand.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from hostir.ir.op import Codec, Lit, Phase, Statement, Sync
 from hostir.ir.program import Program, format_statement
 from hostir.ir.regions import Region
 from hostir.ir.source import Diagnostic, HostIRError, error
-from hostir.repair.insertions import Suggestions, for_handles, for_leaks, repairable
-from hostir.repair.places import Block, Edit, Edits, Outline, edited, names_stream, resets, with_callers_stream, without
+from hostir.repair.insertions import for_finding, for_handles, for_leaks, repairable
+from hostir.repair.places import Block, Edit, Edits, Outline, edited, names_stream, without
+from hostir.repair.streams import resets, with_callers_stream
 
 MAX_CANDIDATES = 250  # the most programs that one repair checks
 MAX_MORE_CANDIDATES = 12  # the most programs checked after the first one without findings
-# Weights of findings that hide all others, and of findings that hide findings about memory.
-UNSOUND, UNMET = 1_000_000, 10_000
+UNSOUND = 1_000_000  # the weight of a finding about structure, which hides all others
+UNMET = 10_000  # the weight of a finding about waits and signals, which hides findings about memory
 
 Cost = tuple[int, int, int]
 
@@ -42,7 +43,7 @@ class RepairCandidate:
     """A program that was checked during a repair, with its findings and its cost.
 
     Fields:
-        cost: number of work events in the longest chain, of waits over all ranks, of statements; zeros if unknown.
+        cost: the result of `cost`; zeros if unknown.
         added: the insertions so far, edit by edit.
     """
 
@@ -53,8 +54,8 @@ class RepairCandidate:
     added: tuple[Block, ...] = field(default=(), compare=False)
 
     @property
-    def left(self) -> int:
-        """The weighted number of findings; the weight is their severity."""
+    def severity(self) -> int:
+        """The sum of the weights of all findings."""
         return sum(_weight(f) for f in self.findings)
 
 
@@ -66,6 +67,7 @@ class Repairer:
     calls: int | None
 
     def checked(self, program: Program, added: tuple[Block, ...] = ()) -> RepairCandidate:
+        """Check a program, and return it with its findings and its cost."""
         if unsound := check_structure(program):
             return RepairCandidate(program, unsound, added=added)
         analysis = analyse(program, self.sizes, self.calls)
@@ -73,8 +75,8 @@ class Repairer:
             return RepairCandidate(program, analysis.findings, added=added)
         return RepairCandidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
-    def tried(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
-        """Check a program, with frees inserted for buffers that leak in it."""
+    def without_leaks(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
+        """Check a program. If buffers leak in it, insert frees and check again."""
         after = self.checked(program, added)
         if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.kind == "leak"}:
             frees = for_leaks(Outline(program), leaks)
@@ -84,11 +86,11 @@ class Repairer:
     def search(self, start: RepairCandidate) -> RepairCandidate | None:
         """Return the cheapest candidate without findings, or None."""
         best, turn, budget = None, count(), MAX_CANDIDATES
-        todo = [(start.left, start.cost, next(turn), start)]
+        todo = [(start.severity, start.cost, next(turn), start)]
         seen = {start.program}
         while todo and budget > 0:
             candidate = heapq.heappop(todo)[-1]
-            if best is not None and (candidate.cost >= best.cost or candidate.left == start.left):
+            if best is not None and (candidate.cost >= best.cost or candidate.severity == start.severity):
                 continue
             for edits in suggestions(candidate):
                 program = edited(candidate.program, edits)
@@ -96,31 +98,31 @@ class Repairer:
                     continue
                 seen.add(program)
                 budget -= 1
-                after = self.tried(program, (*candidate.added, *(edit.new for edit in edits if edit.new)))
+                after = self.without_leaks(program, (*candidate.added, *(edit.new for edit in edits if edit.new)))
                 if best is not None and after.cost >= best.cost:
                     continue
                 if after.order is not None and not after.findings and not loses(after.order):
                     best, budget = after, min(budget, MAX_MORE_CANDIDATES)
-                elif after.findings and after.left <= candidate.left:
-                    heapq.heappush(todo, (after.left, after.cost, next(turn), after))
+                elif after.findings and after.severity <= candidate.severity:
+                    heapq.heappush(todo, (after.severity, after.cost, next(turn), after))
         return best
 
     def trimmed(self, candidate: RepairCandidate, before: RepairCandidate) -> RepairCandidate:
         """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
         known = {f.message for f in before.findings}
         for piece in candidate.added:
-            less = self.removed(candidate, piece)
-            if not less.findings and less.cost <= candidate.cost:
-                candidate = less
+            shorter = self.removed(candidate, piece)
+            if not shorter.findings and shorter.cost <= candidate.cost:
+                candidate = shorter
         for join in [s for piece in candidate.added for s in piece if s.bodies]:
             candidate = self.narrowed(candidate, join)
         for unit in _units(before.program):
-            if unit[0].flag_operands or (less := self.removed(candidate, unit)).findings:
+            if unit[0].flag_operands or (shorter := self.removed(candidate, unit)).findings:
                 continue
-            if less.program == candidate.program or not _same_streams(candidate.program, unit):
+            if shorter.program == candidate.program or not _same_streams(candidate.program, unit):
                 continue
             if any(f.message not in known for f in self.removed(before, unit).findings):
-                candidate = less
+                candidate = shorter
         return candidate
 
     def narrowed(self, candidate: RepairCandidate, join: Statement) -> RepairCandidate:
@@ -130,12 +132,14 @@ class Repairer:
             return candidate
         place = Outline(candidate.program).place(join)
         for stream in range(candidate.program.streams):
-            less = self.checked(edited(candidate.program, (Edit(place, (Synchronize(stream=Lit(stream)),), drop=1),)))
-            if not less.findings and less.cost < candidate.cost:
-                return less
+            edit = Edit(place, (Synchronize(stream=Lit(stream)),), drop=1)
+            narrower = self.checked(edited(candidate.program, (edit,)))
+            if not narrower.findings and narrower.cost < candidate.cost:
+                return narrower
         return candidate
 
     def removed(self, candidate: RepairCandidate, piece: Block) -> RepairCandidate:
+        """Check a candidate's program without the statements of `piece`."""
         return self.checked(candidate.program.with_body(without(candidate.program.body, piece)))
 
 
@@ -156,12 +160,12 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
         HostIRError: with the findings that no insertion repairs, and what to do about them.
     """
     repairer = Repairer(sizes, calls)
-    _host_program(program)
+    _check_phase(program)
     if not (first := repairer.checked(program)).findings:
         return program
-    if refused := [f for f in first.findings if not _hopeful(f, first)]:
+    if refused := [f for f in first.findings if not _may_be_repaired(f, first)]:
         raise HostIRError(*(_unrepaired("no insertion repairs this", f) for f in refused))
-    start = repairer.tried(with_callers_stream(program), ())
+    start = repairer.without_leaks(with_callers_stream(program), ())
     best = start if not start.findings else repairer.search(start)
     if best is None:
         raise HostIRError(*(_unrepaired("no repair was found for this", f) for f in first.findings))
@@ -169,7 +173,7 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
 
 
 def difference(before: Program, after: Program) -> str:
-    """Return a unified diff of two programs' texts; file names come from the file of the first."""
+    """Return a unified diff of two programs' texts. Both file names are the name of the first program's file."""
     spans = [s.span for s in before.walk() if s.span is not None]
     name = spans[0].file if spans else f"{before.name}.hir"
     old, new = str(before).splitlines(keepends=True), str(after).splitlines(keepends=True)
@@ -183,7 +187,7 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
     program order, outer before inner.
     """
     repairer = Repairer(sizes, calls)
-    _host_program(program)
+    _check_phase(program)
     known = {f.message for f in repairer.checked(program).findings}
     warnings: list[Diagnostic] = []
     for unit in _units(program):
@@ -197,7 +201,7 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 
 def cost(program: Program, order: Order) -> Cost:
-    """Return the longest chain of work, in events; the number of waits over all ranks; the number of statements."""
+    """Return the events in the longest chain of work, the number of waits over all ranks, and of statements."""
     statements = list(program.walk())
     waits = {id(s): s.waits for s in statements}
     return longest_chain(order), sum(waits.get(id(event.statement), 0) for event in order.events), len(statements)
@@ -214,8 +218,8 @@ def longest_chain(order: Order) -> int:
 def loses(order: Order) -> bool:
     """Return True if a part of a symmetric buffer is overwritten before its earlier value is read.
 
-    Only parts that something reads count. On one rank, the order of issue decides which access comes first. Between
-    ranks, a repair has to choose an order. It might choose an order that has no race, but loses values.
+    A part that nothing ever reads does not count. Between ranks, a repair has to choose which access comes first. It
+    might choose an order that has no race, but loses values. On one rank the order of issue decides.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
     read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
@@ -253,10 +257,7 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 
 def _work(event: Event) -> bool:
-    """Return True if an event completes the result of its statement.
-
-    A computation by blocks completes it in its last event.
-    """
+    """Return True if an event completes the result of its statement; for a computation by blocks, the last event."""
     s = event.statement
     if s is not None and any(use.rows for use in s.flag_operands):
         return event.verb == "ends"
@@ -271,16 +272,17 @@ def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
         return
     findings = [f for f in candidate.findings if isinstance(f, Finding) and f.kind != "leak"]
     if first := next((f for f in findings if repairable(f, order)), None):
-        yield from Suggestions(outline, order).of(first)
+        yield from for_finding(first, outline, order)
 
 
 def _weight(finding: Diagnostic) -> int:
+    """Return the severity of a finding: the more other findings it may hide, the higher."""
     if not isinstance(finding, Finding):
         return UNSOUND
     return finding.times if finding.kind in ("race", "leak", "unwritten") else UNMET * finding.times
 
 
-def _hopeful(finding: Diagnostic, candidate: RepairCandidate) -> bool:
+def _may_be_repaired(finding: Diagnostic, candidate: RepairCandidate) -> bool:
     """Return True if an insertion may repair a finding."""
     if not isinstance(finding, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))
@@ -293,14 +295,14 @@ def _unrepaired(why: str, finding: Diagnostic) -> Diagnostic:
     return replace(finding, message=f"{why}: {finding.message}", hint=hint)
 
 
-def _host_program(program: Program) -> None:
-    """Raise if the program is a fusion, which has no streams."""
+def _check_phase(program: Program) -> None:
+    """Raise HostIRError if the program is a fusion, which has no streams."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion, which has nothing to synchronise", expected="a host program")
 
 
 def _without_unused(program: Program, before: Program) -> Program:
-    """Return the program without a `current_stream` that the repair inserted and nothing uses."""
+    """Return the program; remove the `current_stream` that the repair inserted if nothing uses it."""
     first = program.body[0]
     if not names_stream(first) or first in before.body:
         return program
@@ -309,7 +311,10 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 
 def _units(program: Program) -> Iterator[Block]:
-    """Yield groups of statements to remove together, outer before inner; never a `wait`, which every handle needs."""
+    """Yield groups of statements to remove together, outer before inner: signals with their waits, or one statement.
+
+    Never yield a `wait`, because every handle needs one.
+    """
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
         if s.orders and s.flag_operands:
@@ -318,17 +323,17 @@ def _units(program: Program) -> Iterator[Block]:
         if s.orders and s.flag_operands and s.flag_operands[0].flags.name in flags:
             yield tuple(flags.pop(s.flag_operands[0].flags.name))
         loop = s.bodies and not s.conditional
-        if _orders_alone(s) or (loop and all(_orders_alone(x) or x.sets_stream for b in s.bodies for x in b)):
+        if _only_orders(s) or (loop and all(_only_orders(x) or x.sets_stream for b in s.bodies for x in b)):
             yield (s,)
 
 
-def _orders_alone(s: Statement) -> bool:
+def _only_orders(s: Statement) -> bool:
     """Return True if a statement only orders others. A wait for a handle does more: every handle needs one."""
     return bool(s.orders) and s.awaited is None
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
-    """Return True if the rest of a program is issued to the same streams if these statements are removed."""
+    """Return True if removing these statements leaves all others on their streams."""
     if not any(x.sets_stream for s in unit for body in s.bodies for x in body):
         return True
     outline = Outline(program)
@@ -336,6 +341,7 @@ def _same_streams(program: Program, unit: Block) -> bool:
 
 
 def _redundant(unit: Block, program: Program) -> Diagnostic:
+    """Return the warning about a group of statements that can be removed."""
     text = f"'{format_statement(unit[0], program)}'"
     return Finding(
         f"nothing needs {text}: the program stays right without it, and more may overlap",

@@ -1,6 +1,7 @@
-"""What the ranks of tests/call/test_processes.py do beside their calls: `process_cases.py NAME ...`.
+"""Cases that every rank of tests/call/test_processes.py runs: `process_cases.py NAME ...` runs the named cases.
 
-A case that ends well prints `PASS name rank`. Every case makes calls before and after what it tries.
+Each case does something unusual to its process, and makes calls before and after it. A case that succeeds prints
+`PASS name rank`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hostir.job.session import joined
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CASES: dict[str, Callable[[], None]] = {}
 RANKS = " ".join(map(str, range(SIZE)))
-# Every worker stream gathers the rows and multiplies them: b has so many columns that the caller can ask too much.
+# A worker stream gathers the rows and multiplies them. N is a symbol, so that a caller can ask for too many columns.
 TEXT = f"""hostir 1
 mesh @mesh [didx] = {RANKS}
 program @gathered(%a: f32[{SIZE}@didx, M], %b: f32[M, N]) -> (%c) streams 1 {{
@@ -65,25 +66,27 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def call(executor: Executor, m: int = 3, n: int = 2) -> None:
-    """One call, whose result is looked at."""
+    """Make one call, and check its result."""
     mine = torch.full((1, m), float(RANK + 1))
     (c,) = executor(mine, torch.ones(m, 1).expand(m, n))
     assert torch.equal(c, torch.arange(1.0, SIZE + 1)[:, None].expand(SIZE, n) * m), c
 
 
-def called() -> Executor:
+def called_executor() -> Executor:
+    """Return an executor that has been called once."""
     executor = Executor(parse(TEXT))
     call(executor)
     return executor
 
 
-def for_a_while(executor: Executor, seconds: float = 3 * watchdog.PERIOD) -> None:
-    """Calls, so long that whoever watches would have noticed something."""
+def call_after_a_pause(executor: Executor, seconds: float = 3 * watchdog.PERIOD) -> None:
+    """Make a call after several periods of the watchdog, in which it would notice a failure."""
     time.sleep(seconds)
     call(executor)
 
 
-def said_by(function: Callable[[], object]) -> str:
+def error_text(function: Callable[[], object]) -> str:
+    """Return the message of a function's HostIRError; "nothing" if it raises none."""
     try:
         function()
     except HostIRError as problem:
@@ -92,7 +95,7 @@ def said_by(function: Callable[[], object]) -> str:
 
 
 def in_a_child(function: Callable[[], str]) -> str:
-    """What a forked child finds; `a hang` where it finds nothing for ten seconds."""
+    """Return a function's result in a forked child; "a hang" if it does not return within ten seconds."""
     out, into = os.pipe()
     child = os.fork()
     if not child:
@@ -100,14 +103,14 @@ def in_a_child(function: Callable[[], str]) -> str:
         os.write(into, function().encode())
         os._exit(0)
     os.close(into)
-    with open(out) as found:
-        text = found.read()
+    with open(out) as pipe:
+        text = pipe.read()
     os.waitpid(child, 0)
     return text or "a hang"
 
 
 def hold_the_gil(seconds: float) -> None:
-    """Lets no other thread of this process run Python."""
+    """Sleep while holding the GIL, so that no other thread of this process runs Python."""
     ctypes.PyDLL(None).usleep(int(1e6 * seconds))
 
 
@@ -119,19 +122,18 @@ def double(x: int) -> int:
     return 2 * x
 
 
-# Forks ------------------------------------------------------------------------------------------------------------
 @case
 def pools_come_and_go() -> None:
-    executor = called()
+    executor = called_executor()
     fork = multiprocessing.get_context("fork")
-    with fork.Pool(2) as pool:  # which terminates its processes
+    with fork.Pool(2) as pool:  # the end of the block terminates its processes
         assert pool.map(double, [1, 2, 3]) == [2, 4, 6]
-    for_a_while(executor)
+    call_after_a_pause(executor)
 
 
 @case
-def a_child_ends_by_sigterm() -> None:
-    executor = called()
+def a_child_is_ended_by_sigterm() -> None:
+    executor = called_executor()
     child = multiprocessing.get_context("fork").Process(target=idle)
     child.start()
     call(executor)
@@ -140,12 +142,12 @@ def a_child_ends_by_sigterm() -> None:
     code = child.exitcode
     child.kill()
     assert code == -signal.SIGTERM, code
-    for_a_while(executor)
+    call_after_a_pause(executor)
 
 
 @case
-def children_end_by_sigterm_before_they_have_begun() -> None:
-    executor = called()
+def children_are_ended_by_sigterm_at_once() -> None:
+    executor = called_executor()
     for _ in range(20):
         child = os.fork()
         if not child:
@@ -159,37 +161,36 @@ def children_end_by_sigterm_before_they_have_begun() -> None:
 
 
 @case
-def a_child_ends_as_a_program_does() -> None:
-    executor = called()
+def a_child_exits_normally() -> None:
+    executor = called_executor()
     child = os.fork()
     if not child:
         signal.alarm(20)
         sys.exit(7)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == 7, code
-    for_a_while(executor)
+    call_after_a_pause(executor)
 
 
 @case
 def executors_are_refused_in_a_child() -> None:
-    executor, alone = called(), Executor(parse(ALONE), machine="gloo")
+    executor, alone = called_executor(), Executor(parse(ALONE), machine="gloo")
     x, mine = torch.ones(4), torch.ones(4) if RANK == 0 else None
     alone(mine)
-    tries: list[Callable[[], object]] = [partial(call, executor), partial(alone, mine), called, joined]
-    for tried in tries:
-        text = in_a_child(partial(said_by, tried))
+    attempts: list[Callable[[], object]] = [partial(call, executor), partial(alone, mine), called_executor, joined]
+    for attempt in attempts:
+        text = in_a_child(partial(error_text, attempt))
         assert "this process was forked" in text, text
         assert "hint: " in text, text
     assert in_a_child(lambda: str(Executor(parse(ALONE), machine="local")([x])[0][0].sum().item())) == "8.0"
-    for_a_while(executor)
+    call_after_a_pause(executor)
     alone(mine)
 
 
-# Time -------------------------------------------------------------------------------------------------------------
 @case
 def a_rank_holds_the_gil() -> None:
-    """For longer than half of HOSTIR_TIMEOUT, between calls and while another rank waits in one."""
-    executor = called()
+    """A rank holds the GIL for three quarters of HOSTIR_TIMEOUT, while the other rank waits in a call."""
+    executor = called_executor()
     for holder in range(SIZE):
         if holder == RANK:
             hold_the_gil(0.75 * joined().timeout)
@@ -198,7 +199,7 @@ def a_rank_holds_the_gil() -> None:
 
 @case
 def a_rank_is_stopped() -> None:
-    executor = called()
+    executor = called_executor()
     for stopped in range(SIZE):
         if stopped == RANK:
             later = ["sh", "-c", f"sleep {0.75 * joined().timeout}; kill -CONT {os.getpid()}"]
@@ -208,8 +209,8 @@ def a_rank_is_stopped() -> None:
 
 
 @case
-def a_rank_is_stopped_for_longer_than_the_timeout_where_nobody_waits() -> None:
-    executor = called()
+def a_rank_is_stopped_for_longer_than_the_timeout_while_nobody_waits() -> None:
+    executor = called_executor()
     later = ["sh", "-c", f"sleep {1.5 * joined().timeout}; kill -CONT {os.getpid()}"]
     with subprocess.Popen(later):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -217,22 +218,21 @@ def a_rank_is_stopped_for_longer_than_the_timeout_where_nobody_waits() -> None:
 
 
 @case
-def a_rank_is_busy_for_longer_than_the_timeout_where_nobody_waits() -> None:
-    executor = called()
+def a_rank_is_busy_for_longer_than_the_timeout_while_nobody_waits() -> None:
+    executor = called_executor()
     (hold_the_gil if RANK else time.sleep)(3 * joined().timeout)
     call(executor)
 
 
-# Signals ----------------------------------------------------------------------------------------------------------
 def signalled(handler: Callable[[int, FrameType | None], object]) -> None:
-    """SIGTERM, with a handler that was installed after the first executor."""
+    """Install a handler for SIGTERM after the first executor, and send SIGTERM."""
     signal.signal(signal.SIGTERM, handler)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @case
-def a_handler_of_the_users_has_its_time() -> None:
-    executor, saved = called(), []
+def a_user_handler_has_time_to_finish() -> None:
+    executor, saved = called_executor(), []
 
     def save(number: int, frame: FrameType | None) -> None:
         time.sleep(3 * watchdog.PERIOD)
@@ -246,8 +246,8 @@ def a_handler_of_the_users_has_its_time() -> None:
 
 
 @case
-def a_handler_of_the_users_calls_the_one_before() -> None:
-    called()
+def a_user_handler_calls_the_previous_one() -> None:
+    called_executor()
     before = signal.getsignal(signal.SIGTERM)
     assert callable(before)
 
@@ -260,52 +260,51 @@ def a_handler_of_the_users_calls_the_one_before() -> None:
 
 
 @case
-def the_users_handler_is_left_when_the_session_ends() -> None:
-    called()
+def a_user_handler_stays_installed_after_the_session() -> None:
+    called_executor()
     signal.signal(signal.SIGTERM, lambda *_: print("the user's handler", flush=True))
     joined().close(done=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# Ends and failures ------------------------------------------------------------------------------------------------
 @case
-def a_rank_is_busy_when_rank_0_has_gone() -> None:
-    called()
+def a_rank_is_busy_after_rank_0_has_ended() -> None:
+    called_executor()
     if RANK:
-        time.sleep(8)  # rank 0 does not wait that long when it ends
+        time.sleep(8)  # longer than rank 0 waits at its end
 
 
 @case
-def a_failure_on_all_ranks_is_caught_and_tried_again() -> None:
-    executor = called()
+def all_ranks_catch_a_failure_and_try_again() -> None:
+    executor = called_executor()
     for _ in range(2):
-        text = said_by(lambda: call(executor, n=1 << 50))
+        text = error_text(lambda: call(executor, n=1 << 50))
         assert "allocate" in text, text
-        for_a_while(executor)
-    time.sleep(1.5 * joined().timeout)  # with no call at all: nobody is missed
+        call_after_a_pause(executor)
+    time.sleep(1.5 * joined().timeout)  # without any call, ranks may be silent for longer than the timeout
     call(executor)
 
 
 @case
-def a_failure_on_one_rank_is_caught_and_it_stays_away() -> None:
-    executor = called()
+def a_rank_catches_its_failure_and_makes_no_further_call() -> None:
+    executor = called_executor()
 
-    def strike(*operands: torch.Tensor) -> None:
+    def failing_matmul(*operands: torch.Tensor) -> None:
         raise RuntimeError("the floating point unit is on strike")
 
     if RANK == 1:
-        executor._machine.kernels = {**executor._machine.kernels, "matmul": strike}
+        executor._machine.kernels = {**executor._machine.kernels, "matmul": failing_matmul}
         executor.plans.clear()
-    text = said_by(lambda: call(executor, m=5))
+    text = error_text(lambda: call(executor, m=5))
     if RANK == 0:
-        text += said_by(lambda: call(executor))  # if it had not heard of the failure before
+        text += error_text(lambda: call(executor))  # the first call may have ended before rank 0 learned of the failure
         call(executor)
     assert "strike" in text, text
     time.sleep(60)
 
 
-def other(name: str) -> Executor:
-    """One of several programs that gather the same shapes, after a computation."""
+def relu_and_gather(name: str) -> Executor:
+    """Return an executor of a program `name` that gathers the result of a computation. All programs have one shape."""
     return Executor(
         parse(f"""hostir 1
 mesh @mesh [didx] = {RANKS}
@@ -320,33 +319,34 @@ program @{name}(%a: f32[{SIZE}@didx, 4]) -> (%g) {{
     )
 
 
-def gathers(executor: Executor, first: float) -> None:
+def check_gather(executor: Executor, first: float) -> None:
+    """Gather the values first + rank, and check the result."""
     (g,) = executor(torch.full((1, 4), first + RANK))
     assert torch.equal(g, (first + torch.arange(float(SIZE)))[:, None].expand(SIZE, 4)), g
 
 
 @case
 def an_interrupt_before_a_call_has_begun_ends_it_on_all_ranks() -> None:
-    """No executor of a rank that has left a call before its communication sends what the others in it wait for."""
-    one, two = other("one"), other("two")
-    gathers(one, 10.0)
-    gathers(two, 20.0)
+    """Rank 0 leaves a call before its communication. Its later calls must not send data into rank 1's pending call."""
+    one, two = relu_and_gather("one"), relu_and_gather("two")
+    check_gather(one, 10.0)
+    check_gather(two, 20.0)
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     if RANK:
-        assert "rank 0 was interrupted in @one by KeyboardInterrupt" in said_by(lambda: gathers(one, 30.0))
+        assert "rank 0 was interrupted in @one by KeyboardInterrupt" in error_text(lambda: check_gather(one, 30.0))
     else:
         next(iter(one.plans.values())).run = stop  # type: ignore[method-assign]
         try:
-            gathers(one, 30.0)
+            check_gather(one, 30.0)
         except KeyboardInterrupt:
             pass
         else:
             raise AssertionError("nothing was raised")
     for executor in (two, one):
-        gathers(executor, 40.0)
+        check_gather(executor, 40.0)
 
 
 @case
@@ -366,13 +366,13 @@ def threads_make_their_first_executors_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
-    for executor in executors:  # their calls have an order, by the main thread
+    for executor in executors:  # the main thread makes all calls, so ranks call in the same order
         call(executor)
 
 
 @case
-def groups_after_the_first_executor() -> None:
-    executor = called()
+def process_groups_are_refused_after_the_first_executor() -> None:
+    executor = called_executor()
     try:
         dist.init_process_group("gloo")
     except Exception as problem:

@@ -11,7 +11,7 @@ def ag_matmul(
     k: int | str = "K",
     n: int | str = "N",
 ) -> str:
-    """Every slice is gathered and multiplied on its own stream."""
+    """Slices alternate between two streams; each is gathered, then multiplied."""
     ranks = len(mesh.split())
     return f"""hostir 1
 mesh @mesh [didx] = {mesh}
@@ -38,7 +38,7 @@ program @ag_matmul(%a: {dtype}[{slices}, {ranks}@didx, {m}, {k}], %b: {dtype}[{k
 
 AG_MATMUL = ag_matmul()
 
-# Both layers of a row-parallel linear, the sum of each slice reduced while the next is computed.
+# A row-parallel linear twice: with an all-reduce of each slice while the next is computed, and with a reduce-scatter.
 ROW_PARALLEL = """hostir 1
 mesh @mesh [didx] = 0 1 2 3
 program @row_parallel(%a: f16[8, K@didx], %w: f16[6, K@didx], %bias: f16[6]) -> (%c, %d) streams 3 {
@@ -112,9 +112,8 @@ program @grid(%x: bf16[6@tp, 4@dp, K], %w: bf16[K, 9@tp], %s: bf16[K]) -> (%y, %
 """
 
 
-# Blocks of rows, with a flag behind each --------------------------------------------------------------------------
 def scattered(mesh: str = "0 1 2 3", dtype: str = "f32", pieces: int = 2, m: int | str = "M") -> str:
-    """A product whose blocks go to their ranks as they are done, each in pieces; every rank sums what it gets."""
+    """A matmul sends each block to its rank in pieces as they are completed; each rank sums the blocks it receives."""
     n = len(mesh.split())
     return f"""hostir 1
 mesh @mesh [didx] = {mesh}
@@ -153,7 +152,7 @@ program @scattered(%a: {dtype}[{n}, {pieces}, {m}, {16 * n}@didx], %b: {dtype}[{
 
 
 def scattered_slices(mesh: str = "0 1 2 3", dtype: str = "f32", m: int | str = "M") -> str:
-    """Slices, of which each rank gets a part: a rank's own rows have no single stride."""
+    """As `scattered`, with two slices. Each rank receives rows of both slices, so its rows have no single stride."""
     n = len(mesh.split())
     return f"""hostir 1
 mesh @mesh [didx] = {mesh}
@@ -192,7 +191,7 @@ program @slices(%a: {dtype}[2, {n}, {m}, {16 * n}@didx], %b: {dtype}[{16 * n}@di
 
 
 def summed_everywhere(mesh: str = "0 1 2 3", dtype: str = "f32", m: int | str = "M") -> str:
-    """Every rank gets its part of a sum over ranks, in two blocks, and sends each to all others when it is done."""
+    """All-reduce: every rank sums its rows in two blocks, and sends each block to all ranks once it is complete."""
     n = len(mesh.split())
     return f"""hostir 1
 mesh @mesh [didx] = {mesh}
@@ -240,7 +239,7 @@ program @everywhere(%a: {dtype}[{n}, 2, {m}, {16 * n}@didx], %b: {dtype}[{16 * n
 
 
 def passed_on(mesh: str = "0 1 2 3", dtype: str = "f32", flags: int = 6, m: int = 12) -> str:
-    """A product that begins with the rows that are there, and whose blocks, divided otherwise, go to the next rank."""
+    """A matmul that starts with the local rows. Its result goes to the next rank in `flags` blocks."""
     n = len(mesh.split())
     return f"""hostir 1
 mesh @mesh [didx] = {mesh}

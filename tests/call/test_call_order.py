@@ -1,4 +1,4 @@
-"""The order of calls on one rank: none after one that others run alone, and none within another."""
+"""Refused calls: after a call that only other ranks run, and inside another call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call(rows: int) -> Call:
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_a_rank_whose_call_others_run_without_it_makes_no_other(planned: bool) -> None:
+def test_a_rank_that_missed_a_call_makes_no_further_call(planned: bool) -> None:
     store = dist.HashStore()
     first, second = (Calls(store, rank, (0, 1), timeout=1.0) for rank in (0, 1))
     with first.lock, second.lock:
@@ -39,7 +39,7 @@ def calls_in_turn(first: Calls, second: Calls, planned: bool) -> None:
     first.begin(call(8), planned=planned)
     with pytest.raises(hi.HostIRError, match="do not line up: rank 0 calls @ag with M=8, rank 1 with M=12"):
         second.begin(call(12), planned=True)
-    if planned:  # its transfers would meet those of the call that rank 0 runs
+    if planned:  # its transfers would meet the transfers of rank 0's call
         with pytest.raises(
             hi.HostIRError, match=r"do not line up: rank 0 calls @ag with M=8(.|\n)*rank 1 makes no call any more"
         ):
@@ -49,7 +49,7 @@ def calls_in_turn(first: Calls, second: Calls, planned: bool) -> None:
         first.begin(call(8), planned=True)
 
 
-def test_calls_are_compared_from_one_number_on_after_a_restart() -> None:
+def test_calls_are_compared_under_the_same_numbers_after_a_restart() -> None:
     store = dist.HashStore()
     first, second = both = [Calls(store, rank, (0, 1), timeout=1.0) for rank in (0, 1)]
     with first.lock, second.lock:
@@ -61,7 +61,7 @@ def test_calls_are_compared_from_one_number_on_after_a_restart() -> None:
         later = dist.PrefixStore("later", store)
         for each in both:
             each.restart(later, 4)
-        for number in range(2 * SLOTS):  # as many as reuse slots, one rank ahead of the other in turns
+        for number in range(2 * SLOTS):  # enough to use every slot twice; the ranks take turns in being ahead
             for each in both[:: 1 if number % 2 else -1]:
                 each.begin(call(number), planned=True)
         for each in both:
@@ -85,7 +85,7 @@ def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:
     before = signal.signal(signal.SIGALRM, handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.005)
-        (y,) = executor(x)  # the handler runs behind its first product
+        (y,) = executor(x)  # the handler runs after the first matmul
     finally:
         signal.signal(signal.SIGALRM, before)
     assert torch.equal(y, right)
@@ -95,8 +95,8 @@ def test_a_call_from_a_signal_handler_within_a_call_is_refused() -> None:
 
 
 @pytest.mark.parametrize("operator", ["", "hostir::all_gather"])
-def test_calls_that_are_not_compared_leave_a_trail_of_their_operators(operator: str) -> None:
-    """Sizes that are new next show that rank 1 has made its call for another operator."""
+def test_the_next_comparison_shows_an_earlier_call_of_another_operator(operator: str) -> None:
+    """Calls with known sizes are not compared. The next new sizes show that rank 1 has called another operator."""
     store = dist.HashStore()
     first, second = (Calls(store, rank, (0, 1)) for rank in (0, 1))
     second.operator = operator

@@ -1,4 +1,4 @@
-"""What the user makes torch's default device and dtype changes nothing. Here tensors of that device hold no data."""
+"""The user's default device and dtype of torch change nothing. The default device here is meta: it holds no data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def defaults() -> Iterator[None]:
 
 
 def product() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Inputs of `FUSION`, and what it is of them."""
+    """Return inputs of `FUSION`, and its result."""
     inputs = random_inputs(FUSION, {}, seed=1)
     assert all(x.is_cpu and not torch.equal(x, x.bfloat16().float()) for x in inputs)
     a, b = inputs
@@ -49,21 +49,21 @@ def test_simulated_ranks_stay_on_the_cpu(strategy: str) -> None:
         torch.testing.assert_close(part, exact)
 
 
-def test_what_results_are_compared_with_stays_where_the_inputs_are() -> None:
+def test_references_stay_on_the_device_of_the_inputs() -> None:
     inputs, _ = product()
     a, b = (x.double() for x in inputs)
-    for found in (rehearsed(lower(FUSION, "fused"), inputs), reference(FUSION, inputs)):
-        torch.testing.assert_close(found[0], a @ b)
+    for outputs in (rehearsed(lower(FUSION, "fused"), inputs), reference(FUSION, inputs)):
+        torch.testing.assert_close(outputs[0], a @ b)
 
 
-def test_real_ranks_stay_where_the_inputs_are() -> None:
+def test_real_ranks_stay_on_the_device_of_the_inputs() -> None:
     a, b = (torch.randn(*shape, dtype=torch.float32, device="cpu") for shape in ((4, 8), (8, 5)))
     (c,) = Executor(alone(BESIDE), machine="gloo")(a, b)
     torch.testing.assert_close(c, (a @ b).relu())
 
 
-def test_sums_of_tiles_have_room_for_float32() -> None:
-    device, stream = torch.device("cpu"), -1  # which no other test has
+def test_the_workspace_for_sums_of_tiles_is_float32() -> None:
+    device, stream = torch.device("cpu"), -1  # no other test uses this stream
     sums, tickets = workspace(device, stream, sums=1000, tickets=7)
     assert (sums.dtype, sums.numel(), sums.is_cpu) == (torch.float32, 1000, True)
     assert (tickets.dtype, tickets.numel(), tickets.is_cpu) == (torch.int32, 7, True)

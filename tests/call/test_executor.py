@@ -1,4 +1,4 @@
-"""Executors in one process: plans, what a call accepts, what an error says."""
+"""Executors in one process: plans, inputs of a call, and error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ SQUARE = """%c: f32[4, 5] = allocate
   relu %t -> %c"""
 
 
-# Calls ------------------------------------------------------------------------------------------------------------
 def test_every_call_gives_fresh_outputs_of_fresh_inputs() -> None:
     executor = Executor(pipeline(1), machine="gloo")
     kept = []
@@ -47,7 +46,7 @@ def test_a_plan_is_made_once_for_each_layout_of_the_inputs() -> None:
     assert len(executor.plans) == 3
 
 
-def test_views_follow_an_input_that_starts_elsewhere_in_its_memory() -> None:
+def test_views_follow_an_input_to_a_new_address() -> None:
     p = alone("%c: f32[8] = allocate\n  %r = select %a[2]\n  relu %r -> %c", "%a: f32[4, 8]")
     executor = Executor(p, machine="gloo")
     memory = torch.randn(9, 8)
@@ -56,7 +55,7 @@ def test_views_follow_an_input_that_starts_elsewhere_in_its_memory() -> None:
     assert len(executor.plans) == 1
 
 
-def test_an_executor_goes_with_the_last_reference_to_it_not_when_garbage_is_collected() -> None:
+def test_the_last_reference_frees_an_executor_without_a_garbage_collection() -> None:
     executor = Executor(alone(SQUARE), machine="gloo")
     executor(torch.randn(4, 8), torch.randn(8, 5))
     held = weakref.ref(executor)
@@ -73,12 +72,12 @@ def test_an_executor_goes_with_the_last_reference_to_it_not_when_garbage_is_coll
 def test_inputs_whose_gradients_would_be_lost_are_refused(machine: str) -> None:
     a, b = torch.randn(4, 8, requires_grad=True), torch.randn(8, 5)
     executor = Executor(alone(SQUARE), machine=machine)
-    given = ([a], [b]) if machine == "local" else (a, b)
+    inputs = ([a], [b]) if machine == "local" else (a, b)
     for _ in range(2):
-        for call in (lambda: executor(*given), lambda: run(alone(SQUARE), a, b, machine=machine)):
+        for call in (lambda: executor(*inputs), lambda: run(alone(SQUARE), a, b, machine=machine)):
             assert "input %a requires gradients" in said(call)
         with torch.no_grad():
-            (c,) = executor(*given)
+            (c,) = executor(*inputs)
         c = c[0] if machine == "local" else c
         assert not c.requires_grad
         assert torch.allclose(c, (a @ b).relu(), atol=1e-5)
@@ -96,17 +95,17 @@ def test_inputs_whose_gradients_would_be_lost_are_refused(machine: str) -> None:
 def test_an_input_that_must_be_contiguous_is_named(machine: str, body: str, needed: str) -> None:
     partial = " partial(didx)" if "allreduce" in body else ""
     executor = Executor(alone(f"%c: f32[4, 8] = allocate\n  {body}", f"%a: f32[4, 8]{partial}"), machine=machine)
-    turned = torch.randn(8, 4).T
-    problem = said(lambda: executor([turned] if machine == "local" else turned))
+    transposed = torch.randn(8, 4).T
+    problem = said(lambda: executor([transposed] if machine == "local" else transposed))
     assert "input %a of rank 0 is not contiguous: shape [4, 8], strides [1, 4]" in problem
     assert "hint: pass a.contiguous()" in problem
     assert needed in problem
-    whole = turned.contiguous()
-    (c,) = executor([whole] if machine == "local" else whole)
+    contiguous = transposed.contiguous()
+    (c,) = executor([contiguous] if machine == "local" else contiguous)
     assert torch.isfinite(c[0] if machine == "local" else c).all()
 
 
-def test_where_shapes_never_repeat_only_the_latest_plans_are_kept() -> None:
+def test_only_the_latest_plans_are_kept() -> None:
     p = alone("%c: f32[M] = allocate\n  relu %a -> %c", "%a: f32[M]")
     executor = Executor(p, machine="gloo")
     for size in range(1, MAX_PLANS + 1):
@@ -121,13 +120,13 @@ def test_where_shapes_never_repeat_only_the_latest_plans_are_kept() -> None:
     assert torch.equal(executor(a)[0], a.relu())
 
 
-def test_an_output_that_is_an_input_is_the_callers_tensor() -> None:
+def test_a_program_may_return_an_input() -> None:
     a = torch.randn(4, 8)
     (out,) = Executor(alone("", "%a: f32[4, 8]", "%a"), machine="gloo")(a)
     assert out.data_ptr() == a.data_ptr()
 
 
-def test_a_stream_runs_behind_what_it_synchronizes_with() -> None:
+def test_a_stream_waits_for_the_stream_that_it_synchronizes_with() -> None:
     p = alone(f"""%x: f32[4, 8] = allocate
   %c: f32[4, 8] = allocate
   {FORK}
@@ -140,17 +139,17 @@ def test_a_stream_runs_behind_what_it_synchronizes_with() -> None:
     executor = Executor(p, machine="gloo")
     slow = executor._machine.kernels["gelu"]
 
-    def late(out: torch.Tensor, x: torch.Tensor) -> None:
+    def delayed(out: torch.Tensor, x: torch.Tensor) -> None:
         time.sleep(0.05)
         slow(out, x)
 
-    executor._machine.kernels = {**executor._machine.kernels, "gelu": late}
+    executor._machine.kernels = {**executor._machine.kernels, "gelu": delayed}
     for _ in range(3):
         a = torch.randn(4, 8)
         assert torch.equal(executor(a)[0], torch.nn.functional.gelu(a).relu())
 
 
-def test_the_local_machine_takes_and_gives_a_part_for_each_rank() -> None:
+def test_the_local_machine_takes_and_returns_a_part_for_each_rank() -> None:
     p = pipeline(2)
     a, b = random_inputs(p, {})
     parts = [[shard(x, v.tensor, rank, {}) for rank in range(2)] for x, v in zip((a, b), p.inputs, strict=True)]
@@ -162,14 +161,14 @@ def test_the_local_machine_takes_and_gives_a_part_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize("machine", ["local", "gloo"])
-def test_run_takes_and_gives_whole_tensors(machine: str) -> None:
+def test_run_takes_and_returns_unsharded_tensors(machine: str) -> None:
     p = alone("%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c", "%a: f32[M, 8], %b: f32[8, 5]")
     a, b = torch.randn(6, 8), torch.randn(8, 5)
     (c,) = run(p, a, b, machine=machine)
     assert torch.allclose(c, a @ b, atol=1e-5)
 
 
-def test_a_trace_gets_every_computation_on_its_stream() -> None:
+def test_a_trace_has_every_computation_on_its_stream() -> None:
     trace = Trace()
     executor = Executor(pipeline(1), machine="gloo", trace=trace)
     executor(torch.randn(4, 1, 3, 8), torch.randn(8, 5))
@@ -192,7 +191,6 @@ def test_the_threads_of_an_executor_end_with_it() -> None:
     assert not [thread for thread in started if thread.is_alive()]
 
 
-# Errors -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -222,12 +220,12 @@ def test_inputs_that_do_not_fit_are_refused(inputs: Sequence[torch.Tensor], mess
         (lambda: Executor(alone(SQUARE), sizes={"M": 3}, machine="gloo"), "@p has no size 'M'"),
     ],
 )
-def test_executors_that_cannot_be_are_refused(make: Callable[[], Executor], message: str) -> None:
+def test_impossible_executors_are_refused(make: Callable[[], Executor], message: str) -> None:
     assert message in said(make)
 
 
 @pytest.mark.parametrize("stream", ["0", "%user"])
-def test_what_raises_on_any_thread_reaches_the_caller_with_its_statement(stream: str) -> None:
+def test_an_exception_on_any_thread_reaches_the_caller_with_its_statement(stream: str) -> None:
     body = f"""%c: f32[4, 8] = allocate
   {FORK}
   for %i in 0..3 {{
@@ -249,10 +247,12 @@ def test_what_raises_on_any_thread_reaches_the_caller_with_its_statement(stream:
     problem = said(lambda: executor(a))
     assert "error: rank 0, 'gelu %a -> %c' in round 1: ValueError: no more" in problem
     assert problem.startswith("p.hir:9:")
-    assert torch.equal(executor(a)[0], torch.nn.functional.gelu(a)), "a rank alone can go on"
+    assert torch.equal(executor(a)[0], torch.nn.functional.gelu(a)), (
+        "after an error, a program of one rank can be called again"
+    )
 
 
-def test_a_plan_tells_what_is_being_executed() -> None:
+def test_a_plan_names_the_statement_that_runs() -> None:
     executor = Executor(alone(SQUARE), machine="gloo")
     seen = []
     kernel = executor._machine.kernels["relu"]

@@ -1,11 +1,11 @@
-"""Inputs that share memory, with others or with themselves: refused wherever the program writes one, in every call."""
+"""Inputs that share memory with another input or within themselves are refused if the program writes one of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hostir.call import arguments as inputs
+from hostir.call import arguments
 from hostir.call import rank as executors
 from hostir.call.executor import Executor, run
 from hostir.call.tensors import share_memory
@@ -36,19 +36,19 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def made(p: Program, machine: str) -> Executor:
+def executor_of(p: Program, machine: str) -> Executor:
     return fake_graphs.executor(p) if machine == "cuda" else Executor(p, machine=machine.replace("parts", "local"))
 
 
-def call(executor: Executor, machine: str, *given: torch.Tensor) -> torch.Tensor:
-    """The only output of one rank."""
-    (c,) = executor(*[[x] for x in given] if machine == "parts" else given)
+def call(executor: Executor, machine: str, *inputs: torch.Tensor) -> torch.Tensor:
+    """Call an executor of one rank, and return its only output."""
+    (c,) = executor(*[[x] for x in inputs] if machine == "parts" else inputs)
     return c[0] if isinstance(c, list) else c
 
 
 @pytest.mark.parametrize("body", [WRITES, IN_A_LOOP])
-def test_inputs_that_share_memory_are_refused_wherever_the_program_writes_one(body: str, machine: str) -> None:
-    executor = made(writing(body), machine)
+def test_inputs_that_share_memory_are_refused_if_the_program_writes_one(body: str, machine: str) -> None:
+    executor = executor_of(writing(body), machine)
     memory = torch.randn(4, 4, 8)
     flat = memory.view(-1)
     shared = r"input %b, which @p writes, shares memory with input %a"
@@ -67,25 +67,25 @@ def test_inputs_that_share_memory_are_refused_wherever_the_program_writes_one(bo
 
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 1), (4, 1), (8, 0)])
-def test_an_input_whose_elements_share_memory_is_refused_where_the_program_writes_it(
+def test_an_input_whose_elements_share_memory_is_refused_if_the_program_writes_it(
     strides: tuple[int, int], machine: str
 ) -> None:
     a, memory = torch.randn(4, 8), torch.randn(64)
     b = memory.as_strided((4, 8), strides)
-    text = said(lambda: call(made(writing(), machine), machine, a, b))
+    text = said(lambda: call(executor_of(writing(), machine), machine, a, b))
     assert "elements of input %b, which @p writes, share memory" in text
-    call(made(writing(READS), machine), machine, a, b)
+    call(executor_of(writing(READS), machine), machine, a, b)
 
 
 @pytest.mark.parametrize("strides", [(8, 1), (1, 4), (16, 2), (1, 5)])
 def test_an_input_that_the_program_writes_need_not_be_dense(strides: tuple[int, int], machine: str) -> None:
     a, b = torch.randn(4, 8), torch.randn(64).as_strided((4, 8), strides)
     expected = a + b.relu()
-    assert torch.equal(call(made(writing(), machine), machine, a, b), expected)
+    assert torch.equal(call(executor_of(writing(), machine), machine, a, b), expected)
 
 
-def test_inputs_are_looked_at_again_when_the_caller_has_them_elsewhere(machine: str) -> None:
-    executor = made(writing(), machine)
+def test_inputs_are_checked_again_at_new_addresses(machine: str) -> None:
+    executor = executor_of(writing(), machine)
     memory = torch.randn(3, 4, 8)
     for _ in range(3):
         expected = memory[0] + memory[1].relu()
@@ -93,28 +93,28 @@ def test_inputs_are_looked_at_again_when_the_caller_has_them_elsewhere(machine: 
         assert "shares memory" in said(lambda: call(executor, machine, memory[2], memory[2]))
 
 
-def test_a_program_that_writes_no_input_takes_the_same_tensor_twice_and_never_looks(
+def test_a_program_that_writes_no_input_takes_one_tensor_twice_without_a_check(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def looks(*_: object) -> bool:
-        raise AssertionError("it writes none")
+    def checks(*_: object) -> bool:
+        raise AssertionError("inputs are compared although the program writes no input")
 
-    monkeypatch.setattr(inputs, "share_memory", looks)
-    monkeypatch.setattr(executors, "addresses", looks)
-    executor = made(writing(READS), machine)
+    monkeypatch.setattr(arguments, "share_memory", checks)
+    monkeypatch.setattr(executors, "addresses", checks)
+    executor = executor_of(writing(READS), machine)
     x = torch.randn(4, 8)
     for _ in range(2):
         assert torch.equal(call(executor, machine, x, x), x + x)
 
 
-def test_whole_tensors_that_share_memory_are_refused_on_every_machine() -> None:
+def test_run_refuses_unsharded_tensors_that_share_memory() -> None:
     x = torch.randn(4, 8)
     for machine in ("local", "gloo"):
         text = said(lambda machine=machine: run(writing(), x, x[:], machine=machine))
         assert "input %b, which @p writes, shares memory with input %a" in text
 
 
-def test_ranks_of_the_local_machine_may_be_given_one_tensor() -> None:
+def test_simulated_ranks_may_share_one_tensor() -> None:
     p = program("relu %b -> %b\n  %c: f32[2@didx, 8] = allocate\n  add %a, %b -> %c", "%a: f32[2@didx, 8], %b: f32[8]")
     a, b = torch.randn(1, 8), torch.randn(8)
     (c,) = Executor(p, machine="local")([a, a], [b, b])
@@ -152,11 +152,11 @@ BOXED = """%box: f32[4, 4] = allocate_symmetric
 
 
 @pytest.mark.parametrize("machine", ["gloo", "cuda"], indirect=True)
-def test_an_input_that_lies_where_it_is_copied_to_is_in_place_only_with_the_strides_there(
+def test_an_input_in_its_symmetric_buffer_is_copied_if_its_strides_differ(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, {}))
-    executor = made(alone(BOXED, "%a: f32[4, 4]"), machine)
+    executor = executor_of(alone(BOXED, "%a: f32[4, 4]"), machine)
     (home,) = executor.places(torch.empty(4, 4))
     for turn in (lambda x: x, torch.t, lambda x: x, torch.t):
         x = torch.randn(4, 4)

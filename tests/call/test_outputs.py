@@ -1,4 +1,4 @@
-"""Calls with `out=`: where results end up, what the caller's tensors must be, and what stays the program's own."""
+"""Calls with `out=`: results are written into the caller's tensors. Tensors that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def poisoned(*shape: int) -> torch.Tensor:
 
 
 def call(executor: Executor, inputs: Sequence[torch.Tensor], out: Sequence[Any]) -> list[torch.Tensor]:
-    """A call of one rank, in lists of parts on the local machine."""
+    """Call an executor of one rank. The local machine takes lists of parts."""
     if executor.machine == "local":
         return [parts[0] for parts in executor(*[[x] for x in inputs], out=[[x] for x in out])]
     return list(executor(*inputs, out=list(out)))
 
 
 @MACHINES
-def test_an_output_is_written_where_the_caller_says(machine: str) -> None:
+def test_an_output_is_written_into_the_callers_tensor(machine: str) -> None:
     executor = Executor(alone(PRODUCT), machine=machine)
     memory = poisoned(3, 4, 5)
     for i in (0, 2, 0, 1):
@@ -50,14 +50,14 @@ def test_an_output_is_written_where_the_caller_says(machine: str) -> None:
 
 
 @pytest.mark.parametrize("form", [lambda c: c, lambda c: [c], lambda c: (c,)], ids=["tensor", "list", "tuple"])
-def test_the_only_output_may_be_given_with_or_without_a_sequence(form: Callable[[torch.Tensor], Any]) -> None:
+def test_out_may_be_a_tensor_or_a_sequence_of_one_tensor(form: Callable[[torch.Tensor], Any]) -> None:
     a, b, c = torch.randn(4, 8), torch.randn(8, 5), poisoned(4, 5)
-    (found,) = Executor(alone(PRODUCT), machine="gloo")(a, b, out=form(c))
-    assert found is c
+    (output,) = Executor(alone(PRODUCT), machine="gloo")(a, b, out=form(c))
+    assert output is c
     assert torch.allclose(c, a @ b, atol=1e-5)
 
 
-def test_the_kernel_itself_writes_into_the_callers_tensor() -> None:
+def test_the_kernel_writes_into_the_callers_tensor_without_a_copy() -> None:
     executor = Executor(alone(PRODUCT), machine="gloo")
     kernel, written = executor._machine.kernels["matmul"], []
 
@@ -86,7 +86,7 @@ def test_the_kernel_itself_writes_into_the_callers_tensor() -> None:
     ],
     ids=["view", "view and whole", "twice", "input", "symmetric", "transposed"],
 )
-def test_outputs_of_every_kind_reach_the_callers_tensors(
+def test_views_inputs_and_symmetric_buffers_are_copied_into_the_callers_tensors(
     machine: str, body: str, outputs: str, exact: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> None:
     executor = Executor(alone(body, A, outputs), machine=machine)
@@ -94,8 +94,8 @@ def test_outputs_of_every_kind_reach_the_callers_tensors(
         a = torch.randn(4, 8)
         expected = exact(a)
         out = [poisoned(*x.shape) for x in expected]
-        found = call(executor, [a], out)
-        assert all(x is y for x, y in zip(found, out, strict=True))
+        results = call(executor, [a], out)
+        assert all(x is y for x, y in zip(results, out, strict=True))
         assert all(torch.equal(x, y) for x, y in zip(out, expected, strict=True))
 
 
@@ -106,11 +106,11 @@ def test_parts_of_several_ranks_go_into_lists_of_parts() -> None:
     ]
     plain = Executor(p)(*parts)[0]
     out = [poisoned(4, 2, 3, 5) for _ in range(2)]
-    (found,) = Executor(p, seed=3)(*parts, out=out)
-    assert all(x is y and torch.equal(x, z) for x, y, z in zip(found, out, plain, strict=True))
+    (output,) = Executor(p, seed=3)(*parts, out=out)
+    assert all(x is y and torch.equal(x, z) for x, y, z in zip(output, out, plain, strict=True))
 
 
-def test_a_rank_that_holds_no_part_gives_none() -> None:
+def test_a_rank_without_a_part_passes_none() -> None:
     p = parse("""hostir 1
 mesh @left [x] = 0 1
 mesh @right [y] = 1
@@ -122,16 +122,16 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
 """)
     a, c = torch.randn(8, 4), poisoned(8, 4)
     parts = [a[:4].clone(), a[4:].clone()]
-    (found,) = Executor(p)(parts, out=[None, c])
-    assert found[0] is None
-    assert found[1] is c
+    (output,) = Executor(p)(parts, out=[None, c])
+    assert output[0] is None
+    assert output[1] is c
     assert torch.equal(c, a)
     assert "out= for %c on rank 0, which holds none of it" in said(lambda: Executor(p)(parts, out=[c.clone(), c]))
     assert "out= for %c of rank 1 is None" in said(lambda: Executor(p)(parts, out=[None, None]))
 
 
-# Where there is no copy -------------------------------------------------------------------------------------------
-def straight(p: Program, *inputs: torch.Tensor) -> list[bool]:
+def written_directly(p: Program, *inputs: torch.Tensor) -> list[bool]:
+    """Return for each output True if the program writes it into the caller's tensor without a copy."""
     return [home != NONE for home in homes(unroll(p, 0, {}, inputs))]
 
 
@@ -148,15 +148,15 @@ def straight(p: Program, *inputs: torch.Tensor) -> list[bool]:
         ("%user = current_stream\n  set_stream 1\n  synchronize %user\n  set_stream 0\n  synchronize 1\n"
          "  %c: f32[4, 8] = allocate\n  relu %a -> %c\n  set_stream %user\n  synchronize 0", "%c", [True]),
     ],
-    ids=["whole", "twice", "view", "input", "forked", "not behind the caller", "behind the caller by another stream"],
+    ids=["whole", "twice", "view", "input", "forked", "not after the caller", "after the caller by another stream"],
 )  # fmt: skip
-def test_a_program_writes_straight_into_what_it_would_allocate_whole_and_touches_late(
+def test_outputs_need_no_copy_if_whole_buffers_are_first_used_after_the_callers_earlier_work(
     body: str, outputs: str, expected: list[bool]
 ) -> None:
-    assert straight(alone(body, A, outputs), torch.randn(4, 8)) == expected
+    assert written_directly(alone(body, A, outputs), torch.randn(4, 8)) == expected
 
 
-def test_a_stream_behind_a_communication_of_the_callers_stream_is_behind_the_caller() -> None:
+def test_a_stream_that_waits_for_a_communication_of_the_callers_stream_is_ordered_after_the_caller() -> None:
     body = """%user = current_stream
   %g: f32[4, 4] = allocate
   %h = allgather %a -> %g over didx
@@ -167,11 +167,10 @@ def test_a_stream_behind_a_communication_of_the_callers_stream_is_behind_the_cal
   set_stream %user
   synchronize 0
   free %g"""
-    assert straight(program(body, "%a: f32[4@didx, 4]"), torch.randn(2, 4)) == [True]
+    assert written_directly(program(body, "%a: f32[4@didx, 4]"), torch.randn(2, 4)) == [True]
 
 
-# What does not fit ------------------------------------------------------------------------------------------------
-def given(machine: str, out: Any) -> Any:
+def out_argument(machine: str, out: Any) -> Any:
     return [[x] for x in out] if machine == "local" and isinstance(out, list) else out
 
 
@@ -190,19 +189,19 @@ def given(machine: str, out: Any) -> Any:
         (3.0, "out= is 3.0"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_in_every_call(machine: str, out: Any, message: str) -> None:
+def test_out_that_does_not_fit_is_refused_in_every_call(machine: str, out: Any, message: str) -> None:
     executor = Executor(alone(PRODUCT), machine=machine)
     a, b, c = torch.randn(4, 8), torch.randn(8, 5), poisoned(4, 5)
     inputs = ([a], [b]) if machine == "local" else (a, b)
-    assert message in said(lambda: executor(*inputs, out=given(machine, out)))
+    assert message in said(lambda: executor(*inputs, out=out_argument(machine, out)))
     call(executor, (a, b), [c])
     assert torch.allclose(c, a @ b, atol=1e-5)
     for _ in range(2):
-        assert message in said(lambda: executor(*inputs, out=given(machine, out)))
+        assert message in said(lambda: executor(*inputs, out=out_argument(machine, out)))
 
 
 @MACHINES
-def test_a_tensor_with_gradients_is_written_under_no_grad(machine: str) -> None:
+def test_a_tensor_that_requires_gradients_is_written_under_no_grad(machine: str) -> None:
     a, b, c = torch.randn(4, 8), torch.randn(8, 5), torch.empty(4, 5, requires_grad=True)
     with torch.no_grad():
         call(Executor(alone(PRODUCT), machine=machine), (a, b), [c])
@@ -210,7 +209,7 @@ def test_a_tensor_with_gradients_is_written_under_no_grad(machine: str) -> None:
 
 
 @MACHINES
-def test_memory_shared_with_an_input_or_another_output_is_refused_whenever_it_comes(machine: str) -> None:
+def test_out_that_shares_memory_with_an_input_or_another_output_is_refused_in_every_call(machine: str) -> None:
     body = "%c: f32[4, 8] = allocate\n  relu %a -> %c\n  %d: f32[4, 8] = allocate\n  gelu %a -> %d"
     executor = Executor(alone(body, A, "%c, %d"), machine=machine)
     memory = torch.randn(4, 4, 8)
@@ -229,7 +228,7 @@ def test_memory_shared_with_an_input_or_another_output_is_refused_whenever_it_co
     assert torch.equal(memory[1], a.relu())
 
 
-def test_a_call_that_failed_leaves_nothing_of_its_outputs_behind() -> None:
+def test_a_failed_call_does_not_leave_its_out_to_the_next_call() -> None:
     executor = Executor(alone(PRODUCT), machine="gloo")
     kernel, fails = executor._machine.kernels["matmul"], [True]
 
@@ -247,7 +246,7 @@ def test_a_call_that_failed_leaves_nothing_of_its_outputs_behind() -> None:
     assert c.isnan().all()
 
 
-def test_the_local_machine_wants_a_part_for_each_rank() -> None:
+def test_the_local_machine_expects_a_part_for_each_rank() -> None:
     p = pipeline(2)
     a, b = random_inputs(p, {})
     problem = said(lambda: Executor(p)(a, b, out=torch.empty(4, 2, 3, 5)))

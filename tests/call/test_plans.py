@@ -1,4 +1,4 @@
-"""What the device reports of any plan, and when plans go. Streams and what kernels say are fakes here."""
+"""Timeouts that kernels report, and the lifetime of plans. Streams and the kernels' reports are simulated here."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def executor() -> Executor:
 
 
 def waiting(size: int, program: Program = WAITS) -> tuple[UnrolledProgram, list[ComputeOp]]:
-    """A program in which two kernels wait, one a round."""
+    """Unroll a program with a loop of two rounds; in each round a kernel waits. Return it with the two kernels."""
     unrolled = unroll(program, 0, {"M": size}, [torch.empty(size, BLOCKS, 8), torch.empty(8, 5)])
     return unrolled, [op for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
 def words(timeouts: Timeouts, size: int = 1, round_: int = 0) -> torch.Tensor:
-    """Where a kernel reports in a plan for a size."""
+    """Return the words in which a kernel of the plan for a size reports its timeouts."""
     unrolled, ops = waiting(size)
     return timeouts.of(unrolled, ops[round_], BLOCKS)
 
 
 def called(e: Executor, size: int) -> CudaPlan:
-    """The plan for inputs of a size, which has been called once."""
+    """Call an executor with inputs of a size, and return the plan."""
     e(torch.ones(size))
     assert e.latest is not None
     assert isinstance(e.latest.plan, CudaPlan)
@@ -106,7 +106,7 @@ def test_plans_of_equal_programs_report_in_the_same_words() -> None:
         assert timeouts.of(unrolled, op, BLOCKS).data_ptr() == words(timeouts, round_=round_).data_ptr()
 
 
-def test_a_program_has_as_many_words_as_it_needs() -> None:
+def test_each_kernel_has_as_many_words_as_it_waits_for_blocks() -> None:
     timeouts, (unrolled, ops) = Timeouts(0), waiting(1)
     several = [timeouts.of(unrolled, ops[0], blocks) for blocks in (TIMEOUTS - 1, 2, 2 * TIMEOUTS, 1)]
     for number, rows in enumerate(several):
@@ -117,7 +117,7 @@ def test_a_program_has_as_many_words_as_it_needs() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[2], [1], [3], [2, 3, 4, 1]], ids=str)
-def test_a_timeout_is_raised_by_the_next_call_of_whatever_shapes(
+def test_the_next_call_with_any_shapes_raises_a_timeout(
     sizes: list[int], executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executors, "MAX_PLANS", 2)
@@ -138,9 +138,9 @@ def test_synchronize_raises_a_timeout(executor: Executor) -> None:
 
 def test_synchronize_raises_when_a_call_was_abandoned(executor: Executor) -> None:
     called(executor, 1)
-    lost = types.SimpleNamespace(has_lost_call=True, lost_call=lambda: error("a call ended midway on another rank"))
+    session = types.SimpleNamespace(has_lost_call=True, lost_call=lambda: error("a call ended midway on another rank"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "session", lost)
+        patch.setattr(executor, "session", session)
         assert "a call ended midway on another rank" in said(executor.synchronize)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor._machine.groups, "abandoned", "rank 0, 'relu %a -> %c': on strike")
@@ -148,7 +148,7 @@ def test_synchronize_raises_when_a_call_was_abandoned(executor: Executor) -> Non
     executor.synchronize()
 
 
-def test_ranks_do_not_begin_anew_within_a_capture(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_renew_their_session_within_a_capture(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     called(executor, 1)
     renewed: list[bool] = []
     watchdog = types.SimpleNamespace(disturbed=True, misaligned="", plan=None, replaced=[], observe=lambda *_: None)
@@ -159,13 +159,13 @@ def test_ranks_do_not_begin_anew_within_a_capture(executor: Executor, monkeypatc
     monkeypatch.setattr(executor._machine.groups, "abandoned", "rank 0, 'relu %a -> %c': on strike")
     Device.callers_capture = True
     assert "@p is captured after a call that ended midway: rank 0, 'relu" in said(lambda: executor(torch.ones(1)))
-    assert not renewed  # it would wait for the device
+    assert not renewed  # a renewal would wait for the device
     Device.callers_capture = False
     executor(torch.ones(1))
     assert renewed
 
 
-def test_a_renewal_that_is_interrupted_is_not_forgotten(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_renewal_is_tried_again(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     called(executor, 1)
 
     def stop() -> None:
@@ -181,7 +181,7 @@ def test_a_renewal_that_is_interrupted_is_not_forgotten(executor: Executor, monk
             executor(torch.ones(1))
 
 
-def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_is_replaced_is_freed_at_once(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "MAX_PLANS", 1)
     held = weakref.ref(called(executor, 1))
     out = torch.empty(1)
@@ -192,7 +192,7 @@ def test_a_plan_that_makes_room_goes_at_once(executor: Executor, monkeypatch: py
     assert len(executor.bound) == 1
 
 
-def test_a_plan_whose_memory_went_is_not_held(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_its_symmetric_memory_is_freed(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = called(executor, 1)
     called(executor, 2)
     plan.memory = types.SimpleNamespace(gone=True)
@@ -212,7 +212,7 @@ def test_a_plan_whose_memory_went_is_not_held(executor: Executor, monkeypatch: p
     assert len(executor.bound) == len(executor.plans) == 2
 
 
-def test_a_plan_that_a_graph_of_the_caller_uses_stays(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_the_callers_graph_uses_is_kept(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "MAX_PLANS", 1)
     held = weakref.ref(called(executor, 1))
     Device.callers_capture = True
@@ -224,7 +224,9 @@ def test_a_plan_that_a_graph_of_the_caller_uses_stays(executor: Executor, monkey
     assert held() is not None
 
 
-def test_more_calls_than_are_remembered_are_right(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_right_if_there_are_more_bound_calls_than_are_kept(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(executors, "MAX_BOUND", 3)
     outs = [torch.empty(4) for _ in range(5)]
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""Executors prove the sizes that they run: each set of them when its plan is made, once for all that it holds for."""
+"""Executors prove the sizes that they run, when they make a plan. One proof may cover many sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = "%y: f32[8] = allocate\n  for %i in 0..200000 { relu %x -> %y }"
 
 
 def in_turns() -> Program:
-    """A buffer of five slots on two streams: right for five rounds, a race for six."""
+    """Return a program with a buffer of five slots on two streams: five rounds are correct, six have a race."""
     return alone(TURNS, "%x: f32[N, 8]", "%y")
 
 
@@ -44,7 +44,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def made(p: Program, machine: str, **options: Any) -> Executor:
+def executor_of(p: Program, machine: str, **options: Any) -> Executor:
     if machine == "cuda":
         return fake_graphs.executor(p, **options)
     return Executor(p, machine=machine.replace("parts", "local"), **options)
@@ -56,7 +56,7 @@ def call(executor: Executor, machine: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_sizes_of_each_call_are_proved(machine: str) -> None:
-    executor = made(in_turns(), machine)
+    executor = executor_of(in_turns(), machine)
     for n in (5, 6, 3, 7, 5, 6):
         x = torch.randn(n, 8)
         if n <= 5:
@@ -65,25 +65,25 @@ def test_the_sizes_of_each_call_are_proved(machine: str) -> None:
             assert "race on %t" in said(lambda x=x: call(executor, machine, x))
 
 
-def test_whole_tensors_are_run_with_sizes_that_are_proved() -> None:
-    for kind in ("local", "gloo"):
-        (y,) = hi.run(in_turns(), x := torch.randn(5, 8), machine=kind)
+def test_run_proves_the_sizes_of_unsharded_tensors() -> None:
+    for machine in ("local", "gloo"):
+        (y,) = hi.run(in_turns(), x := torch.randn(5, 8), machine=machine)
         torch.testing.assert_close(y, torch.nn.functional.gelu(x.relu()))
-        assert "race on %t" in said(lambda kind=kind: run(in_turns(), torch.randn(6, 8), machine=kind))
+        assert "race on %t" in said(lambda machine=machine: run(in_turns(), torch.randn(6, 8), machine=machine))
 
 
-def test_sizes_that_are_known_are_proved_at_once() -> None:
+def test_known_sizes_are_proved_when_the_executor_is_made() -> None:
     assert Executor(in_turns(), sizes={"N": 5})
     assert "race on %t" in said(lambda: Executor(in_turns(), sizes={"N": 6}))
     assert "race on %t" in said(lambda: Executor(hi.parse(str(in_turns()).replace("N,", "6,").replace("..N", "..6"))))
 
 
 def test_without_a_check_all_sizes_run(machine: str) -> None:
-    executor = made(in_turns(), machine, check=False)
+    executor = executor_of(in_turns(), machine, check=False)
     assert call(executor, machine, torch.randn(6, 8)).shape == (6, 8)
 
 
-def test_what_is_too_long_to_be_looked_at_is_refused_and_says_how_to_run_it() -> None:
+def test_a_program_that_is_too_long_to_check_is_refused_with_a_hint() -> None:
     for call_it in (
         lambda: Executor(alone(LONG, "%x: f32[8]", "%y")),
         lambda: hi.run(alone(LONG, "%x: f32[8]", "%y"), torch.randn(8)),
@@ -96,13 +96,13 @@ def test_what_is_too_long_to_be_looked_at_is_refused_and_says_how_to_run_it() ->
         assert "check=False, --no-check" in text
 
 
-def test_one_proof_is_good_for_all_sizes_that_it_holds_for(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_proof_serves_all_sizes_that_it_covers(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     analysed: list[Any] = []
     analyse = orders.analyse
-    monkeypatch.setattr(orders, "analyse", lambda *given: analysed.append(given) or analyse(*given))
-    forget()  # what other machines proved
+    monkeypatch.setattr(orders, "analyse", lambda *args: analysed.append(args) or analyse(*args))
+    forget()  # the proofs of earlier tests
     body = "%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c"
-    executor = made(alone(body, "%a: f32[M, 11], %b: f32[11, 5]"), machine)
+    executor = executor_of(alone(body, "%a: f32[M, 11], %b: f32[11, 5]"), machine)
     for m in (3, 4, 64, 1, 3):
         a, b = torch.randn(m, 11), torch.randn(11, 5)
         (c,) = executor([a], [b]) if machine == "parts" else executor(a, b)
@@ -110,7 +110,7 @@ def test_one_proof_is_good_for_all_sizes_that_it_holds_for(machine: str, monkeyp
     assert len(analysed) == 1
 
 
-def test_parts_of_ranks_that_hold_different_inputs_bind_the_sizes_together() -> None:
+def test_inputs_of_different_ranks_bind_the_sizes_together() -> None:
     body = "%c: f32[2@didx, M] = allocate\n  for %i in 0..N { relu %a -> %c }"
     p = program(body, "%a: f32[2@didx, M], %n: f32[N]")
     parts = [torch.randn(1, 3), torch.randn(1, 3)]

@@ -1,3 +1,5 @@
+"""References: the result of a program on unsharded tensors."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +15,7 @@ from tests.call.programs import AG_MATMUL, GRID, ROW_PARALLEL, TRANSFERS
 from tests.call.whole import run_whole
 
 
-def test_a_host_program_means_the_unsharded_computation() -> None:
+def test_the_reference_of_a_host_program_is_the_unsharded_computation() -> None:
     program = parse(AG_MATMUL)
     a, b = random_inputs(program, {"M": 3, "K": 8, "N": 5})
     (c,) = reference(program, [a, b])
@@ -21,7 +23,7 @@ def test_a_host_program_means_the_unsharded_computation() -> None:
     torch.testing.assert_close(c, a.double() @ b.double())
 
 
-def test_partial_sums_are_sums() -> None:
+def test_partial_sums_are_added() -> None:
     program = parse(ROW_PARALLEL)
     inputs = random_inputs(program, {"K": 8})
     a, w, bias = (x.double() for x in inputs)
@@ -33,8 +35,8 @@ def test_partial_sums_are_sums() -> None:
 def test_every_communication_copies() -> None:
     program = parse(TRANSFERS)
     inputs = random_inputs(program, {"K": 3})
-    for got, expected in zip(reference(program, inputs), [inputs[i] for i in (0, 1, 0, 1, 2)], strict=True):
-        torch.testing.assert_close(got, expected.double())
+    for output, expected in zip(reference(program, inputs), [inputs[i] for i in (0, 1, 0, 1, 2)], strict=True):
+        torch.testing.assert_close(output, expected.double())
 
 
 def test_the_declared_dtype_rounds_after_every_statement() -> None:
@@ -47,7 +49,7 @@ def test_the_declared_dtype_rounds_after_every_statement() -> None:
     torch.testing.assert_close(z, torch.nn.functional.silu(expected).float().sum(0).bfloat16(), rtol=0.02, atol=0.02)
 
 
-def test_a_fusion_allocates_what_it_computes() -> None:
+def test_the_reference_of_a_fusion_allocates_every_result() -> None:
     program = parse("""hostir 1
 mesh @mesh [didx] = 0 1
 fusion @f(%a: f32[(2@didx M/2), K], %w: f32[N, K], %bias: f32[N]) -> (%c, %d, %t) {
@@ -86,14 +88,14 @@ fusion @f(%a: f64[8@didx], %b: bf16[8@didx]) -> (%half, %wide, %s) {
 """)
     a, b = inputs = random_inputs(program, {})
     assert a.dtype == torch.float64
-    assert not torch.equal(a, a.float().double()), "random numbers of f32 would hide what is rounded"
+    assert not torch.equal(a, a.float().double()), "random values that fit f32 would hide a rounding"
     for half, wide, s in (reference(program, inputs, dtype=None), run_whole(lower(program), inputs)):
         assert torch.equal(half, a.bfloat16())
         assert torch.equal(wide, b.double())
         assert torch.equal(s, a + b.double())
 
 
-def test_a_program_all_in_f64_is_held_to_f64() -> None:
+def test_a_program_in_f64_must_be_as_exact_as_f64() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0
 fusion @f(%a: f64[64, 64], %b: f64[64, 64]) -> (%c) {
@@ -130,7 +132,7 @@ program @views(%a: f32[8@didx, 6]) -> (%out) {
     assert torch.equal(out, a.double() * 2)
 
 
-def test_a_piece_of_a_sharded_axis_is_rows_of_every_rank() -> None:
+def test_a_chunk_of_a_sharded_axis_takes_rows_of_every_rank() -> None:
     program = parse("""hostir 1
 mesh @mesh [didx] = 0 1
 program @piece(%a: f32[8@didx]) -> (%x) {
@@ -140,7 +142,7 @@ program @piece(%a: f32[8@didx]) -> (%x) {
     assert reference(program, [torch.arange(8.0)])[0].tolist() == [2, 3, 6, 7]
 
 
-def test_what_is_freed_or_never_written_is_nan() -> None:
+def test_freed_and_unwritten_buffers_are_nan() -> None:
     program = parse("""hostir 1
 mesh @mesh [didx] = 0
 program @p(%a: f32[2]) -> (%a, %b) {
@@ -150,7 +152,7 @@ program @p(%a: f32[2]) -> (%a, %b) {
 """)
     a = torch.ones(2)
     assert all(x.isnan().all() for x in reference(program, [a]))
-    assert torch.equal(a, torch.ones(2)), "the caller's tensor is not touched"
+    assert torch.equal(a, torch.ones(2)), "the caller's tensor must not change"
 
 
 def test_a_wrong_input_is_refused() -> None:

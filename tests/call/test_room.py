@@ -1,4 +1,4 @@
-"""How much memory a program takes, held against what machines allocate, and what is refused for lack of it."""
+"""The memory that a program needs, compared with the memory that machines allocate; programs that need too much."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ program @p(%a: f32[8@x, 4], %b: f16[16] on @one) -> (%c) {
 """
 
 
-def test_what_ranks_hold_is_counted() -> None:
+def test_the_memory_of_each_rank_is_counted() -> None:
     part = 4 * 4 * 4
     freed, kept = Room(hi.parse(LOOP), {}), Room(hi.parse(LOOP), {}, frees=False)
     assert freed.inputs == 8 * 4 * 4 + 16 * 2
@@ -51,32 +51,36 @@ def test_what_ranks_hold_is_counted() -> None:
     [
         *((pattern, "pipeline") for pattern in (patterns.mlp, patterns.allgather_matmul, patterns.mlp_2d)),
         *((pattern, "fused") for pattern in (patterns.mlp, patterns.allgather_matmul, patterns.mlp_2d)),
-        (patterns.row_parallel, "pipeline"),  # which gathers no rows, so that `fused` refuses it
+        (patterns.row_parallel, "pipeline"),  # gathers no rows, so `fused` refuses it
     ],
 )
-def test_simulated_ranks_allocate_what_is_counted(pattern: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_ranks_allocate_the_counted_memory(
+    pattern: Any, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = hi.lower(pattern(), strategy)
     inputs = random_inputs(program, {})
-    monkeypatch.setattr(RankMachine, "dense", lambda _, x: x)  # which copies nothing that is dense
+    monkeypatch.setattr(RankMachine, "dense", lambda _, x: x)  # no copies of dense tensors
     allocated: list[torch.Tensor] = []
     for module, name in ((SimulatedMemory, "new"), (local, "shard")):
-        monkeypatch.setattr(module, name, keeping(getattr(module, name), allocated))
+        monkeypatch.setattr(module, name, recording(getattr(module, name), allocated))
     rehearse(program, [inputs])
-    room, there = Room(program, {}, frees=False), sum(x.numel() * x.element_size() for x in allocated)
-    assert sum(room.ranks) <= there <= sum(room.ranks) + room.inputs, "`dense` may copy, or not"
+    room, total = Room(program, {}, frees=False), sum(x.numel() * x.element_size() for x in allocated)
+    assert sum(room.ranks) <= total <= sum(room.ranks) + room.inputs, (
+        "inputs are counted although they may not be copied"
+    )
 
 
-def keeping(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function, whose results are listed."""
+def recording(make: Callable[..., torch.Tensor], results: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that does as `make`, and appends each result to a list."""
 
-    def listed(*arguments: Any) -> torch.Tensor:
-        made.append(make(*arguments))
-        return made[-1]
+    def recorded(*arguments: Any) -> torch.Tensor:
+        results.append(make(*arguments))
+        return results[-1]
 
-    return listed
+    return recorded
 
 
-def test_few_calls_run_at_once_where_there_is_little_memory(
+def test_fewer_calls_run_at_once_if_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = hi.lower(patterns.gather())
@@ -89,8 +93,8 @@ def test_few_calls_run_at_once_where_there_is_little_memory(
         return rehearse(program, calls, *rest)
 
     monkeypatch.setattr(command, "rehearse", counting)
-    for there, expected in ((100 * a_call, [4, 2]), (2 * a_call, [2, 2, 2]), (a_call, [1] * 6)):
-        monkeypatch.setattr(command, "free_here", lambda there=there: there)
+    for free, expected in ((100 * a_call, [4, 2]), (2 * a_call, [2, 2, 2]), (a_call, [1] * 6)):
+        monkeypatch.setattr(command, "free_here", lambda free=free: free)
         assert main(["run", "examples/patterns.py:gather", "--repeat", "6"]) == 0
         assert counts == expected
         counts.clear()
@@ -99,7 +103,7 @@ def test_few_calls_run_at_once_where_there_is_little_memory(
     assert f"error: @gather takes {amount(a_call)} on 4 simulated ranks: " in capfd.readouterr().err
 
 
-def test_buffers_that_cannot_be_allocated_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_gives_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     program = hi.lower(patterns.gather())
     inputs = random_inputs(program, {})
 
@@ -112,7 +116,7 @@ def test_buffers_that_cannot_be_allocated_are_one_message(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("seed", ["a", 1.5, None, True, [1]])
-def test_a_seed_is_an_integer(seed: Any) -> None:
+def test_a_seed_must_be_an_integer(seed: Any) -> None:
     program = hi.lower(patterns.gather())
     inputs = random_inputs(program, {})
     calls = (
@@ -127,7 +131,7 @@ def test_a_seed_is_an_integer(seed: Any) -> None:
             call()
 
 
-def test_a_seed_may_be_as_long_as_one_likes() -> None:
+def test_a_seed_may_be_any_integer() -> None:
     program = hi.lower(patterns.gather())
     for seed in (-1, 2**64, 10**30):
         (x,) = random_inputs(program, {}, seed)

@@ -1,4 +1,4 @@
-"""The numbers of fp8: products and quantization on CPUs are those of torch, also of NaN, infinities and zeros."""
+"""fp8 on CPUs: products and quantization give torch's values, also for NaN, infinities and zeros."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ def quantized(x: torch.Tensor, dtype: str, block: int = 0) -> tuple[torch.Tensor
 
 
 def needs_torch_with_scales_of_rows() -> None:
+    """Skip the test if torch cannot multiply with a scale for each row on CPUs."""
     if torch.__version__ < "2.13":
         pytest.skip(f"torch {torch.__version__} multiplies with scales of rows on GPUs only")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_a_product_is_torchs_and_no_less_exact(dtype: torch.dtype, by_rows: bool) -> None:
+def test_a_product_is_as_exact_as_torchs(dtype: torch.dtype, by_rows: bool) -> None:
     a, b = torch.randn(32, 96).to(F8), torch.randn(48, 96).to(F8).t()
     s, t = (torch.rand(32, 1), torch.rand(1, 48)) if by_rows else (torch.rand(1, 1), torch.rand(1, 1))
     bias = torch.randn(48).to(dtype)
     exact = (a.double() * s) @ (b.double() * t) + bias
     if by_rows:
         needs_torch_with_scales_of_rows()
-    found, torchs = product(a, b, s, t, dtype, bias), torch._scaled_mm(a, b, s, t, bias=bias, out_dtype=dtype)
-    assert (found - exact).norm() <= 1.1 * (torchs - exact).norm() + torch.finfo(torch.float32).eps * exact.norm()
+    ours, torchs = product(a, b, s, t, dtype, bias), torch._scaled_mm(a, b, s, t, bias=bias, out_dtype=dtype)
+    assert (ours - exact).norm() <= 1.1 * (torchs - exact).norm() + torch.finfo(torch.float32).eps * exact.norm()
 
 
-def test_specials_are_those_of_torch() -> None:
+def test_special_values_give_torchs_results() -> None:
     needs_torch_with_scales_of_rows()
     rows = torch.ones(6, 32)
     rows[1], rows[2, 3], rows[3, 3], rows[4, :2] = 0, NAN, INF, torch.tensor([INF, -INF])
@@ -66,19 +67,19 @@ def test_specials_are_those_of_torch() -> None:
         a, b = rows.to(narrow), columns.to(F8).t()
         s, t = torch.full((6, 1), 1.0), torch.full((1, 16), 1.0)
         s[0], s[1], t[0, 4] = scale, scale, scale
-        found, torchs = product(a, b, s, t, torch.bfloat16), torch._scaled_mm(a, b, s, t, out_dtype=torch.bfloat16)
-        torch.testing.assert_close(found, torchs, equal_nan=True, rtol=0, atol=0)
+        ours, torchs = product(a, b, s, t, torch.bfloat16), torch._scaled_mm(a, b, s, t, out_dtype=torch.bfloat16)
+        torch.testing.assert_close(ours, torchs, equal_nan=True, rtol=0, atol=0)
 
 
-def test_an_infinite_scale_is_of_the_sum_as_on_a_gpu() -> None:
+def test_an_infinite_scale_multiplies_the_sum_as_on_a_gpu() -> None:
     a, b = torch.tensor([[1.0, 1.0], [0.0, 0.0]]).to(F8), torch.tensor([[1.0, 1.0], [0.0, -1.0]]).to(F8)
-    found = product(a, b, torch.full((2, 1), INF), torch.ones(1, 2), torch.float32)
-    assert found[0, 0] == INF
-    assert found.flatten()[1:].isnan().all()  # sums of 0; on a CPU torch scales each factor
+    out = product(a, b, torch.full((2, 1), INF), torch.ones(1, 2), torch.float32)
+    assert out[0, 0] == INF
+    assert out.flatten()[1:].isnan().all()  # sums of 0; on a CPU torch scales each factor
 
 
 @pytest.mark.parametrize("groups", [0, 2])
-def test_specials_of_a_tensors_scale_and_of_blocks_are_those_of_float32(groups: int) -> None:
+def test_special_values_with_scales_of_tensors_and_blocks_give_float32s_results(groups: int) -> None:
     a, b = torch.ones(6, 256), torch.ones(256, 128)
     a[1], a[2, 3], a[3, 3], a[4, 130], b[:, 1], b[2, 5] = 0, NAN, INF, -INF, 0, NAN
     for scale in (1.0, 0.0, NAN, -2.0):
@@ -103,9 +104,9 @@ def test_blocks_are_scaled_one_by_one() -> None:
 
 @pytest.mark.parametrize(("dtype", "step"), [("f8e4m3", 2**-4), ("f8e5m2", 2**-3)])
 @pytest.mark.parametrize("block", [0, 128])
-def test_quantized_rows_keep_their_values_to_the_steps_of_the_dtype(dtype: str, step: float, block: int) -> None:
-    for given in (torch.float32, torch.bfloat16):
-        x = (torch.randn(16, 256) * torch.logspace(-20, 20, 16)[:, None]).to(given)
+def test_quantization_errors_are_at_most_half_a_step_of_the_dtype(dtype: str, step: float, block: int) -> None:
+    for input_dtype in (torch.float32, torch.bfloat16):
+        x = (torch.randn(16, 256) * torch.logspace(-20, 20, 16)[:, None]).to(input_dtype)
         q, scale = quantized(x, dtype, block)
         each = scale.repeat_interleave(block, -1) if block else scale
         error = (q.double() * each - x.double()).abs()
@@ -115,7 +116,7 @@ def test_quantized_rows_keep_their_values_to_the_steps_of_the_dtype(dtype: str, 
 
 
 class DividesAsCuda(TorchDispatchMode):
-    """Multiplies by the rounded reciprocal of a Python number, as torch does on CUDA in place of a division."""
+    """Replaces a division by a Python number by a multiplication with its rounded reciprocal, as torch does on CUDA."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
@@ -124,7 +125,7 @@ class DividesAsCuda(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", ["f8e4m3", "f8e5m2"])
-def test_scales_are_quotients_rounded_once_where_torch_multiplies_by_reciprocals_of_numbers(dtype: str) -> None:
+def test_scales_are_rounded_once_although_torch_multiplies_by_reciprocals(dtype: str) -> None:
     x = torch.randn(512, 256).bfloat16()
     exact = x.double().abs().amax(-1, keepdim=True) / {"f8e4m3": 448, "f8e5m2": 57344}[dtype]
     with DividesAsCuda():
@@ -133,12 +134,12 @@ def test_scales_are_quotients_rounded_once_where_torch_multiplies_by_reciprocals
     assert torch.equal(q.float(), quantized(x, dtype)[0].float())
 
 
-def test_zero_rows_and_specials_of_quantization() -> None:
+def test_quantization_of_zero_rows_and_special_values() -> None:
     x = torch.ones(5, 128)
     x[0], x[1, 0], x[2, 0], x[3] = 0, NAN, INF, 1e-45
     q, scale = quantized(x, "f8e4m3")
-    for found, expected in zip(scale[:4, 0], (LEAST_SCALE, NAN, INF, LEAST_SCALE), strict=True):
-        torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
+    for row_scale, expected in zip(scale[:4, 0], (LEAST_SCALE, NAN, INF, LEAST_SCALE), strict=True):
+        torch.testing.assert_close(row_scale, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
     assert not q[0].float().any()
     assert q[1].isnan().all()
     assert q[2, 0].isnan()
@@ -148,20 +149,20 @@ def test_zero_rows_and_specials_of_quantization() -> None:
 
 
 @pytest.mark.parametrize(("special", "scale"), [(NAN, NAN), (INF, INF), (0.0, LEAST_SCALE)])
-def test_a_special_in_one_row_is_in_the_scale_of_the_tensor(special: float, scale: float) -> None:
+def test_a_special_value_in_one_row_reaches_the_scale_of_the_tensor(special: float, scale: float) -> None:
     x, largest = torch.zeros(4, 128), torch.empty(1, 1)
     x[2, 5] = special
     KERNELS["largest"](largest, quantized(x, "f8e4m3")[1])
     torch.testing.assert_close(largest, torch.full((1, 1), scale), equal_nan=True, rtol=0, atol=0)
 
 
-def test_a_given_scale_that_is_too_small_saturates() -> None:
+def test_values_saturate_if_the_scale_is_too_small() -> None:
     x, q = torch.tensor([[1000.0, -1000.0, 1.0, INF]]), torch.empty(1, 4, dtype=F8)
     KERNELS["quantize"](q, x, torch.ones(1, 1), dtype="f8e4m3")
     assert q.float().tolist() == [[448.0, -448.0, 1.0, 448.0]]
 
 
-def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_would_be_copied_before_their_rows_arrive_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from hostir.kernels.flags.ready import ReadyFlags
     from hostir.kernels.matmul import matmul  # loads Triton
 
@@ -171,7 +172,7 @@ def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused(mon
     scales = torch.zeros(3, 2, 1).transpose(0, 1)
     ready = ReadyFlags(torch.zeros(3, dtype=torch.int32), 1, torch.zeros(3, 2, dtype=torch.int64), first=1)
     out = torch.zeros(2, 3, 16)
-    for own in (None, torch.zeros(2, 128, dtype=F8)):  # own rows are multiplied first, and wait for nothing
+    for own in (None, torch.zeros(2, 128, dtype=F8)):  # local rows are multiplied first, without a wait
         with pytest.raises(HostIRError, match="lie with several strides"):
             BY_BLOCKS["scaled_matmul_by_blocks"](out, a, b, scales, torch.zeros(1, 16), ready=ready, own=own)
     assert not launched

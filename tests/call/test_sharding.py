@@ -1,3 +1,5 @@
+"""Shards of tensors, their reassembly, and sizes that follow from the shapes of inputs."""
+
 from __future__ import annotations
 
 import random
@@ -17,7 +19,7 @@ from hostir.kernels.dtypes import torch_dtype
 
 
 def tensor_type(text: str, mesh: str = "@mesh [didx] = 0 1 2 3") -> TensorType:
-    """The type of a text such as `f32[8@didx, 4]`."""
+    """Parse a tensor type such as `f32[8@didx, 4]`."""
     return parse(f"hostir 1\nmesh {mesh}\nprogram @p(%x: {text}) -> (%x) {{\n}}\n").inputs[0].tensor
 
 
@@ -36,29 +38,29 @@ TYPES = [
 
 
 @pytest.mark.parametrize(("text", "mesh", "sizes"), TYPES)
-def test_parts_assemble_to_the_tensor_they_were_cut_from(text: str, mesh: str, sizes: dict[str, int]) -> None:
+def test_shards_assemble_to_the_original_tensor(text: str, mesh: str, sizes: dict[str, int]) -> None:
     type = tensor_type(text, mesh)
-    whole = torch.randn([s.bind(sizes) for s in type.shape]).to(torch_dtype(type.dtype))
-    parts = [shard(whole, type, rank, sizes) for rank in range(8)]
+    unsharded = torch.randn([s.bind(sizes) for s in type.shape]).to(torch_dtype(type.dtype))
+    parts = [shard(unsharded, type, rank, sizes) for rank in range(8)]
     assert type.mesh
     for rank, part in enumerate(parts):
         assert (part is None) == (rank not in type.mesh.devices)
         if part is not None:
             assert part.is_contiguous()
             assert part.shape == tuple(s.bind(sizes) for s in type.local_shape)
-            assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-    assert torch.equal(assemble(parts, type, sizes), whole)
+            assert part.untyped_storage().data_ptr() != unsharded.untyped_storage().data_ptr()
+    assert torch.equal(assemble(parts, type, sizes), unsharded)
 
 
 def test_blocks_follow_the_order_of_the_devices() -> None:
-    whole = torch.arange(8.0)
+    unsharded = torch.arange(8.0)
     type = tensor_type("f32[8@didx]", "@mesh [didx] = 3 1")
-    assert shard(whole, type, 3, {}).tolist() == [0, 1, 2, 3]
-    assert shard(whole, type, 1, {}).tolist() == [4, 5, 6, 7]
+    assert shard(unsharded, type, 3, {}).tolist() == [0, 1, 2, 3]
+    assert shard(unsharded, type, 1, {}).tolist() == [4, 5, 6, 7]
     inner = tensor_type("f32[(2 4@didx)]", "@mesh [didx] = 3 1")
-    assert shard(whole, inner, 3, {}).tolist() == [0, 1, 4, 5]
-    grid = tensor_type("f32[(4@tp 2@dp)]", "@grid [dp, tp] = (0 1) (2 3)")  # dp splits what tp left
-    assert [shard(whole, grid, r, {}).tolist() for r in range(4)] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert shard(unsharded, inner, 3, {}).tolist() == [0, 1, 4, 5]
+    grid = tensor_type("f32[(4@tp 2@dp)]", "@grid [dp, tp] = (0 1) (2 3)")  # dp splits each shard of tp
+    assert [shard(unsharded, grid, r, {}).tolist() for r in range(4)] == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
 def test_random_shardings_round_trip() -> None:
@@ -71,10 +73,10 @@ def test_random_shardings_round_trip() -> None:
         cut = choice.randrange(1, len(factors))
         text = f"f32[({' '.join(factors[:cut])}), ({' '.join(factors[cut:])})]"
         type = tensor_type(text, str(mesh))
-        whole = torch.randn([s.bind({}) for s in type.shape])
-        parts = [shard(whole, type, rank, {}) for rank in range(6)]
-        assert torch.equal(assemble(parts, type, {}), whole), text
-        assert parts[mesh.devices[0]].numel() * prod(2 for _ in marks) == whole.numel()
+        unsharded = torch.randn([s.bind({}) for s in type.shape])
+        parts = [shard(unsharded, type, rank, {}) for rank in range(6)]
+        assert torch.equal(assemble(parts, type, {}), unsharded), text
+        assert parts[mesh.devices[0]].numel() * prod(2 for _ in marks) == unsharded.numel()
 
 
 def test_assemble_names_the_copies_that_differ_in_a_bit() -> None:
@@ -92,17 +94,17 @@ def test_assemble_adds_partial_sums_and_rounds_once() -> None:
     assert assemble(parts, type, {}).item() == 260  # 256 + 1 is 256 in bf16
 
 
-def test_assemble_leaves_partial_sums_unrounded_where_they_are_to_be_compared() -> None:
+def test_assemble_leaves_partial_sums_unrounded_on_request() -> None:
     type = tensor_type("bf16[1] partial(didx)")
     parts = [torch.tensor([x], dtype=torch.bfloat16) for x in (256, 1, 1, 3)]
-    whole = assemble(parts, type, {}, rounded=False)
-    assert (whole.dtype, whole.item()) == (torch.float64, 261)  # which bf16 has not
+    unsharded = assemble(parts, type, {}, rounded=False)
+    assert (unsharded.dtype, unsharded.item()) == (torch.float64, 261)  # bf16 cannot represent 261
     assert [part.item() for part in parts] == [256, 1, 1, 3]
     copies = [torch.tensor([x], dtype=torch.bfloat16) for x in (3, 3, 3, 3)]
     assert assemble(copies, tensor_type("bf16[1]"), {}, rounded=False).dtype == torch.bfloat16
 
 
-def test_assemble_keeps_held_parts_of_float64_as_they_are() -> None:
+def test_assemble_does_not_change_float64_parts() -> None:
     parts = [torch.tensor([x], dtype=torch.float64) for x in (1, 2, 3, 4)]
     assert assemble(parts, tensor_type("f32[1] partial(didx)"), {}).item() == 10
     assert [part.item() for part in parts] == [1, 2, 3, 4]
@@ -127,11 +129,11 @@ program @p(%a: bf16[(4@didx M/4), K], %b: bf16[K, N/2]) -> (%a) {
 """
 
 
-def test_sizes_follow_from_whole_tensors_and_from_parts() -> None:
+def test_sizes_follow_from_unsharded_tensors_and_from_shards() -> None:
     program = parse(SIZES)
-    whole = [torch.zeros(8, 3, dtype=torch.bfloat16), torch.zeros(3, 5, dtype=torch.bfloat16)]
-    part = [torch.zeros(2, 3, dtype=torch.bfloat16), whole[1]]
-    assert bind_sizes(program, whole) == {"M": 8, "K": 3, "N": 10}
+    unsharded = [torch.zeros(8, 3, dtype=torch.bfloat16), torch.zeros(3, 5, dtype=torch.bfloat16)]
+    part = [torch.zeros(2, 3, dtype=torch.bfloat16), unsharded[1]]
+    assert bind_sizes(program, unsharded) == {"M": 8, "K": 3, "N": 10}
     assert bind_sizes(program, part, rank=1) == {"M": 8, "K": 3, "N": 10}
     assert bind_sizes(program, part, {"K": 3}, rank=1) == {"M": 8, "K": 3, "N": 10}
 
@@ -141,7 +143,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "given", "rank", "message"),
+    ("inputs", "sizes", "rank", "message"),
     [
         ([bf16(8, 3)], {}, None, r"@p was given 1 input\n.*expected: 2: %a, %b"),
         ([bf16(8, 3), bf16(4, 5)], {}, None, r"input %b has shape \[4, 5\].*\[3, 5\].* K=3 from %a, N=10 from %b"),
@@ -163,10 +165,10 @@ def bf16(*shape: int) -> torch.Tensor:
     ],
 )
 def test_a_wrong_input_is_named_with_what_was_expected(
-    inputs: list[torch.Tensor | None], given: dict[str, int], rank: int | None, message: str
+    inputs: list[torch.Tensor | None], sizes: dict[str, int], rank: int | None, message: str
 ) -> None:
     with pytest.raises(HostIRError) as caught:
-        bind_sizes(parse(SIZES), inputs, given, rank=rank, device="cpu")
+        bind_sizes(parse(SIZES), inputs, sizes, rank=rank, device="cpu")
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""The pure parts of tests/gpu/stress_*.py, and the whole of it on CPU processes."""
+"""The parts of tests/gpu/stress_*.py that need no GPU, and complete runs on CPU processes."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ def configs(seeds: int = 6) -> Iterator[tuple[int, cases.Config]]:
             yield from ((ranks, config) for config in cases.pool(seed, ranks, 12))
 
 
-# Drawing ----------------------------------------------------------------------------------------------------------
-def test_every_program_that_is_drawn_lowers_and_fits() -> None:
+def test_every_drawn_program_can_be_lowered_and_is_small_enough() -> None:
     for ranks, config in configs():
         program = config.program()
         assert len(program.outputs) == max(1, len(config.products)) + config.kept
         assert len(program.inputs) == 1 + len(config.products) + sum(p.bias for p in config.products)
         assert program.ranks <= ranks
         assert max(config.rows) * config.slices * len(config.mesh) <= cases.MOST_ROWS
-        if len(config.mesh) < ranks:  # a rank that holds nothing has no tensor to bind a symbol by
+        if len(config.mesh) < ranks:  # a rank without a shard has no input that binds a symbol
             assert not program.size_names, config
 
 
-def test_all_that_is_to_be_stressed_is_drawn() -> None:
+def test_draws_cover_all_options() -> None:
     drawn = [(ranks, config) for ranks, config in configs()]
     assert {(c.strategy, c.kernels) for _, c in drawn} == {
         (s, k) for s in ("ring", "fused", "push") for k in ("aten", "triton")
@@ -84,7 +83,7 @@ def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_two_kernels_that_hold_sms_come_at_once_only_where_that_is_asked_for() -> None:
+def test_two_kernels_that_hold_sms_run_at_once_only_in_mode_fused_pairs() -> None:
     pool = cases.pool(0, 4, 24)
     for n in range(300):
         it = cases.iteration(0, n, pool, cases.GPU_FORMS)
@@ -94,7 +93,7 @@ def test_two_kernels_that_hold_sms_come_at_once_only_where_that_is_asked_for() -
         assert pair.jobs[0].config != pair.jobs[1].config
 
 
-def test_the_command_that_repeats_an_iteration_says_all_that_it_depends_on() -> None:
+def test_the_command_that_repeats_an_iteration_has_all_its_options() -> None:
     chosen = cases.options(["fused_pairs", "--seed", "7", "--pool", "9", "--seconds", "1"])
     words = cases.to_repeat(chosen, 4, 123).split("stress_onesided.py ")[1].split()
     again = cases.options(words)
@@ -106,24 +105,23 @@ def test_the_command_that_repeats_an_iteration_says_all_that_it_depends_on() -> 
     "words",
     [["fused_pairs", "--device", "cpu"], ["fused_pairs", "--pool", "7"], ["--pool", "0"], ["--iterations", "0"]],
 )
-def test_options_that_make_no_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cases.options(words)
     assert "at least" in capsys.readouterr().err
 
 
-# Checking ---------------------------------------------------------------------------------------------------------
-def test_what_torch_makes_of_a_program_is_what_its_fusion_means() -> None:
+def test_products_by_torch_equal_the_reference_of_the_fusion() -> None:
     for _, config in configs(seeds=1):
         fusion = config.fusion()
         sizes = {"M": 3} if fusion.size_names else {}
         inputs = random_inputs(fusion, sizes, seed=1)
-        found = cases.products_of(config, [x.double() for x in inputs])
-        assert all(torch.allclose(x, y) for x, y in zip(found, reference(fusion, inputs), strict=True))
+        products = cases.products_of(config, [x.double() for x in inputs])
+        assert all(torch.allclose(x, y) for x, y in zip(products, reference(fusion, inputs), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_torchs_own_result_is_within_what_is_allowed_and_a_wrong_one_is_not(dtype: torch.dtype) -> None:
+def test_torchs_result_is_within_the_allowed_error_and_a_wrong_one_is_not(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     a, b = torch.randn(2, 200, 128).to(dtype), torch.randn(128, 64).to(dtype)
     exact, plain = a.double() @ b.double(), a @ b
@@ -135,12 +133,12 @@ def test_torchs_own_result_is_within_what_is_allowed_and_a_wrong_one_is_not(dtyp
         wrong[at] = value
         return float(cases.share_of_allowed(wrong, exact, plain, 128))
 
-    assert share((0, 7), 0.0) > 1, "a row that never came"
-    assert share((1, 199, 63), float(plain[1, 199, 63]) + 2) > 1, "one element"
+    assert share((0, 7), 0.0) > 1, "a row that never arrived"
+    assert share((1, 199, 63), float(plain[1, 199, 63]) + 2) > 1, "one wrong element"
     assert share((1, 199, 63), float("nan")) > 1
 
 
-def test_results_that_differ_in_a_bit_differ() -> None:
+def test_results_that_differ_in_one_bit_are_different() -> None:
     x = torch.randn(5, 7).bfloat16()
     y = x.clone()
     assert cases.differing(x, y) == 0
@@ -152,12 +150,12 @@ def test_results_that_differ_in_a_bit_differ() -> None:
     assert cases.differing(torch.tensor([0.0]), torch.tensor([-0.0])) == float("inf")
 
 
-def test_sums_of_which_ranks_hold_different_bits_are_named() -> None:
-    said: list[tuple[int, str]] = []
+def test_sums_with_different_bits_on_different_ranks_are_named() -> None:
+    failures: list[tuple[int, str]] = []
     prints, tally = [(3, "call 0", None), (3, "call 1", None), (4, "call 0", None)], Tally()
-    fake = SimpleNamespace(prints=prints, tally=tally, say_failed=lambda *words: said.append(words))
+    fake = SimpleNamespace(prints=prints, tally=tally, say_failed=lambda *words: failures.append(words))
     assert Stress.judge_bits(fake, [7.0, 9.0, 8.0, -7.0, -8.0, -8.0]) == {3}  # type: ignore[arg-type]
-    assert said == [(3, "call 1: ranks hold different bits of a sum")]
+    assert failures == [(3, "call 1: ranks hold different bits of a sum")]
     assert tally.sums == 3
 
 
@@ -182,32 +180,30 @@ def test_a_rank_must_end_in_time_and_name_what_it_waits_for(case: Case, ended: E
     assert ended.fault(case) == fault
 
 
-# Delays -----------------------------------------------------------------------------------------------------------
-def test_each_statement_may_be_held_up_on_its_own_stream(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_statement_can_be_delayed_on_its_stream(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = (cases.Product(5, linear=False, bias=False, split=False),)
     drawn = cases.Config("fused", "aten", "f32", (0, 1), 2, (3, 3), 8, sides, kept=True, priorities=(0,))
     program = hi.lower(drawn.fusion(), "fused")
     a, b = random_inputs(program, {}, seed=2)
     parts = [[shard(x, v.tensor, r, {}) for x, v in zip((a, b), program.inputs, strict=True)] for r in range(2)]
-    made = plans(gpus, program, parts, monkeypatch)
+    rank_plans = plans(gpus, program, parts, monkeypatch)
     delays, late = Delays(torch.device("cpu")), []
     monkeypatch.setattr(stress_units, "SELDOM", 1.0)
     monkeypatch.setattr(delays, "copy", lambda stream, size: gpus.streams[stream].add(lambda: late.append(stream)))
-    delays.into(made)
+    delays.into(rank_plans)
     delays.random = Random(0)
-    found = []
-    for plan, mine in zip(made, parts, strict=True):
+    outputs = []
+    for plan, inputs in zip(rank_plans, parts, strict=True):
         gpus.current = Stream()
-        found.append(plan.run(mine))
+        outputs.append(plan.run(inputs))
     gpus.run(Random(1))
-    assert len(late) == sum(len(plan.steps) for plan in made)
-    assert {gpus.streams[i] for i in late} == {s for plan in made for s in plan.streams}
-    for c, full in found:
+    assert len(late) == sum(len(plan.steps) for plan in rank_plans)
+    assert {gpus.streams[i] for i in late} == {s for plan in rank_plans for s in plan.streams}
+    for c, full in outputs:
         assert torch.allclose(c, a @ b, atol=1e-5)
         assert torch.equal(full, a)
 
 
-# On CPU processes -------------------------------------------------------------------------------------------------
 def stress(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return launch(2, str(script), "--device", "cpu", "--pool", "4", *arguments, env=environment(), timeout=100)
 
@@ -238,7 +234,7 @@ sys.exit(stress_onesided.main())
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
-def test_one_wrong_element_on_one_rank_is_found_and_named_with_how_to_repeat_it(tmp_path: Path) -> None:
+def test_one_wrong_element_on_one_rank_is_reported_with_a_command_that_repeats_it(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     ended = stress(script, "--iterations", "30")

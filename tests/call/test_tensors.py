@@ -1,4 +1,4 @@
-"""What kinds of tensors a call takes, and what torch's inference mode changes."""
+"""Tensors that a call accepts and refuses, and calls in torch's inference mode."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KEEPING = """%box: f32[4, 8] = allocate_symmetric
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that stands for another, as DTensor does; it has no memory."""
+    """A tensor subclass that wraps another tensor, as DTensor does. It has no memory."""
 
     @staticmethod
     def __new__(cls, x: torch.Tensor) -> Wrapper:
         return torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
 
     def to_local(self) -> torch.Tensor:
-        raise AssertionError("nobody asked for it")
+        raise AssertionError("to_local was called")
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,12 +70,12 @@ ODD: list[tuple[Callable[[], object], str, str]] = [
 @pytest.mark.parametrize("machine", ["local", "gloo"])
 @pytest.mark.parametrize(("make", "what", "to_do"), ODD)
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
-def test_tensors_without_plain_memory_are_refused_for_what_they_are(
+def test_inputs_without_plain_memory_are_refused_with_their_class_and_a_hint(
     machine: str, make: Callable[[], object], what: str, to_do: str
 ) -> None:
     executor, (a, b) = Executor(alone(BESIDE), machine=machine), numbers()
-    whole = [a], [b]
-    executor(*whole if machine == "local" else (a, b))  # one that fits does not make the next one fit
+    parts = [a], [b]
+    executor(*parts if machine == "local" else (a, b))  # a call with good inputs does not turn off the check
     odd = make()
     message = said(lambda: executor(*([odd], [b]) if machine == "local" else (odd, b)))
     assert f"input %a of rank 0 {what}" in message
@@ -84,7 +84,7 @@ def test_tensors_without_plain_memory_are_refused_for_what_they_are(
 
 @pytest.mark.parametrize(("make", "what", "to_do"), ODD)
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
-def test_outputs_without_plain_memory_are_refused_for_what_they_are(
+def test_outputs_without_plain_memory_are_refused_with_their_class_and_a_hint(
     make: Callable[[], object], what: str, to_do: str
 ) -> None:
     executor, (a, b) = Executor(alone(BESIDE), machine="gloo"), numbers()
@@ -96,7 +96,7 @@ def test_outputs_without_plain_memory_are_refused_for_what_they_are(
 
 
 @pytest.mark.parametrize("machine", ["local", "gloo"])
-def test_tensors_of_torch_func_are_refused_also_where_plain_ones_like_them_were_not(machine: str) -> None:
+def test_tensors_of_torch_func_are_refused_after_plain_tensors_of_the_same_shape(machine: str) -> None:
     executor, (a, b) = Executor(alone(BESIDE), machine=machine), numbers()
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -109,25 +109,25 @@ def test_tensors_of_torch_func_are_refused_also_where_plain_ones_like_them_were_
     assert "hint: call outside torch.vmap and its like" in message
 
 
-def test_plain_tensors_within_torch_func_run_as_their_shapes_say() -> None:
+def test_plain_tensors_of_any_shape_run_within_torch_func() -> None:
     executor = Executor(
         alone("%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c", "%a: f32[M, 8], %b: f32[8, 5]"), machine="gloo"
     )
-    b, found = torch.randn(8, 5), []
+    b, results = torch.randn(8, 5), []
 
     def calls(batched: torch.Tensor) -> torch.Tensor:
         for rows in (4, 6, 4, 6):
             a = torch.arange(rows * 8).reshape(rows, 8) / 8
-            found.append((executor(a, b)[0], a @ b))
+            results.append((executor(a, b)[0], a @ b))
         return batched
 
     torch.vmap(calls)(torch.zeros(2))
     assert len(executor.plans) == 2
-    for c, exact in found:
+    for c, exact in results:
         torch.testing.assert_close(c, exact)
 
 
-def test_parameters_are_tensors_where_no_gradients_are_asked_for() -> None:
+def test_parameters_are_accepted_under_no_grad() -> None:
     executor, (a, b) = Executor(alone(BESIDE), machine="gloo"), numbers()
     executor(a, b)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_parameters_are_tensors_where_no_gradients_are_asked_for() -> None:
 
 @pytest.mark.parametrize("body", [BESIDE, KEEPING])
 @pytest.mark.parametrize("first", [True, False])
-def test_calls_in_inference_mode_and_outside_take_turns(body: str, first: bool) -> None:
+def test_calls_alternate_between_inference_mode_and_normal_mode(body: str, first: bool) -> None:
     executor = Executor(alone(body), machine="gloo")
     for inference in (first, not first, first):
         with torch.inference_mode(inference), torch.no_grad():
@@ -148,7 +148,7 @@ def test_calls_in_inference_mode_and_outside_take_turns(body: str, first: bool) 
         assert c.is_inference() is inference
 
 
-def test_an_output_made_in_inference_mode_is_for_calls_in_it() -> None:
+def test_an_output_made_in_inference_mode_is_refused_in_other_calls() -> None:
     executor = Executor(alone(KEEPING), machine="gloo")
     with torch.inference_mode():
         c = torch.empty(4, 5)
@@ -162,7 +162,7 @@ def test_an_output_made_in_inference_mode_is_for_calls_in_it() -> None:
         assert "hint: call under torch.inference_mode(), or make it outside" in message
 
 
-def test_an_output_made_in_inference_mode_is_refused_where_a_plain_one_lay(executor: Executor) -> None:
+def test_an_output_made_in_inference_mode_is_refused_at_the_address_of_a_plain_one(executor: Executor) -> None:
     a, b = numbers()
     memory = np.zeros((4, 5), np.float32)
     executor(a, b, out=torch.from_numpy(memory))

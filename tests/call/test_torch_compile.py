@@ -1,4 +1,4 @@
-"""torch.compile around an executor: it compiles what is around the call, and nothing of hostir."""
+"""torch.compile of a function that calls an executor: it compiles the code around the call, and nothing of hostir."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs on real processes, with gloo, one thread a stream. The ranks run tests/call/torchrun_cases.py."""
+"""Programs on real gloo processes, one thread for each stream. The ranks run tests/call/torchrun_cases.py."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ TWO = [
     "many_calls_back_to_back",
     "one_sided_programs",
     "copies_and_a_matmul_that_waits",
-    "blocks_with_flags_behind_them",
-    "blocks_of_no_rows_before_and_after_some",
+    "blocks_with_completion_flags",
+    "blocks_without_rows_between_blocks_with_rows",
     "rows_scattered_by_every_strategy",
-    "shapes_and_executors_alternate",
-    "new_sizes_below_one_that_was_seen_need_no_rendezvous",
-    "sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more",
-    "sizes_leave_room_for_others",
-    "sizes_that_were_called_latest_keep_their_memory",
+    "calls_alternate_between_shapes_and_executors",
+    "sizes_below_an_earlier_size_need_no_rendezvous",
+    "growing_sizes_get_exactly_what_they_need_if_memory_is_short",
+    "memory_of_earlier_sizes_is_freed_and_allocated_again",
+    "the_latest_sizes_keep_their_memory",
     "many_executors_share_memory",
-    "what_is_told_again_is_another_exchange",
-    "what_a_session_and_its_plans_log_begins_with_the_rank",
-    "a_symmetric_output_is_the_callers",
-    "results_go_where_the_caller_says",
+    "an_exchange_under_the_same_key_is_a_new_one",
+    "log_messages_begin_with_the_rank",
+    "later_calls_do_not_overwrite_a_symmetric_output",
+    "results_are_written_into_out",
     "inputs_of_any_strides",
-    "no_rows_before_and_after_some",
+    "calls_without_rows_between_calls_with_rows",
     "racy_programs_are_refused",
-    "ranks_that_share_something_else_are_refused",
+    "ranks_with_different_symmetric_buffers_are_refused",
     "different_programs_are_refused",
     "different_sizes_are_refused",
-    "new_sizes_are_compared_where_calls_are_not",
+    "new_sizes_are_compared_even_if_calls_are_not",
     "wrong_inputs_are_refused_everywhere",
-    "another_number_of_ranks_is_refused",
+    "a_program_for_more_ranks_is_refused",
 ]
 FOUR = [
     "all_gather",
@@ -62,18 +62,18 @@ FOUR = [
     "messages",
     "one_sided_programs",
     "copies_and_a_matmul_that_waits",
-    "blocks_with_flags_behind_them",
+    "blocks_with_completion_flags",
     "blocks_within_teams_and_on_some_ranks",
-    "blocks_of_no_rows_before_and_after_some",
+    "blocks_without_rows_between_blocks_with_rows",
     "rows_scattered_by_every_strategy",
-    "sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late",
-    "shapes_and_executors_alternate",
-    "sizes_leave_room_for_others",
-    "sizes_that_were_called_latest_keep_their_memory",
+    "all_ranks_hold_the_same_bits_of_a_sum_under_random_delays",
+    "calls_alternate_between_shapes_and_executors",
+    "memory_of_earlier_sizes_is_freed_and_allocated_again",
+    "the_latest_sizes_keep_their_memory",
     "many_executors_share_memory",
-    "a_plan_for_each_shape",
-    "whole_tensors",
-    "no_rows_before_and_after_some",
+    "each_shape_gets_a_plan",
+    "unsharded_tensors",
+    "calls_without_rows_between_calls_with_rows",
     "a_trace_of_all_streams",
     "different_programs_are_refused",
 ]
@@ -86,14 +86,14 @@ def environment(**more: str) -> dict[str, str]:
 
 def torchrun(case: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+    env = {**environment(), "PYTHONWARNINGS": "default"}  # warnings of the launcher are no errors
     return subprocess.run(
         [*command, str(SCRIPT), case], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
     )
 
 
 def started(rank: int, ranks: int, case: str, port: int, timeout: float) -> Job:
-    """One rank without a launcher, which would end the others by itself."""
+    """Start one rank without a launcher, because a launcher would end the other ranks itself."""
     job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOSTIR_TIMEOUT": str(timeout)}
     return begin(str(SCRIPT), case, env=environment(**job, **address))
@@ -108,15 +108,15 @@ def test_programs_give_the_unsharded_result_and_bad_calls_are_refused(ranks: int
     result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
     assert result.returncode == 0, result.stderr
     assert passed(result.stdout) == {(name, rank) for name in cases for rank in range(ranks)}
-    for name in ("all_gather", "copies_and_a_matmul_that_waits"):  # which the second session runs again
+    for name in ("all_gather", "copies_and_a_matmul_that_waits"):  # the second session repeats these
         assert result.stdout.count(f"PASS {name} ") == 2 * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_calls_go_on_after_one_that_ended_midway(ranks: int) -> None:
+def test_calls_work_after_a_call_that_failed_midway(ranks: int) -> None:
     cases = [
-        "calls_go_on_after_one_that_ended_midway_on_one_rank",
-        "ranks_that_wait_for_one_that_ends_a_call_midway_hear_of_it",
+        "calls_work_after_a_call_that_failed_midway_on_one_rank",
+        "ranks_that_meet_for_the_next_call_learn_of_a_failed_call",
     ]
     result = launch(ranks, str(SCRIPT), *cases, env=environment(), timeout=100)
     assert result.returncode == 0, result.stderr
@@ -134,8 +134,8 @@ KILLED = {
 
 @pytest.fixture(scope="module")
 def absent() -> Iterator[dict[str, list[Job]]]:
-    """Jobs without a launcher, whose ranks mostly wait: side by side, and while the first tests run."""
-    timeouts = {"a_rank_freezes": 6, "a_rank_stays_away": 12, **dict.fromkeys(KILLED, 6)}
+    """Jobs without a launcher. Their ranks mostly wait, so they run side by side, and beside the first tests."""
+    timeouts = {"a_rank_freezes": 6, "a_rank_makes_no_further_call": 12, **dict.fromkeys(KILLED, 6)}
     ports = {case: free_port() for case in timeouts}
     jobs = {case: [started(rank, 2, case, port, timeouts[case]) for rank in range(2)] for case, port in ports.items()}
     yield jobs
@@ -145,21 +145,21 @@ def absent() -> Iterator[dict[str, list[Job]]]:
 
 
 @pytest.mark.alone
-def test_a_statement_that_raises_ends_every_rank_each_naming_the_statement(absent: dict[str, list[Job]]) -> None:
+def test_a_statement_that_raises_ends_every_rank_and_all_name_the_statement(absent: dict[str, list[Job]]) -> None:
     begin = time.monotonic()
     result = torchrun("a_statement_raises")
     assert result.returncode != 0
     assert time.monotonic() - begin < 40
     statement = r"rank 1, 'matmul %g_i, %b -> %c_i' in round \d: RuntimeError: the floating point unit is on strike"
     assert re.search(rf"HostIRError: <text>:\d+:\d+: error: {statement}", result.stderr), result.stderr
-    # The other rank raises when it hears of it, or finds the connection closed and then looks there.
-    heard = r"a call ended midway on another rank, and what rank 0 has issued may wait for its rest: "
+    # The other rank raises when it learns of the failure, or when it finds the connection closed and reads the cause.
+    reported = r"a call ended midway on another rank, and what rank 0 has issued may wait for its rest: "
     ended = r"error: rank 0 is ended at '.*' in round \d: "  # by the launcher
-    assert re.search(rf"({heard}|{ended}|note: first, ){statement}", result.stderr)
+    assert re.search(rf"({reported}|{ended}|note: first, ){statement}", result.stderr)
 
 
 @pytest.mark.alone
-def test_a_killed_rank_ends_the_others_each_naming_its_statement(absent: dict[str, list[Job]]) -> None:
+def test_a_killed_rank_ends_the_others_and_each_names_its_statement(absent: dict[str, list[Job]]) -> None:
     begin = time.monotonic()
     result = torchrun("a_rank_is_killed")
     assert result.returncode != 0
@@ -172,21 +172,19 @@ def test_a_killed_rank_ends_the_others_each_naming_its_statement(absent: dict[st
 @pytest.mark.parametrize(
     ("case", "cause"),
     [
-        ("a_rank_freezes", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),  # it may come back
-        ("a_rank_stays_away", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),
+        ("a_rank_freezes", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),  # it may continue
+        ("a_rank_makes_no_further_call", r"it has stood still for \d+ s; HOSTIR_TIMEOUT sets how long it may"),
     ],
 )
-def test_a_rank_that_does_not_come_ends_the_others_without_a_launcher(
-    case: str, cause: str, absent: dict[str, list[Job]]
-) -> None:
+def test_an_absent_rank_ends_the_others_without_a_launcher(case: str, cause: str, absent: dict[str, list[Job]]) -> None:
     ranks = absent[case]
-    _, said = ranks[0].communicate(timeout=60)
+    _, stderr = ranks[0].communicate(timeout=60)
     assert ranks[0].returncode == 1
-    assert re.search(rf"error: rank 0 is ended at '%h = allgather .*' in round \d: {cause}", said), said
-    if case == "a_rank_stays_away":
-        _, said = ranks[1].communicate(timeout=30)
+    assert re.search(rf"error: rank 0 is ended at '%h = allgather .*' in round \d: {cause}", stderr), stderr
+    if case == "a_rank_makes_no_further_call":
+        _, stderr = ranks[1].communicate(timeout=30)
         assert ranks[1].returncode == 1
-        assert re.search(r"error: rank 1 is ended between runs: rank 0, '%h = allgather", said), said
+        assert re.search(r"error: rank 1 is ended between runs: rank 0, '%h = allgather", stderr), stderr
 
 
 @pytest.mark.alone
@@ -195,12 +193,12 @@ def test_killed_peers_end_those_that_wait_for_their_flags_without_a_launcher(
     case: str, absent: dict[str, list[Job]]
 ) -> None:
     rank, _ = absent[case]
-    _, said = rank.communicate(timeout=60)
+    _, stderr = rank.communicate(timeout=60)
     assert rank.returncode == 1
-    assert re.search(rf"error: rank 0 is ended at {KILLED[case]}: rank 1 died", said), said
+    assert re.search(rf"error: rank 0 is ended at {KILLED[case]}: rank 1 died", stderr), stderr
 
 
-def test_a_teardown_that_never_ends_is_left_and_the_exit_code_stays() -> None:
+def test_a_teardown_that_never_ends_does_not_change_the_exit_code() -> None:
     code = (
         "import sys, threading, torch.distributed as dist\n"
         "from hostir.job import session\n"

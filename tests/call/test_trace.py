@@ -1,3 +1,5 @@
+"""Traces of simulated ranks, as Chrome traces and as SVG pictures."""
+
 from __future__ import annotations
 
 import itertools
@@ -36,24 +38,24 @@ def test_every_statement_that_takes_time_is_an_event_of_its_stream(trace: Trace)
         assert events == gathers + matmuls
 
 
-def test_events_lie_as_if_streams_ran_at_once(trace: Trace) -> None:
+def test_events_are_placed_as_if_streams_ran_concurrently(trace: Trace) -> None:
     for rank in range(4):
         at = {e.label: e for e in trace.events if e.rank == rank}
         for i in range(4):
             assert at[f"allgather {i}"].end <= at[f"matmul {i}"].start
-        assert at["matmul 0"].end <= at["allgather 2"].start, "they share a stream, and the gather follows it"
-        assert at["allgather 1"].start < at["matmul 0"].end, "they do not"
+        assert at["matmul 0"].end <= at["allgather 2"].start, "on one stream, the gather follows the matmul"
+        assert at["allgather 1"].start < at["matmul 0"].end, "on different streams, they overlap"
         for lane in trace.lanes[rank]:
             ends = sorted((e.start, e.end) for e in trace.events if (e.rank, e.stream) == (rank, lane))
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
 
 
-def test_teams_of_one_rank_have_a_lane_each() -> None:
+def test_each_team_of_a_rank_has_a_lane() -> None:
     trace = traced(TRANSFERS, {"K": 3})
     assert trace.lanes[0] == ["communication (0 1 2)", "communication (0 1)"]
 
 
-def test_chrome_gets_a_process_for_each_rank_and_a_track_for_each_stream(trace: Trace, tmp_path: Path) -> None:
+def test_a_chrome_trace_has_a_process_for_each_rank_and_a_track_for_each_stream(trace: Trace, tmp_path: Path) -> None:
     trace.to_chrome(tmp_path / "trace.json")
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}

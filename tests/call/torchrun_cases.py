@@ -1,7 +1,7 @@
-"""What the ranks of tests/call/test_torchrun.py run: `torchrun_cases.py NAME ...` runs the cases of these names.
+"""Cases that every rank of tests/call/test_torchrun.py runs: `torchrun_cases.py NAME ...` runs the named cases.
 
-A case that ends well prints `PASS name rank`. Inputs are random and fresh for every call; memory that is allocated
-holds NaN until it is written; results are compared with the same computation on whole tensors in float64.
+A case that succeeds prints `PASS name rank`. Every call gets new random inputs. Allocated memory holds NaN until it is
+written. Results are compared with the same computation on unsharded tensors in float64.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from tests.call.torchrun_programs import RANKS, SIZE
 from tests.gpu.stress_units import Delays
 
 RANK = int(os.environ["RANK"])
-SEED = 1000 * int(os.environ.get("MASTER_PORT", "1"))  # another one in every job
+SEED = 1000 * int(os.environ.get("MASTER_PORT", "1"))  # different in every job
 CASES: dict[str, Callable[[], None]] = {}
-COMPUTED = [name for name in DTYPES if name not in FP8]  # by all kernels; of fp8, by those that take scales
+COMPUTED = [name for name in DTYPES if name not in FP8]  # dtypes of all kernels; fp8 needs kernels that take scales
 Reference = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -67,30 +67,29 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-# Checking ---------------------------------------------------------------------------------------------------------
-def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).abs().max())
+def error_of(output: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((output.double() - exact).abs().max())
 
 
 def check(program: Program, reference: Reference, calls: int = 3, **sizes: int) -> None:
-    """Each call's results against float64: no worse than 1.1 times what torch makes of the same whole tensors."""
+    """Compare each call's results with float64. The error may be 1.1 times the error of torch on unsharded tensors."""
     executor = Executor(program)
     for call in range(calls):
         inputs = random_inputs(program, sizes, seed=SEED + call)
         parts = [shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)]
         outputs = executor(*parts)
         exact, plain = reference(*[x.double() for x in inputs]), reference(*inputs)
-        for value, found, true, torchs in zip(program.outputs, outputs, exact, plain, strict=True):
-            mine = shard(true, value.tensor, RANK, sizes)
-            if mine is None:
-                assert found is None, value
+        for value, output, exact_whole, torch_whole in zip(program.outputs, outputs, exact, plain, strict=True):
+            exact_part = shard(exact_whole, value.tensor, RANK, sizes)
+            if exact_part is None:
+                assert output is None, value
                 continue
-            theirs = shard(torchs, value.tensor, RANK, sizes)
-            assert found is not None
-            assert theirs is not None
-            assert found.dtype == TORCH[value.tensor.dtype.name]
-            slack = 1e-14 if found.dtype == torch.float64 else 1e-6
-            assert error_of(found, mine) <= 1.1 * error_of(theirs, mine) + slack * float(mine.abs().max()), value
+            torch_part = shard(torch_whole, value.tensor, RANK, sizes)
+            assert output is not None
+            assert torch_part is not None
+            assert output.dtype == TORCH[value.tensor.dtype.name]
+            slack = (1e-14 if output.dtype == torch.float64 else 1e-6) * float(exact_part.abs().max())
+            assert error_of(output, exact_part) <= 1.1 * error_of(torch_part, exact_part) + slack, value
     assert len(executor.plans) == 1
 
 
@@ -99,7 +98,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def product_by_ranks(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the ranks' products, each rounded to its dtype, add up to."""
+    """Return the sum of the ranks' products; each product is rounded to its dtype."""
     parts = [x @ y for x, y in zip(a.chunk(SIZE, -1), b.chunk(SIZE, 0), strict=True)]
     return (torch.stack(parts).sum(0),)
 
@@ -108,16 +107,15 @@ def contains(text: str, *pieces: str) -> None:
     assert not [piece for piece in pieces if piece not in text], text
 
 
-def refused(function: Callable[[], object]) -> str:
-    """What a call that must be refused says."""
+def refusal(function: Callable[[], object]) -> str:
+    """Return the message of the HostIRError that a function must raise."""
     try:
         function()
     except HostIRError as problem:
         return str(problem)
-    raise AssertionError("nothing was refused")
+    raise AssertionError("no HostIRError was raised")
 
 
-# Cases that end well ----------------------------------------------------------------------------------------------
 @case
 def all_gather() -> None:
     for dtype in COMPUTED:
@@ -129,10 +127,10 @@ def every_pattern_in_f64() -> None:
     for pattern in symbolic.PATTERNS:
         for source, p in symbolic.lowered(pattern, SIZE, "f64"):
             inputs = random_inputs(p, {"M": 48}, seed=SEED)
-            found = Executor(p, sizes={"M": 48})(
+            results = Executor(p, sizes={"M": 48})(
                 *[shard(x, v.tensor, RANK, {"M": 48}) for x, v in zip(inputs, p.inputs, strict=True)]
             )
-            for x, v, exact in zip(found, p.outputs, reference(source, inputs, {"M": 48}), strict=True):
+            for x, v, exact in zip(results, p.outputs, reference(source, inputs, {"M": 48}), strict=True):
                 mine = shard(exact, v.tensor, RANK, {"M": 48})
                 assert (x is None) == (mine is None)
                 if x is not None and mine is not None:
@@ -142,14 +140,14 @@ def every_pattern_in_f64() -> None:
 
 @case
 def fp8_products_by_every_strategy() -> None:
-    """Every pattern by every strategy, the scales in turn of tensors, of rows and of blocks."""
+    """Lower every pattern with every strategy; scales are per tensor, per row and per block in turn."""
     for n, (pattern, strategy) in enumerate(product_of(patterns.SCALED, STRATEGIES)):
         source = pattern(SIZE, scales=("tensor", "rows", "blocks")[n % 3]).program()
         p = lower(source, strategy)
         inputs = random_inputs(source, {}, seed=SEED + n)
-        found = Executor(p)(*[shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, p.inputs, strict=True)])
+        results = Executor(p)(*[shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, p.inputs, strict=True)])
         both = zip(reference(source, inputs, dtype=None), reference(source, inputs), strict=True)
-        for x, v, (plain, exact) in zip(found, p.outputs, both, strict=True):
+        for x, v, (plain, exact) in zip(results, p.outputs, both, strict=True):
             mine = shard(exact, v.tensor, RANK, {})
             assert x is not None
             assert mine is not None
@@ -217,16 +215,16 @@ def many_calls_back_to_back() -> None:
 
 
 @case
-def what_is_told_again_is_another_exchange() -> None:
+def an_exchange_under_the_same_key_is_a_new_one() -> None:
     for turn in range(3):
         assert joined().exchange("a test", f"{RANK} {turn}") == [f"{rank} {turn}" for rank in range(SIZE)]
 
 
 @case
-def what_a_session_and_its_plans_log_begins_with_the_rank() -> None:
-    told: list[str] = []
+def log_messages_begin_with_the_rank() -> None:
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hostir").addHandler(handler)
     logging.getLogger("hostir").setLevel(logging.INFO)
     program = programs.ag_matmul(dtype="f32")
@@ -235,14 +233,14 @@ def what_a_session_and_its_plans_log_begins_with_the_rank() -> None:
     executor = Executor(program)
     for _ in range(3):
         executor(part, b)
-    planned = [text for text in told if text.startswith(f"rank {RANK}: @{program.name}: planned for M=3 in ")]
-    assert len(planned) == 1, told
-    assert all(text.startswith(f"rank {RANK}: ") for text in told)
+    planned = [text for text in messages if text.startswith(f"rank {RANK}: @{program.name}: planned for M=3 in ")]
+    assert len(planned) == 1, messages
+    assert all(text.startswith(f"rank {RANK}: ") for text in messages)
     logging.getLogger("hostir").removeHandler(handler)
 
 
 @case
-def a_plan_for_each_shape() -> None:
+def each_shape_gets_a_plan() -> None:
     program = programs.ag_matmul(dtype="f32")
     executor = Executor(program)
     for m in (3, 7, 3, 1):
@@ -253,7 +251,7 @@ def a_plan_for_each_shape() -> None:
 
 
 @case
-def whole_tensors() -> None:
+def unsharded_tensors() -> None:
     program = programs.row_scattered("f32")
     a, b = random_inputs(program, {})
     c, d = run(program, a, b)
@@ -275,42 +273,42 @@ def a_trace_of_all_streams() -> None:
 @case
 def different_programs_are_refused() -> None:
     mine = "f16" if RANK else "bf16"
-    said = refused(lambda: Executor(programs.ag_matmul(dtype=mine))(*parts_of(mine)))
-    contains(said, "the calls of the ranks do not line up: ", "@ag_matmul with M=2 (its text has digest ")
+    message = refusal(lambda: Executor(programs.ag_matmul(dtype=mine))(*parts_of(mine)))
+    contains(message, "the calls of the ranks do not line up: ", "@ag_matmul with M=2 (its text has digest ")
 
 
 @case
 def different_sizes_are_refused() -> None:
-    said = refused(lambda: Executor(programs.ag_matmul())(*parts_of("bf16", m=2 + RANK)))
-    contains(said, "the calls of the ranks do not line up: ", "calls @ag_matmul with M=", "M=2", "M=3")
+    message = refusal(lambda: Executor(programs.ag_matmul())(*parts_of("bf16", m=2 + RANK)))
+    contains(message, "the calls of the ranks do not line up: ", "calls @ag_matmul with M=", "M=2", "M=3")
 
 
 @case
-def new_sizes_are_compared_where_calls_are_not() -> None:
-    """As on CUDA: by the rank that is later, and nobody waits. The calls do not run: they ask for places."""
+def new_sizes_are_compared_even_if_calls_are_not() -> None:
+    """As on CUDA, the later rank compares the new sizes, and no rank waits. Places are asked for; no call runs."""
     executor, calls = Executor(programs.ag_matmul()), joined().calls
-    report, calls.report = calls.report, lambda why: why  # or every rank would make no call any more
+    report, calls.report = calls.report, lambda why: why  # a report would stop all further calls on every rank
     executor(*parts_of("bf16"))
     executor._compare = executor._agreement.compare = False
 
-    def said(**sizes: int) -> list[str]:
-        """What the ranks are refused."""
+    def refusals(**sizes: int) -> list[str]:
+        """Return each rank's error message; empty texts for ranks without an error."""
         try:
             executor.places(*parts_of("bf16", **sizes))
-            mine = ""
+            message = ""
         except HostIRError as problem:
-            mine = str(problem)
+            message = str(problem)
         calls.broken = ""
-        return joined().exchange("said", mine)
+        return joined().exchange("refusals", message)
 
-    assert said(m=9) == [""] * SIZE
-    late = [text for text in said(m=4 + RANK) if text]
+    assert refusals(m=9) == [""] * SIZE
+    late = [text for text in refusals(m=4 + RANK) if text]
     assert len(late) == SIZE - 1
     contains(late[0], "the calls of the ranks do not line up: ", "with M=4", "with M=5", "HOSTIR_COMPARE_CALLS")
     calls.went(1)
-    assert said(m=12) == [""] * SIZE
-    calls.went(RANK)  # a call with sizes that were known
-    late = [text for text in said(m=13) if text]
+    assert refusals(m=12) == [""] * SIZE
+    calls.went(RANK)  # a call with known sizes
+    late = [text for text in refusals(m=13) if text]
     assert len(late) == SIZE - 1
     contains(late[0], "have made other calls before their call 2")
     calls.report = report
@@ -320,28 +318,27 @@ def new_sizes_are_compared_where_calls_are_not() -> None:
 def wrong_inputs_are_refused_everywhere() -> None:
     executor = Executor(programs.ag_matmul())
     a, b = parts_of("bf16")
-    said = refused(lambda: executor(a, b[:, :8] if RANK == 1 else b))
+    message = refusal(lambda: executor(a, b[:, :8] if RANK == 1 else b))
     if RANK == 1:
-        contains(said, "%b has shape [32, 8]", "[32, 24]")
+        contains(message, "%b has shape [32, 8]", "[32, 24]")
     else:
-        contains(said, "because rank 1 does not", "%b has shape [32, 8]")
-    executor(a, b)  # nothing has been issued, so the ranks can go on
-    contains(refused(lambda: executor(a)), "was given 1 input\n")
-    contains(refused(lambda: executor(a, b.float())), "dtype torch.float32")
-    contains(refused(lambda: executor(torch.stack([a, a], -1)[..., 0], b)), "allgather sends is not dense")
+        contains(message, "because rank 1 does not", "%b has shape [32, 8]")
+    executor(a, b)  # the refused call has issued nothing, so later calls work
+    contains(refusal(lambda: executor(a)), "was given 1 input\n")
+    contains(refusal(lambda: executor(a, b.float())), "dtype torch.float32")
+    contains(refusal(lambda: executor(torch.stack([a, a], -1)[..., 0], b)), "allgather sends is not dense")
     executor(a, b)
 
 
 @case
-def another_number_of_ranks_is_refused() -> None:
-    said = refused(lambda: Executor(programs.ag_matmul("0 1 2")))
-    contains(said, f"rank {RANK}: @ag_matmul runs on 3 ranks, and there are {SIZE}", "--nproc-per-node 3")
+def a_program_for_more_ranks_is_refused() -> None:
+    message = refusal(lambda: Executor(programs.ag_matmul("0 1 2")))
+    contains(message, f"rank {RANK}: @ag_matmul runs on 3 ranks, and there are {SIZE}", "--nproc-per-node 3")
 
 
-# One-sided statements ---------------------------------------------------------------------------------------------
 @case
 def one_sided_programs() -> None:
-    """As simulated ranks run them, bit for bit, call after call."""
+    """Results equal the results of simulated ranks bit for bit, in every call."""
     texts = sorted(Path(__file__).parent.parent.joinpath("cases", "onesided").glob("*.hir"))
     ours = [p for p in (parse(path.read_text(), str(path)) for path in texts) if p.ranks == SIZE]
     assert len(ours) >= 4
@@ -350,8 +347,8 @@ def one_sided_programs() -> None:
         calls = [random_inputs(program, {}, seed=SEED + call) for call in range(16)]
         expected = rehearse(program, calls, {}).run()
         for inputs, right in zip(calls, expected, strict=True):
-            found = executor(*[shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, program.inputs, strict=True)])
-            assert all(torch.equal(y, parts[RANK]) for y, parts in zip(found, right, strict=True)), program.name
+            results = executor(*[shard(x, v.tensor, RANK, {}) for x, v in zip(inputs, program.inputs, strict=True)])
+            assert all(torch.equal(y, parts[RANK]) for y, parts in zip(results, right, strict=True)), program.name
 
 
 @case
@@ -362,8 +359,8 @@ def copies_and_a_matmul_that_waits() -> None:
 
 
 @case
-def blocks_with_flags_behind_them() -> None:
-    """As simulated ranks compute them, bit for bit, call after call."""
+def blocks_with_completion_flags() -> None:
+    """Results equal the results of simulated ranks bit for bit, in every call."""
     for dtype in COMPUTED:
         as_simulated(by_blocks.scattered(RANKS, dtype, pieces=3), product)
     as_simulated(by_blocks.scattered(" ".join(reversed(RANKS.split())), "bf16", pieces=1), product)
@@ -381,20 +378,20 @@ def blocks_within_teams_and_on_some_ranks() -> None:
 
 
 @case
-def blocks_of_no_rows_before_and_after_some() -> None:
+def blocks_without_rows_between_blocks_with_rows() -> None:
     for text in (by_blocks.scattered(RANKS), by_blocks.scattered_slices(RANKS), by_blocks.summed_everywhere(RANKS)):
         program = parse(text)
         executor = Executor(program)
         for call, m in enumerate((0, 3, 0, 0, 3, 1)):
             inputs = random_inputs(program, {"M": m}, seed=SEED + call)
             parts = [shard(x, v.tensor, RANK, {"M": m}) for x, v in zip(inputs, program.inputs, strict=True)]
-            (found,), (a, b) = executor(*parts), inputs
-            torch.testing.assert_close(found, shard(a @ b, program.outputs[0].tensor, RANK, {"M": m}))
+            (result,), (a, b) = executor(*parts), inputs
+            torch.testing.assert_close(result, shard(a @ b, program.outputs[0].tensor, RANK, {"M": m}))
 
 
 @case
 def rows_scattered_by_every_strategy() -> None:
-    """Alone and after gathered rows, in every dtype: the bits of simulated ranks, and the unsharded result."""
+    """With and without gathered rows, in every dtype: results equal simulated ranks, and are near the exact result."""
     for dtype, pattern in product_of(COMPUTED, (patterns.row_parallel_scattered, patterns.mlp)):
         fusion = pattern(SIZE, S=2, M=4 * SIZE, K=4 * SIZE, dtype=dtype).program()
 
@@ -406,8 +403,8 @@ def rows_scattered_by_every_strategy() -> None:
 
 
 @case
-def sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late() -> None:
-    """A thousand allreduces in every form, with random delays before calls and statements: the unsharded result."""
+def all_ranks_hold_the_same_bits_of_a_sum_under_random_delays() -> None:
+    """Run a thousand all-reduces in every form, with random delays before calls and statements."""
     small = AllReduceSteps(min_rows=1, min_bytes=1)
     two = AllReduceSteps(extra_bytes=-1, min_rows=1, min_bytes=1)
     forms = (Ring(2), Fused(2), Fused(2, steps=small), Fused(2, steps=two), Push(), Push(two))
@@ -420,46 +417,47 @@ def sums_on_all_ranks_have_the_same_bits_on_each_whatever_is_late() -> None:
         shards = [[shard(x, v.tensor, RANK, {}) for x, v in zip(xs, fusion.inputs, strict=True)] for xs in inputs]
         for form in forms:
             executor = Executor(run_passes(fusion, [*EXPLICIT, form, *FINISH]))
-            found = [[x for x in executor(*each) if x is not None] for each in shards]
-            for xs, (y,) in zip(inputs, found, strict=True):
+            results = [[x for x in executor(*each) if x is not None] for each in shards]
+            for xs, (y,) in zip(inputs, results, strict=True):
                 torch.testing.assert_close(y, reference(fusion, xs)[0].to(y.dtype), rtol=0.02, atol=0.05)
             delays.into(executor.plans.values())
-            ways.append((executor, shards, found))
+            ways.append((executor, shards, results))
     delays.random = late
     for call in range(1000):
-        executor, shards, found = ways[call % len(ways)]
+        executor, shards, results = ways[call % len(ways)]
         time.sleep(late.random() * 3e-4 if late.random() < 0.1 else 0)
         (y,) = executor(*shards[call % drawn])
         assert y is not None
-        found[call % drawn].append(y)
-    bits = torch.stack([y for *_, found in ways for ys in found for y in ys]).view(torch.int16).int()
+        results[call % drawn].append(y)
+    bits = torch.stack([y for *_, results in ways for ys in results for y in ys]).view(torch.int16).int()
     largest, smallest = bits.clone(), bits.clone()
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
     torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
     assert torch.equal(largest, smallest), "two ranks hold different bits"
-    for *_, found in ways:
-        assert all(torch.equal(y, ys[0]) for ys in found for y in ys), "two calls with the same inputs"
+    for *_, results in ways:
+        assert all(torch.equal(y, ys[0]) for ys in results for y in ys), "two calls with the same inputs"
 
 
 def as_simulated(text: str, reference: Reference, count: int = 4) -> None:
+    """Compare calls bit for bit with simulated ranks, and approximately with a reference in float64."""
     program, sizes = parse(text), {"M": 5} if "M" in text else {}
     executor, calls = Executor(program), [random_inputs(program, sizes, seed=SEED + call) for call in range(count)]
     for call, (inputs, (right,)) in enumerate(zip(calls, rehearse(program, calls, sizes).run(), strict=True)):
         time.sleep(0.01 if call % SIZE == RANK else 0)
-        (found,) = executor(*[shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)])
+        (result,) = executor(*[shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)])
         if right[RANK] is None:
-            assert found is None
+            assert result is None
             continue
         mine = shard(reference(*[x.double() for x in inputs])[0], program.outputs[0].tensor, RANK, sizes)
-        assert found is not None
+        assert result is not None
         assert mine is not None
-        assert torch.equal(found, right[RANK]), program.name
-        assert error_of(found, mine) <= 8 * torch.finfo(found.dtype).eps * float(mine.abs().max()), program.name
+        assert torch.equal(result, right[RANK]), program.name
+        assert error_of(result, mine) <= 8 * torch.finfo(result.dtype).eps * float(mine.abs().max()), program.name
 
 
 @case
-def shapes_and_executors_alternate() -> None:
-    """Flags rise from call to call whatever their plan, and of whatever executor."""
+def calls_alternate_between_shapes_and_executors() -> None:
+    """The epochs of flags rise from call to call, in all plans and executors together."""
     program = programs.pulled(dtype="f32")
     executors = [Executor(program), Executor(program)]
     for call, m in enumerate((3, 7, 3, 3, 1, 7, 1, 3) * 3):
@@ -471,7 +469,7 @@ def shapes_and_executors_alternate() -> None:
 
 @case
 def many_executors_share_memory() -> None:
-    """As 80 layers do; their calls come from three threads in turn."""
+    """Call 80 executors of equal programs, as 80 layers of a model do, from three threads in turn."""
     program, other = programs.pulled(dtype="f32"), programs.pulled(dtype="bf16")
     layers = [Executor(parse(str(program))) for _ in range(80)]
     apart = Executor(other)
@@ -507,16 +505,16 @@ def many_executors_share_memory() -> None:
         raise failures[0]
     layers.clear()
     mine.clear()
-    for m in (8, 13):  # each too large for what there is; the watchdog has the latest plan
+    for m in (8, 13):  # each needs new memory; the watchdog holds the latest plan
         gc.collect()
         call(80, 60, m)
-    assert program.digest not in {digest for digest, _ in met}, "at a rendezvous goes what nobody uses"
+    assert program.digest not in {digest for digest, _ in met}, "a rendezvous frees memory that no plan uses"
 
 
 @case
-def new_sizes_below_one_that_was_seen_need_no_rendezvous() -> None:
-    """By every strategy, with ranks late in turns: all sizes use one memory, and ranks meet for what has no room."""
-    Executor(parse(programs.GATHERED))  # now there is a session, with memory
+def sizes_below_an_earlier_size_need_no_rendezvous() -> None:
+    """Sizes share memory: ranks meet only for a size that is too large. Each rank is late in turn."""
+    Executor(parse(programs.GATHERED))  # starts a session with symmetric memory
     met, groups = joined().groups.memory.met, joined().groups
     meetings: list[str] = []
     meet, exchange = Meetings.meet, groups.memory.exchange
@@ -532,37 +530,43 @@ def new_sizes_below_one_that_was_seen_need_no_rendezvous() -> None:
             sizes, before = {"M": 2 * SIZE * step}, len(meetings)
             inputs = random_inputs(program, sizes, seed=SEED + call)
             time.sleep(0.003 if call % SIZE == RANK else 0)
-            (found,) = executor(*[shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)])
-            mine = shard(reference(fusion.program(), inputs)[0], program.outputs[0].tensor, RANK, sizes)
-            torch.testing.assert_close(found, mine.to(found.dtype), rtol=1e-4, atol=1e-4)
-            own = [memory for (digest, _), memory in met.items() if digest == program.digest]
-            assert len(own) == (strategy != "pipeline") * (1 if call < 11 else 2), (
-                "what was outgrown stays for its plans"
+            (result,) = executor(
+                *[shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)]
             )
-            if not own:
+            mine = shard(reference(fusion.program(), inputs)[0], program.outputs[0].tensor, RANK, sizes)
+            torch.testing.assert_close(result, mine.to(result.dtype), rtol=1e-4, atol=1e-4)
+            memories = [memory for (digest, _), memory in met.items() if digest == program.digest]
+            assert len(memories) == (strategy != "pipeline") * (1 if call < 11 else 2), (
+                "memory that is too small stays for the plans that use it"
+            )
+            if not memories:
                 assert (len(meetings) > before) == (call == 0), meetings[before:]
                 continue
             assert (len(meetings) > before) == (call in (0, 11)), meetings[before:]
             held = groups.memory.bytes if call in (0, 11) else held
             assert groups.memory.bytes == held
-        for call, rank in ((0, SIZE - 1), (1, 0)):  # whose tensors have other strides, and so a plan of their own
+        for call, rank in ((0, SIZE - 1), (1, 0)):  # this rank's tensors have other strides, so it makes a new plan
             inputs = random_inputs(program, {"M": 2 * SIZE}, seed=SEED + call)
             parts = [shard(x, v.tensor, RANK, {"M": 2 * SIZE}) for x, v in zip(inputs, program.inputs, strict=True)]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", hi.FallbackWarning)  # the tensors are copied
-                (found,) = executor(*(x.repeat_interleave(2, 0)[::2] if rank == RANK else x for x in parts))
+                (result,) = executor(*(x.repeat_interleave(2, 0)[::2] if rank == RANK else x for x in parts))
             mine = shard(reference(fusion.program(), inputs)[0], program.outputs[0].tensor, RANK, {"M": 2 * SIZE})
-            torch.testing.assert_close(found, mine.to(found.dtype), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(result, mine.to(result.dtype), rtol=1e-4, atol=1e-4)
     Meetings.meet, groups.memory.exchange = meet, exchange
 
 
 @case
-def sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more() -> None:
-    """The last rank alone cannot have half as much again, and at last not what is needed."""
+def growing_sizes_get_exactly_what_they_need_if_memory_is_short() -> None:
+    """Limit the last rank's memory: first to less than the usual spare room, then to less than the call needs."""
     program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@growing"))
     executor, memory, limit = Executor(program), joined().groups.memory, resource.RLIMIT_FSIZE
     free, first = resource.getrlimit(limit), 0
-    for m, most, refused in ((8, -1, False), (64, 10, False), (512, 60, True)):  # `most`: times what the first takes
+    for m, most, refused in (
+        (8, -1, False),
+        (64, 10, False),
+        (512, 60, True),
+    ):  # `most`: in units of the first size's memory
         inputs, before, meetings = random_inputs(program, {"M": m}, seed=SEED + m), memory.bytes, memory.meetings
         if RANK == SIZE - 1 and first:
             resource.setrlimit(limit, (most * first, free[1]))
@@ -574,13 +578,13 @@ def sizes_that_outgrow_theirs_take_what_they_need_where_there_is_no_more() -> No
             resource.setrlimit(limit, free)
         first = first or memory.bytes - before
         assert memory.meetings - meetings == (1 if m == 8 else 2)
-        assert memory.bytes - before < (1 if refused else 8.1 * first), "no more than it needs"
+        assert memory.bytes - before < (1 if refused else 8.1 * first), "memory has grown by more than the call needs"
 
 
 @case
-def sizes_leave_room_for_others() -> None:
-    """Memory of other sizes than the latest goes, and comes again: without a proof, sizes share none."""
-    program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@roomy"))  # which no other case has run
+def memory_of_earlier_sizes_is_freed_and_allocated_again() -> None:
+    """Only the latest size keeps its memory. Without a proof, sizes share no memory."""
+    program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@roomy"))  # no other case runs this program
     executor = Executor(program, check=False)
     kept, symmetric.KEPT_BYTES = symmetric.KEPT_BYTES, 1
     for call, m in enumerate((3, 7, 3, 3, 1, 7)):
@@ -592,7 +596,7 @@ def sizes_leave_room_for_others() -> None:
 
 
 @case
-def sizes_that_were_called_latest_keep_their_memory() -> None:
+def the_latest_sizes_keep_their_memory() -> None:
     program = parse(str(programs.pulled(dtype="f32")).replace("@pulled", "@recent"))
     executor, met = Executor(program, check=False), joined().groups.memory.met
     kept = symmetric.KEPT_BYTES
@@ -608,16 +612,16 @@ def sizes_that_were_called_latest_keep_their_memory() -> None:
 
 
 @case
-def a_symmetric_output_is_the_callers() -> None:
+def later_calls_do_not_overwrite_a_symmetric_output() -> None:
     program = parse(programs.GATHERED)
     executor = Executor(program)
     calls = [random_inputs(program, {}, seed=SEED + call)[0] for call in range(4)]
-    found = [executor(shard(x, program.inputs[0].tensor, RANK, {}))[0] for x in calls]
-    assert all(torch.equal(y, x) for y, x in zip(found, calls, strict=True))
+    results = [executor(shard(x, program.inputs[0].tensor, RANK, {}))[0] for x in calls]
+    assert all(torch.equal(y, x) for y, x in zip(results, calls, strict=True))
 
 
 @case
-def results_go_where_the_caller_says() -> None:
+def results_are_written_into_out() -> None:
     for program, sizes in ((parse(programs.GATHERED), {}), (programs.ag_matmul(), {"M": 2})):
         executor, outs = Executor(program), [torch.empty(0)] * 2
         for call in range(4):
@@ -625,14 +629,18 @@ def results_go_where_the_caller_says() -> None:
             parts = [shard(x, v.tensor, RANK, sizes) for x, v in zip(inputs, program.inputs, strict=True)]
             (fresh,) = executor(*parts)
             outs[call % 2] = torch.full_like(fresh, float("nan"))
-            (found,) = executor(*parts, out=outs[call % 2])
-            assert found is outs[call % 2]
-            assert torch.equal(found, fresh)
-        assert "is None" in refused(lambda executor=executor, parts=parts: executor(*parts, out=[None]))
+            (result,) = executor(*parts, out=outs[call % 2])
+            assert result is outs[call % 2]
+            assert torch.equal(result, fresh)
+        assert "is None" in refusal(lambda executor=executor, parts=parts: executor(*parts, out=[None]))
 
 
 def check_patterns(calls: Sequence[tuple[int, Callable[[torch.Tensor], torch.Tensor] | None]]) -> None:
-    """Some patterns lowered every way, in calls with so many rows and inputs laid out so; the last two with `out=`."""
+    """Call some patterns with every lowering. The last two calls use `out=`.
+
+    Args:
+        calls: for each call, the number of rows and a function that changes the layout of the inputs.
+    """
     chosen = patterns.allgather_matmul, patterns.row_parallel, patterns.mlp, patterns.gather, symbolic.weight_gradient
     for pattern in chosen:
         for source, p in symbolic.lowered(pattern, SIZE):
@@ -645,9 +653,9 @@ def check_patterns(calls: Sequence[tuple[int, Callable[[torch.Tensor], torch.Ten
                     for x, v in zip(reference(source, inputs, {"M": m}), p.outputs, strict=True)
                 ]
                 out = [None if x is None else torch.full_like(x, float("nan"), dtype=torch.float32) for x in exact]
-                given = [x if x is None or layout is None else layout(x) for x in parts]
-                found = executor(*given, out=out) if number >= len(calls) - 2 else executor(*given)
-                for x, true in zip(found, exact, strict=True):
+                laid_out = [x if x is None or layout is None else layout(x) for x in parts]
+                results = executor(*laid_out, out=out) if number >= len(calls) - 2 else executor(*laid_out)
+                for x, true in zip(results, exact, strict=True):
                     assert (x is None) == (true is None)
                     if x is not None and true is not None:
                         torch.testing.assert_close(x.double(), true, rtol=1e-4, atol=1e-4)
@@ -655,18 +663,18 @@ def check_patterns(calls: Sequence[tuple[int, Callable[[torch.Tensor], torch.Ten
 
 @case
 def inputs_of_any_strides() -> None:
-    *layouts, _ = symbolic.LAYOUTS  # an expanded input has other numbers
-    with warnings.catch_warnings(record=True) as told:
+    *layouts, _ = symbolic.LAYOUTS  # the last one expands the input, which changes its values
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_patterns([(48, layout) for layout in layouts])
-    texts = [str(w.message) for w in told]
+    texts = [str(w.message) for w in caught]
     assert all("Every call of @" in text and RANK == 0 for text in texts)
     assert len(texts) == len(set(texts))
     assert bool(texts) == (RANK == 0)
 
 
 @case
-def no_rows_before_and_after_some() -> None:
+def calls_without_rows_between_calls_with_rows() -> None:
     check_patterns([(0, None), (48, None), (0, None), (48, None), (0, None)])
 
 
@@ -674,46 +682,45 @@ def no_rows_before_and_after_some() -> None:
 def racy_programs_are_refused() -> None:
     text = str(programs.pulled()).replace("  barrier of %a over didx\n", "")
     executor, (a, b) = Executor(parse(text)), parts_of("bf16")
-    for _ in range(2):  # with the sizes of a call
-        contains(refused(lambda: executor(a[:3], b)), "race on %full")
-    contains(refused(lambda: Executor(parse(text.replace("M", "6")))), "race on %full")
+    for _ in range(2):  # the sizes come from the inputs of the call
+        contains(refusal(lambda: executor(a[:3], b)), "race on %full")
+    contains(refusal(lambda: Executor(parse(text.replace("M", "6")))), "race on %full")
 
 
 @case
-def ranks_that_share_something_else_are_refused() -> None:
-    """One message, the same on every rank, and none goes on."""
+def ranks_with_different_symmetric_buffers_are_refused() -> None:
+    """Every rank raises the same message."""
     x = torch.zeros(2)
     odd = "if %r == 1 { %odd: f32[1] = allocate_symmetric }  if %r == 0 { %odd: f32[3] = allocate_symmetric }"
-    said = refused(lambda: Executor(programs.met(odd), check=False)(x))
-    contains(said, "%odd is f32[3] on rank 0 and f32[1] on rank 1")
+    message = refusal(lambda: Executor(programs.met(odd), check=False)(x))
+    contains(message, "%odd is f32[3] on rank 0 and f32[1] on rank 1")
     alone = "if %r == 0 { %own: f32[2] = allocate_symmetric   put %x -> %own at 1 over didx }"
-    said = refused(lambda: Executor(programs.met(alone), check=False)(x))
-    contains(said, "rank 1 has no %own, which rank 0 names there")
-    said = refused(lambda: Executor(programs.met("if %r == 1 { barrier of %x over didx }"), check=False)(x))
-    contains(said, "ranks 0 and 1 differ in how many barriers they come to in a call")
+    message = refusal(lambda: Executor(programs.met(alone), check=False)(x))
+    contains(message, "rank 1 has no %own, which rank 0 names there")
+    message = refusal(lambda: Executor(programs.met("if %r == 1 { barrier of %x over didx }"), check=False)(x))
+    contains(message, "ranks 0 and 1 differ in how many barriers they come to in a call")
     hosts = symmetric._host
     symmetric._host = lambda: f"host {RANK}"
-    new = Executor(programs.pulled(), check=False)  # which shares no memory with other sizes
-    said = refused(lambda: new(*[x[:3] if x.ndim == 4 else x for x in parts_of("bf16")]))
+    new = Executor(programs.pulled(), check=False)  # without a proof it shares no memory with other sizes
+    message = refusal(lambda: new(*[x[:3] if x.ndim == 4 else x for x in parts_of("bf16")]))
     symmetric._host = hosts
-    contains(said, "the ranks of @pulled run on several hosts, which share no memory", "rank 0: ", "rank 1: ")
+    contains(message, "the ranks of @pulled run on several hosts, which share no memory", "rank 0: ", "rank 1: ")
 
 
 def parts_of(dtype: str, m: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 1, m, 32).to(TORCH[dtype]), torch.randn(32, 24).to(TORCH[dtype])
 
 
-# Calls that end midway ------------------------------------------------------------------------------------------------
-class StrikeError(Exception):
-    """What a step raises that fails."""
+class InjectedError(Exception):
+    """The error of a step that a test makes fail."""
 
 
-def strike() -> None:
-    raise StrikeError("on strike")
+def fail() -> None:
+    raise InjectedError("on strike")
 
 
 class Shared:
-    """Two executors of equal programs, whose results are compared with those of simulated ranks, bit for bit."""
+    """Two executors of equal programs. Their results are compared bit for bit with simulated ranks."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -735,8 +742,8 @@ class Shared:
 
 
 @case
-def calls_go_on_after_one_that_ended_midway_on_one_rank() -> None:
-    """Whatever statement fails: each rank gets one error, and later calls of all executors are right."""
+def calls_work_after_a_call_that_failed_midway_on_one_rank() -> None:
+    """Let each statement fail in turn: each rank gets one error, and later calls of all executors are right."""
     other = Executor(programs.ag_matmul(dtype="f32"))
     layers = [
         Shared(lower(pattern(SIZE, 1, 4 * SIZE, 8 * SIZE, 6), strategy))
@@ -749,19 +756,19 @@ def calls_go_on_after_one_that_ended_midway_on_one_rank() -> None:
         for lane, steps in enumerate([len(lane.steps) for lane in layer.lanes()]):
             for k in range(lane, steps, SIZE + SIZE // 4):
                 number += 2
-                joined().exchange("none is in a call", "")
+                joined().exchange("no rank is in a call", "")
                 if number // 2 % SIZE == RANK:
-                    layer.lanes()[lane].steps[k] = strike
-                    said = refused(lambda: layer.call(number))  # noqa: B023
-                    contains(said, f"rank {RANK}, '", "StrikeError: on strike")
+                    layer.lanes()[lane].steps[k] = fail
+                    message = refusal(lambda: layer.call(number))  # noqa: B023
+                    contains(message, f"rank {RANK}, '", "InjectedError: on strike")
                 else:
                     try:
                         layer.call(number)
                     except HostIRError as problem:
-                        said = str(problem)
-                    else:  # it ended before this rank heard of it
-                        said = refused(lambda: layer.call(number + 1))  # noqa: B023
-                    contains(said, "a call ended midway on another rank", "StrikeError: on strike")
+                        message = str(problem)
+                    else:  # this rank's call has ended before it learns of the failure
+                        message = refusal(lambda: layer.call(number + 1))  # noqa: B023
+                    contains(message, "a call ended midway on another rank", "InjectedError: on strike")
                 for turn in range(2):
                     layer.call(number + turn)
                     other(*parts_of("f32"))
@@ -769,30 +776,29 @@ def calls_go_on_after_one_that_ended_midway_on_one_rank() -> None:
 
 
 @case
-def ranks_that_wait_for_one_that_ends_a_call_midway_hear_of_it() -> None:
-    """The others have ended that call, and make the first call of an executor, for which all ranks meet."""
+def ranks_that_meet_for_the_next_call_learn_of_a_failed_call() -> None:
+    """Rank 0 fails in a call that the others have ended. They meet for the first call of another executor."""
     program = lower(patterns.allgather_matmul_rows(SIZE, 1, 4 * SIZE, 8, 6), "ring")
     layer = Shared(program)
     for number in range(2):
         if RANK == 0:
             last = layer.lanes()[0]
             last.add(last.ops[-1], lambda: time.sleep(1.0))
-            last.add(last.ops[-1], strike)
-            said = refused(lambda: layer.call(0))
+            last.add(last.ops[-1], fail)
+            message = refusal(lambda: layer.call(0))
         else:
             layer.call(0)
             began = time.monotonic()
-            said = refused(lambda: Shared(parse(str(program).replace("program @allgather", "program @other"))))
-            assert 0.1 < time.monotonic() - began < 10, said
-            contains(said, "a call ended midway on another rank")
-        contains(said, "StrikeError: on strike")
+            message = refusal(lambda: Shared(parse(str(program).replace("program @allgather", "program @other"))))
+            assert 0.1 < time.monotonic() - began < 10, message
+            contains(message, "a call ended midway on another rank")
+        contains(message, "InjectedError: on strike")
         layer.call(number)
         layer.call(number + 1)
 
 
-# Cases that do not ------------------------------------------------------------------------------------------------
-def at_the_third_matmul_of_rank_1(action: Callable[[], object]) -> None:
-    """Runs the seed over and over; in its second run, rank 1 does something else in the place of one matmul."""
+def before_the_seventh_matmul_of_rank_1(action: Callable[[], object]) -> None:
+    """Call `ag_matmul` repeatedly; rank 1 runs `action` in its second call, before the third of four matmuls."""
     calls = 0
     matmul = kernels.aten.KERNELS["matmul"]
 
@@ -811,24 +817,24 @@ def at_the_third_matmul_of_rank_1(action: Callable[[], object]) -> None:
 
 @case
 def a_statement_raises() -> None:
-    def out_of_order() -> None:
+    def failing() -> None:
         raise RuntimeError("the floating point unit is on strike")
 
-    at_the_third_matmul_of_rank_1(out_of_order)
+    before_the_seventh_matmul_of_rank_1(failing)
 
 
 @case
 def a_rank_is_killed() -> None:
-    at_the_third_matmul_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    before_the_seventh_matmul_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @case
 def a_rank_freezes() -> None:
-    at_the_third_matmul_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before_the_seventh_matmul_of_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 @case
-def a_rank_stays_away() -> None:
+def a_rank_makes_no_further_call() -> None:
     executor = Executor(programs.ag_matmul())
     executor(*parts_of("bf16"))
     if RANK == 1:
@@ -836,8 +842,10 @@ def a_rank_stays_away() -> None:
     executor(*parts_of("bf16"))
 
 
-def in_the_third_call_of_rank_1(program: Program, action: Callable[[], object], *inputs: torch.Tensor | None) -> None:
-    """Runs a program over and over; before its third call, rank 1 does something else."""
+def before_the_third_call_of_rank_1(
+    program: Program, action: Callable[[], object], *inputs: torch.Tensor | None
+) -> None:
+    """Call a program repeatedly; rank 1 runs `action` before its third call."""
     executor = Executor(program, check=False)
     for call in range(100):
         if RANK == 1 and call == 2:
@@ -847,7 +855,7 @@ def in_the_third_call_of_rank_1(program: Program, action: Callable[[], object], 
 
 @case
 def a_peer_is_killed_before_its_signal() -> None:
-    in_the_third_call_of_rank_1(programs.met(""), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    before_the_third_call_of_rank_1(programs.met(""), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @case
@@ -855,18 +863,20 @@ def a_peer_is_killed_before_its_block() -> None:
     program = parse(by_blocks.scattered(RANKS))
     inputs = random_inputs(program, {"M": 3}, seed=SEED)
     parts = [shard(x, v.tensor, RANK, {"M": 3}) for x, v in zip(inputs, program.inputs, strict=True)]
-    in_the_third_call_of_rank_1(program, lambda: os.kill(os.getpid(), signal.SIGKILL), *parts)
+    before_the_third_call_of_rank_1(program, lambda: os.kill(os.getpid(), signal.SIGKILL), *parts)
 
 
 @case
 def a_peer_is_killed_before_its_barrier() -> None:
-    in_the_third_call_of_rank_1(programs.met("barrier of %x over didx"), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    before_the_third_call_of_rank_1(
+        programs.met("barrier of %x over didx"), lambda: os.kill(os.getpid(), signal.SIGKILL)
+    )
 
 
 def main() -> None:
-    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
-    again = [name for name in sys.argv[1:] if name in ("all_gather", "copies_and_a_matmul_that_waits")]
-    for names in (sys.argv[1:], again):  # the second session connects everything anew
+    torch.use_deterministic_algorithms(True)  # also fills new memory with NaN
+    repeated = [name for name in sys.argv[1:] if name in ("all_gather", "copies_and_a_matmul_that_waits")]
+    for names in (sys.argv[1:], repeated):  # the second session opens all connections again
         with session("cpu"):
             for name in names:
                 CASES[name]()

@@ -1,4 +1,4 @@
-"""The programs that the ranks of tests/call/torchrun_cases.py run, on as many ranks as there are unless said."""
+"""Programs for tests/call/torchrun_cases.py. By default their mesh has all ranks of the job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ JOIN = "set_stream %user\n  for %s in 0..2 { synchronize %s }"
 
 
 def ag_matmul(mesh: str = RANKS, dtype: str = "bf16") -> Program:
-    """Every slice is gathered and multiplied on its own stream."""
+    """Slices alternate between two streams; each is gathered, then multiplied."""
     return parse(programs.ag_matmul(mesh, dtype, k=32, n=24))
 
 
 def row_parallel(dtype: str) -> Program:
-    """Partial products, summed in place."""
+    """Partial products, all-reduced in place."""
     k = 16 * SIZE
     return parse(f"""hostir 1
 mesh @mesh [didx] = {RANKS}
@@ -43,7 +43,7 @@ program @row_parallel(%a: {dtype}[4, 16, {k}@didx], %b: {dtype}[{k}@didx, 24]) -
 
 
 def row_scattered(dtype: str, mesh: str = RANKS) -> Program:
-    """Partial products, summed and scattered; and the same summed to a buffer of its own."""
+    """Partial products, reduce-scattered to one buffer, and all-reduced to another buffer."""
     n, k = len(mesh.split()), 16 * len(mesh.split())
     return parse(f"""hostir 1
 mesh @mesh [didx] = {mesh}
@@ -141,7 +141,7 @@ program @gathered(%x: f32[{2 * SIZE}@didx, 2]) -> (%all) {{
 
 
 def ring(mesh: str = RANKS) -> Program:
-    """Each part goes round the ring; a step reads what the one before it receives, which messages themselves order."""
+    """Each part goes round the ring. A step sends what the step before received; the messages order the steps."""
     n = len(mesh.split())
     steps = [f"%p{s} = select %parts[{s}]" for s in range(n)]
     steps += [
@@ -159,7 +159,7 @@ program @ring(%x: bf16[{n}@didx, M]) -> (%parts) {{
 
 
 def late_message(mesh: str = RANKS) -> Program:
-    """Rank 0 posts a receive, then all gather; only then rank 1 sends. And the last rank hands itself its part."""
+    """Rank 0 posts a receive, then all ranks gather, then rank 1 sends. The last rank exchanges with itself."""
     n = len(mesh.split())
     return parse(f"""hostir 1
 mesh @mesh [didx] = {mesh}
@@ -192,9 +192,9 @@ program @late_message(%x: f32[{n}@didx, 8]) -> (%t, %g) streams 1 {{
 
 
 def pulled(mesh: str = RANKS, dtype: str = "bf16") -> Program:
-    """Each slice's rows go to every rank by copies, and one matmul takes the blocks as they come.
+    """Each slice's rows are copied to every rank, and one matmul takes the blocks as they arrive.
 
-    A barrier and the flags' epochs keep slices and calls apart; slices alternate between two buffers.
+    Each slice has its own part of the buffer. A barrier keeps calls apart, and the flags' epochs keep slices apart.
     """
     n = len(mesh.split())
     return parse(f"""hostir 1
@@ -233,7 +233,7 @@ program @pulled(%a: {dtype}[3, {n}@didx, M, 32], %b: {dtype}[32, 24]) -> (%c) st
 
 
 def met(before: str, shape: str = "[2]") -> Program:
-    """The last rank copies to rank 0 and tells it so; what is `before` comes first."""
+    """The last rank copies to rank 0 and signals it, after the statements `before`."""
     return parse(f"""hostir 1
 mesh @mesh [didx] = {RANKS}
 program @met(%x: f32[{2 * SIZE}@didx]) -> (%y) {{

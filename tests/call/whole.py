@@ -1,4 +1,4 @@
-"""Simulated ranks from whole tensors to whole tensors, as tests compare them."""
+"""Run simulated ranks on unsharded inputs, and return unsharded outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostir.ir.program import Program
 def run_whole(
     program: Program, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """As `run_local`, to whole outputs; raises HostIRError where copies of an output differ."""
+    """Do as `run_local`, and return unsharded outputs. Raise HostIRError if copies of an output differ."""
     bound = bind_sizes(program, inputs, sizes)
     outputs = run_local(program, inputs, bound, **options)
     return tuple(assemble(parts, v.tensor, bound) for v, parts in zip(program.outputs, outputs, strict=True))

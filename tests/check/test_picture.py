@@ -15,7 +15,8 @@ import hostir as hi
 from hostir.check import check_structure
 from hostir.check.findings import Finding
 from hostir.check.proof import Analysis, analyse
-from hostir.cli.pictures.drawing import INK, WIDE, WIDEST, draw
+from hostir.cli.pictures.drawing import INK, draw
+from hostir.cli.pictures.layout import WIDE, WIDEST
 from hostir.ir.program import format_statement
 from tests.golden import Golden
 from tests.pages import ROOT

@@ -1,4 +1,4 @@
-"""Programs of two gloo ranks whose calls do not line up; the arguments name one."""
+"""Programs of two gloo ranks with different calls; the first argument names the program."""
 
 from __future__ import annotations
 
@@ -60,28 +60,29 @@ RELU = (
 
 
 def rows(m: int) -> torch.Tensor:
-    """This rank's part of m rows."""
+    """Return this rank's shard of m rows."""
     return torch.full((m // 2, 8), float(RANK))
 
 
 def gathered(m: int) -> torch.Tensor:
+    """Return the gathered rows of all ranks."""
     return torch.cat([torch.full((m // 2, 8), float(rank)) for rank in (0, 1)])
 
 
-def other_sizes() -> None:
-    """Once all shapes are known, rank 1 calls with others."""
+def different_known_sizes() -> None:
+    """All sizes are known; rank 1 calls with different ones."""
     executor = hi.Executor(hi.parse(GATHER))
     for m in (8, 12, 8):
         executor(rows(m))
     executor(rows(8 if RANK == 0 else 12))
 
 
-def other_sizes_at_first() -> None:
+def different_new_sizes() -> None:
     hi.Executor(hi.parse(GATHER))(rows(8 if RANK == 0 else 12))
 
 
 def said(call: Callable[[], object]) -> str:
-    """The message that a call raises, without its notes, which this rank prints too."""
+    """Return the message that a call raises, without its notes, and print it."""
     with pytest.raises(hi.HostIRError) as raised:
         call()
     message = raised.value.diagnostics[0].message
@@ -90,8 +91,8 @@ def said(call: Callable[[], object]) -> str:
 
 
 def known_sizes(text: str, group: str, *sizes: int) -> None:
-    """Sizes that all ranks have called before, another one on each rank: both ranks raise, then and later."""
-    if group == "group":  # whose timeout is half an hour
+    """Each rank calls with a different known size: both ranks raise, in this call and in the next."""
+    if group == "group":  # its timeout is half an hour
         dist.init_process_group("gloo")
     executor = hi.Executor(hi.parse(text), group=dist.group.WORLD if group == "group" else None)
     for m in (*sizes, *sizes):
@@ -101,8 +102,8 @@ def known_sizes(text: str, group: str, *sizes: int) -> None:
     assert said(lambda: executor(rows(mine[1]))) == first
 
 
-def one_side_has_ended_its_call() -> None:
-    """Rank 0's call communicates with nobody: its next one raises."""
+def rank_0_has_ended_its_call() -> None:
+    """Rank 0's call has no communication and ends; its next call raises."""
     executor = hi.Executor(hi.parse(RELU))
     for m in (8, 12):
         executor(rows(m))
@@ -118,8 +119,8 @@ def one_side_has_ended_its_call() -> None:
         said(lambda: executor(rows(12)))
 
 
-def one_side_refuses_its_input() -> None:
-    """Rank 1 refuses its input of a call that rank 0 is in."""
+def rank_1_refuses_its_input() -> None:
+    """Rank 1 refuses its input while rank 0 is in the call."""
     executor = hi.Executor(hi.parse(GATHER))
     executor(rows(8))
     if RANK == 0:
@@ -131,7 +132,7 @@ def one_side_refuses_its_input() -> None:
     said(lambda: executor(rows(8)))
 
 
-def a_rank_that_was_in_its_call_exits_before_the_other() -> None:
+def a_rank_in_its_call_exits_before_the_other() -> None:
     dist.init_process_group("gloo")
     executor = hi.Executor(hi.parse(GATHER), group=dist.group.WORLD)
     for m in (8, 12):
@@ -146,16 +147,16 @@ def a_rank_that_was_in_its_call_exits_before_the_other() -> None:
     said(lambda: executor(rows(12)))
     process, deadline = Path("/proc", store.get("process").decode()), time.monotonic() + 20
     while process.exists():
-        assert time.monotonic() < deadline, "it waits for its collective, of which this rank has no part"
+        assert time.monotonic() < deadline, "rank 0 did not exit: it waits for a collective that rank 1 does not run"
         time.sleep(0.05)
 
 
 def a_backward_pass_fails_on_one_rank() -> None:
-    """Rank 1 goes on with a forward gather, whose program is that of the backward gather which rank 0 makes."""
+    """Rank 1's backward pass fails: it runs a forward gather while rank 0 runs an equal gather in its backward pass."""
     dist.init_process_group("gloo")
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     ops = torch.ops.hostir
-    for _ in range(2):  # all calls are known then
+    for _ in range(2):  # makes all calls known
         x = torch.ones(4, 8, requires_grad=True)
         ops.reduce_scatter(x, "sum", 0, name).sum().backward()
         ops.all_gather(torch.ones(2, 8), 0, name)
@@ -179,7 +180,7 @@ def a_backward_pass_fails_on_one_rank() -> None:
 
 
 def operators_of_one_program() -> None:
-    """Without products, an all-gather + matmul is an all-gather, by the same executor. Rank 1 calls the other one."""
+    """Without matmuls, `all_gather_matmul` is run by the executor of `all_gather`. Each rank calls one of the two."""
     dist.init_process_group("gloo")
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x, ops = torch.ones(2, 8), torch.ops.hostir
@@ -190,7 +191,7 @@ def operators_of_one_program() -> None:
     assert "for hostir::all_gather, " in message or "for hostir::all_gather_matmul, " in message, message
 
 
-def another_order() -> None:
+def a_different_order() -> None:
     gather, add = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(SUM))
     for executor in (gather, add):
         executor(rows(8))
@@ -198,7 +199,7 @@ def another_order() -> None:
         executor(rows(8))
 
 
-def another_executor() -> None:
+def a_different_executor() -> None:
     first, second = hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(GATHER))
     for executor in (first, second):
         executor(rows(8))
@@ -206,7 +207,7 @@ def another_executor() -> None:
 
 
 def wrong_inputs() -> None:
-    """Rank 1 refuses its input of a call that both know, once rank 0 has returned from the call before."""
+    """Rank 1 refuses its input of a known call, after rank 0 has returned from the call before."""
     executor = hi.Executor(hi.parse(GATHER))
     executor(rows(8))
     store = executor._agreement.session.store  # type: ignore[union-attr]
@@ -215,19 +216,20 @@ def wrong_inputs() -> None:
 
 
 def uncompared(text: str = GATHER) -> hi.Executor:
-    """One whose calls are compared at new sizes only, as on CUDA: without a proof no two are of one kind."""
+    """Return an executor that compares calls at new sizes only, as on CUDA. It has no proof: each size is new."""
     executor = hi.Executor(hi.parse(text), check=False)
     executor._compare = executor._agreement.compare = False
     return executor
 
 
 def refused(executor: hi.Executor, m: int = 8, why: str = "input %x of rank . has dtype") -> None:
+    """Make a call with a wrong dtype, and check that it is refused."""
     with pytest.raises(hi.HostIRError, match=why):
         executor(rows(m).double())
 
 
-def refused_alone_and_made_again() -> None:
-    """Rank 1 refuses calls that rank 0 makes, and makes them then; new sizes and executors follow."""
+def calls_refused_by_one_rank_are_made_again() -> None:
+    """Rank 1 first refuses calls that rank 0 makes, then makes them. Calls with new sizes and executors follow."""
     first, second = uncompared(), uncompared(SUM)
     for executor in (first, second):
         executor(rows(8))
@@ -239,7 +241,7 @@ def refused_alone_and_made_again() -> None:
                 expecting(executor, 8, gathered(8) if executor is first else torch.ones(4, 8))()
         expecting(first, m, gathered(m))()
         if RANK == 0:
-            time.sleep(0.2)  # rank 1 has refused and made the next call before rank 0 gets there
+            time.sleep(0.2)  # rank 1 refuses and makes the next call first
     late = uncompared()
     if RANK == 1:
         refused(late)
@@ -249,20 +251,20 @@ def refused_alone_and_made_again() -> None:
     expecting(late, 8, gathered(8))()
 
 
-def refused_by_one_and_by_all() -> None:
-    """The call of new sizes that rank 1 refuses is refused on rank 0, which waits in it; later ones are right."""
+def calls_refused_by_one_rank_and_by_all() -> None:
+    """Rank 1 refuses a call with new sizes: rank 0, which waits in it, raises too. Later calls are right."""
     executor = uncompared()
     for m in (8, 12, 16):
         if RANK == 1:
             time.sleep(0.5)
             refused(executor)
-            time.sleep(0.5)  # else it may make the call in time
+            time.sleep(0.5)  # without a pause, its next call could come before rank 0 gives up
         else:
             with pytest.raises(hi.HostIRError, match=r"because rank 1 does not: input %x of rank . has dtype"):
                 executor(rows(m))
         refused(executor)
         expecting(executor, m, gathered(m))()
-    for m in (24, 28, 32):  # rank 1 makes its next call at once
+    for m in (24, 28, 32):  # without a pause on rank 1
         if RANK == 1:
             refused(executor)
         else:
@@ -272,8 +274,8 @@ def refused_by_one_and_by_all() -> None:
         expecting(executor, m + 100, gathered(m + 100))()
 
 
-def refused_while_another_rank_ran_it() -> None:
-    """Rank 1 refuses a call of known sizes and never makes it: the next new sizes show it."""
+def a_call_refused_while_the_other_rank_ran_it() -> None:
+    """Rank 1 refuses a call with known sizes and never makes it. The next call with new sizes shows the difference."""
     executor = uncompared(RELU)
     executor(rows(8))
     if RANK == 1:
@@ -284,6 +286,8 @@ def refused_while_another_rank_ran_it() -> None:
 
 
 def expecting(executor: hi.Executor, m: int, expected: torch.Tensor) -> Callable[[], None]:
+    """Return a function that makes a call and checks its result."""
+
     def call() -> None:
         (y,) = executor(rows(m))
         assert torch.equal(y, expected), f"m={m}: {y}"
@@ -292,12 +296,12 @@ def expecting(executor: hi.Executor, m: int, expected: torch.Tensor) -> Callable
 
 
 def many_calls() -> None:
-    """More than the store has slots for; rank 1 is slow at times."""
+    """Make more calls than the store has slots."""
     executor = hi.Executor(hi.parse(GATHER))
     for _ in range(1200):
         executor(rows(8))
 
 
 if __name__ == "__main__":
-    name, *given = sys.argv[1:]
-    globals()[name](*[int(word) if word.isdigit() else globals().get(word, word) for word in given])
+    name, *words = sys.argv[1:]
+    globals()[name](*[int(word) if word.isdigit() else globals().get(word, word) for word in words])

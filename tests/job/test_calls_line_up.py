@@ -1,4 +1,4 @@
-"""Ranks make the same calls in the same order, or are told which differ."""
+"""Ranks must make the same calls in the same order; an error names the calls that differ."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ MISSED = "rank 0 calls @alone with M=12 after 2 calls of its executor, rank 1 wi
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "message"),
     [
-        ("other_sizes", AG),
-        ("other_sizes_at_first", AG),
-        ("another_order", ORDER),
-        ("another_executor", ANOTHER),
-        ("refused_while_another_rank_ran_it", MISSED),
+        ("different_known_sizes", AG),
+        ("different_new_sizes", AG),
+        ("a_different_order", ORDER),
+        ("a_different_executor", ANOTHER),
+        ("a_call_refused_while_the_other_rank_ran_it", MISSED),
         ("wrong_inputs", "rank 1 does not run @ag: input %x has shape|because rank 1 does not: input %x has shape"),
     ],
 )
-def test_calls_that_do_not_line_up_are_named_at_once(case: str, said: str) -> None:
+def test_different_calls_are_named_at_once(case: str, message: str) -> None:
     begun = time.monotonic()
     job = ranks(case)
     assert job.returncode
-    assert re.search(said, job.stderr), job.stderr
+    assert re.search(message, job.stderr), job.stderr
     assert not re.search(r"agreement \d", job.stderr)
-    assert time.monotonic() - begun < 18  # and not when the timeout of 20 seconds has passed
+    assert time.monotonic() - begun < 18  # before the timeout of 20 seconds
 
 
 APART = "the calls of the ranks do not line up: "
@@ -53,11 +53,11 @@ KNOWN = [("GATHER", "job"), ("GATHER", "group"), ("PUT", "job"), ("PUT", "group"
     ("case", "message", "times"),
     [(("known_sizes", *where, "8", "12"), APART, 4) for where in KNOWN]
     + [
-        (("one_side_has_ended_its_call",), APART, 3),
+        (("rank_0_has_ended_its_call",), APART, 3),
         (("a_backward_pass_fails_on_one_rank",), APART, 2),
         (("operators_of_one_program",), APART, 2),
-        (("a_rank_that_was_in_its_call_exits_before_the_other",), APART, 2),
-        (("one_side_refuses_its_input",), "rank 1 does not run @ag: input %x of rank 1 has dtype", 3),
+        (("a_rank_in_its_call_exits_before_the_other",), APART, 2),
+        (("rank_1_refuses_its_input",), "rank 1 does not run @ag: input %x of rank 1 has dtype", 3),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -71,7 +71,9 @@ def test_every_rank_raises_the_same_message_while_one_is_in_a_call(
     assert messages == [messages[0]] * times
 
 
-@pytest.mark.parametrize("case", ["many_calls", "refused_alone_and_made_again", "refused_by_one_and_by_all"])
-def test_ranks_that_are_calls_apart_are_right(case: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["many_calls", "calls_refused_by_one_rank_are_made_again", "calls_refused_by_one_rank_and_by_all"]
+)
+def test_results_are_right_if_one_rank_is_several_calls_ahead(case: str) -> None:
     job = ranks(case)
     assert not job.returncode, job.stderr

@@ -1,4 +1,4 @@
-"""Executors of process groups, on real processes: other ranks may do anything, and a lost one ends no process.
+"""Executors of process groups, on real processes: ranks outside a group need not call, and a dead rank ends no process.
 
 The ranks run tests/job/group_cases.py.
 """
@@ -20,22 +20,22 @@ from tests.launch import begin, launch
 
 SCRIPT = Path(__file__).with_name("group_cases.py")
 HEALTHY = [
-    "replicas_have_other_token_counts",
-    "stages_have_other_programs",
-    "a_rank_never_calls",
-    "groups_interleave_in_other_orders",
+    "replicas_have_different_token_counts",
+    "stages_run_different_programs",
+    "a_rank_outside_the_group_never_calls",
+    "ranks_call_groups_in_different_orders",
     "threads_own_groups_of_the_same_ranks",
-    "groups_that_wait_for_each_other_in_a_circle_are_refused",
-    "calls_of_ready_groups_in_a_circle_end_with_an_error",
-    "a_group_is_given_as_torch_knows_it",
-    "a_guest_leaves_the_process_as_it_was",
-    "layers_share_workspaces",
-    "workspaces_are_bounded",
+    "groups_that_wait_for_each_other_in_a_cycle_are_refused",
+    "calls_of_ready_groups_in_a_cycle_end_with_an_error",
+    "a_group_may_be_a_process_group_its_name_or_a_mesh",
+    "a_group_changes_nothing_else_in_the_process",
+    "layers_share_symmetric_memory",
+    "symmetric_memory_is_bounded",
     "the_first_rank_of_each_group_warns",
-    "a_forked_child_is_no_rank",
+    "a_forked_child_cannot_call",
     "destroyed_groups_leave_no_files_or_threads",
-    "a_call_that_fails_on_one_rank_ends_nothing",
-    "calls_of_a_group_go_on_after_one_that_ended_midway",
+    "a_call_that_fails_on_one_rank_ends_no_process",
+    "calls_of_a_group_work_after_a_call_that_failed_midway",
 ]
 LOST = [
     "a_peer_dies_in_a_collective",
@@ -51,9 +51,9 @@ def test_only_the_members_of_a_group_take_part() -> None:
     assert passed(job.stdout) == {(name, rank) for name in HEALTHY for rank in range(4)}
 
 
-def test_a_rank_that_is_not_there_is_named_once_and_nothing_is_tried_again() -> None:
+def test_absent_ranks_are_named_and_the_next_attempt_fails_at_once() -> None:
     groups = Groups(0, torch.device("cpu"), store=dist.HashStore(), timeout=timedelta(seconds=1))
-    groups.prepare([(1, 2)])  # not its own
+    groups.prepare([(1, 2)])  # rank 0 is not a member
     assert groups.made == {}
     with pytest.raises(hi.HostIRError, match="rank 0 did not reach rank 1, 3 within 1 s"):
         groups.prepare([(0, 1, 3)])
@@ -61,13 +61,13 @@ def test_a_rank_that_is_not_there_is_named_once_and_nothing_is_tried_again() -> 
         groups.prepare([(0, 1, 3)])
 
 
-def test_a_lost_peer_is_an_exception_and_the_others_live_on() -> None:
+def test_a_dead_peer_raises_an_exception_and_the_other_ranks_stay_alive() -> None:
     with ExitStack() as ended:  # side by side: they mostly wait
         jobs = {name: begin(str(SCRIPT), name, ranks=4, env=environment()) for name in LOST}
         for job in jobs.values():
             ended.callback(job.communicate)
             ended.callback(job.kill)
         for name, job in jobs.items():
-            printed, said = job.communicate(timeout=100)
-            assert passed(printed) == {(name, rank) for rank in range(3)}, said
-            assert "ended" not in said
+            stdout, stderr = job.communicate(timeout=100)
+            assert passed(stdout) == {(name, rank) for rank in range(3)}, stderr
+            assert "ended" not in stderr

@@ -1,4 +1,4 @@
-"""How ranks hear of each other: in one order, of those that end at once, and of no stranger."""
+"""Links carry events between ranks: in one order, with deaths at once, and without strangers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostir.job.links import Links, RankEvent
 
 
 class Store:
-    """A store that lies in this process."""
+    """A key-value store in this process."""
 
     def __init__(self) -> None:
         self.held: dict[str, str] = {}
@@ -56,7 +56,7 @@ def until(links: list[Links], true: Callable[[], bool]) -> None:
     assert true(), [each.events for each in links]
 
 
-def test_all_ranks_hear_the_same_in_the_same_order(ranks: list[Links]) -> None:
+def test_all_ranks_receive_the_same_events_in_the_same_order(ranks: list[Links]) -> None:
     for turn in range(20):
         ranks[turn % 3].announce("failed", str(turn))
     until(ranks, lambda: all(len(each.events) == 20 for each in ranks))
@@ -71,7 +71,7 @@ def test_a_rank_whose_connection_ends_has_died_unless_it_was_done(ranks: list[Li
     assert set(ranks[0].events) == {RankEvent("done", 1), RankEvent("died", 2, "its process has ended")}
 
 
-def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ranks: list[Links]) -> None:
+def test_all_ranks_notice_the_death_of_rank_0_and_receive_its_last_event(ranks: list[Links]) -> None:
     ranks[0].pump()
     ranks[0].announce("failed", "why")
     ranks[0].close()
@@ -79,10 +79,10 @@ def test_the_death_of_rank_0_is_noticed_by_all_and_what_it_told_last_arrives(ran
     for each in ranks[1:]:
         assert each.events == [RankEvent("failed", 0, "why"), RankEvent("died", 0, "its process has ended")]
     ranks[1].announce("back")
-    assert ranks[1].events[-1] == RankEvent("back", 1), "with rank 0 gone it hears itself"
+    assert ranks[1].events[-1] == RankEvent("back", 1), "after the death of rank 0, a rank receives its own events"
 
 
-def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
+def test_a_rank_that_connects_later_receives_earlier_events(store: Store) -> None:
     alarm, end = os.pipe()
     first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
     first.announce("failed", "early")
@@ -97,7 +97,7 @@ def test_who_connects_later_hears_what_has_happened(store: Store) -> None:
 
 
 def test_a_report_for_all_waits_for_a_rank_that_connects_late(store: Store) -> None:
-    """Else this rank could raise and end before the other has connected, which would wait for it."""
+    """Without the wait, this rank could raise and end before the other has connected, and the other would hang."""
     alarm, end = os.pipe()
     first, last = Links(store, 0, 2, 10.0), Links(store, 1, 2, 10.0)
     late = threading.Timer(0.2, last.serve, (0.0, alarm))
@@ -112,7 +112,7 @@ def test_a_report_for_all_waits_for_a_rank_that_connects_late(store: Store) -> N
     os.close(end)
 
 
-def test_the_kernel_probes_hosts_as_long_as_the_knob_says(ranks: list[Links]) -> None:
+def test_the_operating_system_probes_connections_for_the_timeout(ranks: list[Links]) -> None:
     ranks[0].pump()
     for link in (*ranks[0].links, *ranks[1].links):
         assert link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -136,15 +136,15 @@ def test_a_rank_that_cannot_connect_says_so_once(
     while time.monotonic() < deadline:
         lost.connect()
         time.sleep(0.01)
-    said = capsys.readouterr().err
-    assert said.count("Rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.count("Rank 1 cannot connect to rank 0 at 127.0.0.1") == 1
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n\n", b'["guess", 1]\n', b"7\n", b"\xff\n", b"", b"[]\n{}\n"])
-def test_strangers_are_sent_away(said: bytes, store: Store, ranks: list[Links]) -> None:
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\n\n", b'["guess", 1]\n', b"7\n", b"\xff\n", b"", b"[]\n{}\n"])
+def test_connections_without_the_token_are_closed(greeting: bytes, store: Store, ranks: list[Links]) -> None:
     _, port, _ = json.loads(store.get("links"))
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + 0.2
         while time.monotonic() < deadline:

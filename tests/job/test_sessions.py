@@ -1,4 +1,4 @@
-"""Sessions of real processes: how ranks meet, with and without a store of their launcher's, and meet again."""
+"""Sessions of real processes: ranks connect, with and without the launcher's store, and connect again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEGIN = "import os, socket, sys, time\nfrom hostir.job.session import session\nR
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"device": 0}, "unknown device 0"),
@@ -38,17 +38,17 @@ BEGIN = "import os, socket, sys, time\nfrom hostir.job.session import session\nR
         ({"timeout": -1}, "timeout=-1"),
     ],
 )
-def test_what_a_session_is_given_is_looked_at_without_a_job_too(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(HostIRError, match=said), session(**given):
-        pytest.fail("it began")
+def test_options_of_a_session_are_checked_outside_a_job_too(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(HostIRError, match=message), session(**options):
+        pytest.fail("the session began")
 
 
-def test_threads_that_ask_for_the_groups_of_messages_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_ask_for_the_groups_of_messages_at_once_get_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, gate = Groups(0, torch.device("cpu")), threading.Barrier(4)
 
-    def slowly(*given: Any, **options: Any) -> Groups:
+    def slowly(*args: Any, **options: Any) -> Groups:
         time.sleep(0.1)
-        return Groups(*given, **options)
+        return Groups(*args, **options)
 
     def ask(_: int) -> Groups:
         gate.wait()
@@ -65,7 +65,7 @@ def test_threads_that_ask_for_the_groups_of_messages_at_once_get_the_same(monkey
 
 @contextmanager
 def without_a_store(*command: str, ranks: Sequence[int] = (0, 1), timeout: float) -> Iterator[list[Job]]:
-    """These of two ranks, whose launcher has no store; none of them is left."""
+    """Start `ranks` of a job of two without a launcher, and so without its store; kill them at the end of the block."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTIR_TIMEOUT": str(timeout)}
     started = []
     try:
@@ -82,52 +82,52 @@ def without_a_store(*command: str, ranks: Sequence[int] = (0, 1), timeout: float
 def test_ranks_whose_launcher_has_no_store_connect_and_connect_again() -> None:
     with without_a_store(str(SCRIPT), "all_gather", timeout=30) as ranks:
         for rank in ranks:
-            printed, said = rank.communicate(timeout=90)
-            assert rank.returncode == 0, said
-            assert printed.count("PASS all_gather") == 2
+            stdout, stderr = rank.communicate(timeout=90)
+            assert rank.returncode == 0, stderr
+            assert stdout.count("PASS all_gather") == 2
 
 
-def test_where_ranks_met_others_may_meet() -> None:
+def test_the_port_is_free_again_once_the_ranks_are_connected() -> None:
     code = "with session('cpu'):\n    if RANK == 0: socket.create_server(('', int(os.environ['MASTER_PORT']))).close()"
     with without_a_store("-c", BEGIN + code, timeout=30) as ranks:
         for rank in ranks:
-            _, said = rank.communicate(timeout=90)
-            assert rank.returncode == 0, said
+            _, stderr = rank.communicate(timeout=90)
+            assert rank.returncode == 0, stderr
 
 
-@pytest.mark.parametrize("number", [0, 1])  # the first would hold the store that the second looks for
-def test_a_rank_alone_says_whom_it_waited_for_and_where(number: int) -> None:
+@pytest.mark.parametrize("number", [0, 1])  # rank 0 would hold the store, rank 1 would look for it
+def test_a_rank_whose_peer_is_absent_names_the_number_of_ranks_and_the_address(number: int) -> None:
     with without_a_store(str(SCRIPT), "all_gather", ranks=[number], timeout=3) as (rank,):
-        _, said = rank.communicate(timeout=60)
+        _, stderr = rank.communicate(timeout=60)
         assert rank.returncode == 1
-        assert f"error: rank {number} did not meet all 2 ranks within 3 s" in said, said
-        assert re.search(r"expected: all of them at 127\.0\.0\.1:\d+", said)
+        assert f"error: rank {number} did not meet all 2 ranks within 3 s" in stderr, stderr
+        assert re.search(r"expected: all of them at 127\.0\.0\.1:\d+", stderr)
 
 
-def test_a_rank_that_does_not_come_to_a_later_session_is_named() -> None:
+def test_a_rank_that_is_absent_from_a_later_session_is_named() -> None:
     code = "with session('cpu'): pass\nif RANK == 1: time.sleep(60)\nwith session('cpu'): pass"
     with without_a_store("-c", BEGIN + code, timeout=5) as ranks:
-        _, said = ranks[0].communicate(timeout=60)
+        _, stderr = ranks[0].communicate(timeout=60)
         assert ranks[0].returncode == 1
-        assert "error: rank 0 waited 5 s for rank 1 at the start" in said, said
+        assert "error: rank 0 waited 5 s for rank 1 at the start" in stderr, stderr
 
 
-def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
+def test_ranks_that_torchrun_restarts_connect_again(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(
         BEGIN + "with session('cpu') as job:\n"
         "    job.groups.prepare([(0, 1)])\n"
         "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)\n"
-        "    print('met again')"
+        "    print('connected again')"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**environment(), "PYTHONWARNINGS": "default"}  # the launcher itself is not ours to judge
+    env = {**environment(), "PYTHONWARNINGS": "default"}  # warnings of the launcher are no errors
     ended = subprocess.run(
         [*command, "--max-restarts", "1", str(script)],
         **{"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 100, "check": False},
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("met again") == 2
+    assert ended.stdout.count("connected again") == 2
 
 
 MANY = """
@@ -137,7 +137,7 @@ from hostir.ir.source import HostIRError
 from hostir.call.executor import Executor
 from tests.call.torchrun_programs import ring
 
-def held():
+def resources():
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -147,11 +147,11 @@ with session("cpu"):
         mine = torch.randn(1, 8).bfloat16()
         (parts,) = Executor(ring("0 1"))(mine)
         assert torch.equal(parts[0], mine)
-        counts.append(held())
+        counts.append(resources())
     deadline = time.monotonic() + 10
     while counts[-1] > counts[0] and time.monotonic() < deadline:
         time.sleep(0.01)  # the threads of an executor end when it has gone
-        counts.append(held())
+        counts.append(resources())
 assert counts[-1] <= counts[0], f"descriptors and threads: {counts}"
 
 with session("cpu"):
@@ -163,31 +163,33 @@ for call in (late, late.places):
     except HostIRError as refusal:
         assert "is called after the end of its session" in str(refusal), refusal
     else:
-        raise AssertionError("it ran")
-print("no more than one")
+        raise AssertionError("the call ran")
+print("resources are shared")
 """
 
 
-def test_executors_of_programs_with_messages_share_what_messages_need_until_the_session_ends(tmp_path: Path) -> None:
+def test_executors_of_programs_with_messages_share_threads_and_connections_until_the_session_ends(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "many.py"
     script.write_text(BEGIN + MANY)
     ended = launch(2, str(script), env=environment(), timeout=100)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("no more than one") == 2
+    assert ended.stdout.count("resources are shared") == 2
 
 
-def test_a_rank_that_comes_a_little_later_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_with_a_slightly_later_rank_sleeps_less_than_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     class Store(dict[str, bytes]):
-        """One in which rank 1 has its part of an exchange at the fourth look."""
+        """A store that gets rank 1's part of an exchange at the fourth check."""
 
-        looks = 0
+        checks = 0
 
         def set(self, key: str, value: str) -> None:
             self[key] = value.encode()
 
         def check(self, keys: list[str]) -> bool:
-            self.looks += 1
-            if self.looks == 4:
+            self.checks += 1
+            if self.checks == 4:
                 self["what/1/1"] = b"theirs"
             return self.keys() >= set(keys)
 

@@ -1,4 +1,4 @@
-"""Calls from several threads: taking turns is right, overlaps and other orders raise on every rank."""
+"""Calls from several threads: taking turns works; overlaps and different orders raise on every rank."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def messages(case: str) -> list[str]:
         "one_known_executor",
         "equal_executors",
         "executors_of_two_programs",
-        "calls_that_are_not_compared",
+        "uncompared_calls",
     ],
 )
 def test_calls_of_two_threads_that_overlap_raise_in_all_threads_of_all_ranks(case: str) -> None:
-    found = messages(case)
-    assert len(found) == 6
-    for text in found:
+    texts = messages(case)
+    assert len(texts) == 6
+    for text in texts:
         assert re.search(OVERLAP, text)
 
 
@@ -53,29 +53,29 @@ def test_calls_of_two_threads_that_overlap_raise_in_all_threads_of_all_ranks(cas
 @pytest.mark.parametrize(
     ("case", "times", "threads"),
     [
-        ("another_order_on_another_rank", 4, ("Thread-* (answer)", "Thread-* (answer) number 2")),
-        ("another_order_of_threads_that_have_called", 2, ("Thread-* (answer)", "Thread-* (answer) number 2")),
-        ("one_that_has_ended_before_the_other_starts", 2, ("Thread-* (answer) number 2", "Thread-* (answer)")),
+        ("new_threads_in_different_orders", 4, ("Thread-* (answer)", "Thread-* (answer) number 2")),
+        ("known_threads_in_different_orders", 2, ("Thread-* (answer)", "Thread-* (answer) number 2")),
+        ("one_thread_ends_before_the_other_starts", 2, ("Thread-* (answer) number 2", "Thread-* (answer)")),
         ("a_thread_or_the_main_thread", 2, ("MainThread", "Thread-* (answer)")),
     ],
 )
-def test_threads_that_call_in_another_order_on_another_rank_are_named(
+def test_threads_that_call_in_different_orders_on_two_ranks_are_named(
     case: str, times: int, threads: tuple[str, str]
 ) -> None:
-    found = messages(case)
-    assert found == [found[0]] * times
+    texts = messages(case)
+    assert texts == [texts[0]] * times
     for rank, thread in enumerate(threads):
-        assert re.search(rf"rank {rank} (calls @ag )?with M=8 in thread '{re.escape(thread)}'", found[0]), found[0]
+        assert re.search(rf"rank {rank} (calls @ag )?with M=8 in thread '{re.escape(thread)}'", texts[0]), texts[0]
 
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", ["turns", "groups_of_their_own"])
-def test_threads_that_take_turns_or_have_groups_of_their_own_are_right(case: str) -> None:
+@pytest.mark.parametrize("case", ["turns", "a_group_for_each_thread"])
+def test_threads_that_take_turns_or_have_separate_groups_get_right_results(case: str) -> None:
     messages(case)
 
 
-def test_threads_of_a_rank_alone_wait_for_each_other() -> None:
+def test_threads_of_a_single_rank_wait_for_each_other() -> None:
     executor = hi.Executor(hi.parse(ALONE), machine="gloo")
     failures: list[BaseException] = []
 
@@ -111,7 +111,7 @@ def in_thread(function: Callable[[], object], start: Callable[..., object]) -> N
     assert done.wait(20)
 
 
-def test_what_autograd_s_thread_calls_belongs_to_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_autograds_thread_count_as_calls_of_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(dist.HashStore(), 0, (0, 1))
 
     def enter() -> None:
@@ -127,14 +127,14 @@ def test_what_autograd_s_thread_calls_belongs_to_the_thread_that_waits(monkeypat
             in_thread(enter, lambda run: _thread.start_new_thread(run, ()))
             assert (calls.caller, calls.name) == mine
         in_thread(enter, lambda run: threading.Thread(target=run, name="trainer 3").start())
-        assert calls.name == "trainer *", "a thread of Python's that runs backward() calls itself"
+        assert calls.name == "trainer *", "a Python thread that runs backward() is the caller itself"
     in_thread(enter, lambda run: _thread.start_new_thread(run, ()))
-    assert calls.name.startswith("Dummy-*"), "a foreign thread outside a backward pass is one of its own"
+    assert calls.name.startswith("Dummy-*"), "a foreign thread outside a backward pass is a caller itself"
 
 
-def test_names_are_those_of_the_order_of_start_whoever_asks_first() -> None:
+def test_threads_are_numbered_in_the_order_of_their_start() -> None:
     gate = threading.Event()
-    ordered = [f"{kind} {n}" for n in (7, 9) for kind in ("alike", "other")]
+    ordered = [f"{prefix} {n}" for n in (7, 9) for prefix in ("alike", "other")]
     threads = [threading.Thread(target=gate.wait, args=[60], name=name) for name in ordered]
     for thread in threads:
         thread.start()
@@ -143,17 +143,17 @@ def test_names_are_those_of_the_order_of_start_whoever_asks_first() -> None:
     for thread in threads:
         thread.join()
     assert names == ["other * number 2", "alike * number 2", "other *", "alike *"]
-    assert [common_name(thread) for thread in reversed(threads)] == names, "which they keep"
+    assert [common_name(thread) for thread in reversed(threads)] == names, "threads keep their names"
 
 
 class Worker(threading.Thread):
-    """A thread of a class of its own."""
+    """A thread of a subclass."""
 
     def run(self) -> None:
         """Do nothing."""
 
 
-def test_numbers_are_those_of_a_class_and_a_function() -> None:
+def test_threads_are_numbered_for_each_class_and_function() -> None:
     assert {common_name(Worker()).partition(" number")[0] for _ in range(2)} == {"Worker Thread-*"}
     assert common_name(threading.current_thread()) == "MainThread"
 
@@ -162,8 +162,8 @@ def test_numbers_are_those_of_a_class_and_a_function() -> None:
     ("pairs", "fits"),
     [
         ("1-1 2-2 3-3 1-1", True),
-        ("2-2 1-1 3-3", True),  # whoever calls first
-        ("2-1 3-2 4-3 2-1", True),  # a rank has a further thread of this kind
+        ("2-2 1-1 3-3", True),  # any thread may call first
+        ("2-1 3-2 4-3 2-1", True),  # one rank has an additional thread with this function
         ("2-1 1-2", False),
         ("2-1 1-1", False),
         ("1-1 1-2", False),
@@ -171,17 +171,17 @@ def test_numbers_are_those_of_a_class_and_a_function() -> None:
         ("1-1 4-3 3-2 2-1", False),
     ],
 )
-def test_threads_of_one_kind_are_paired_in_one_order(pairs: str, fits: bool) -> None:
+def test_threads_with_one_function_are_paired_in_one_order(pairs: str, fits: bool) -> None:
     threads = ThreadPairs()
     every = [pair.split("-") for pair in pairs.split()]
     names = {"1": "Thread-* (work)", **{str(n): f"Thread-* (work) number {n}" for n in range(2, 5)}}
     for theirs, ours in every[:-1]:
         assert threads.add(1, names[theirs], names[ours])
     assert threads.add(1, *(names[number] for number in every[-1])) is fits
-    assert threads.add(2, names["3"], names["1"]), "another rank's threads have other numbers"
+    assert threads.add(2, names["3"], names["1"]), "the threads of each rank are paired separately"
 
 
-def test_a_name_that_has_called_here_is_no_thread_of_another_kind() -> None:
+def test_a_thread_that_has_called_here_is_not_paired_with_another_name() -> None:
     threads = ThreadPairs()
     threads.callers |= {"left"}
     assert threads.add(1, "right", "left")

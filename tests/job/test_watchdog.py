@@ -1,4 +1,4 @@
-"""What the watchdog's thread holds, and where a plan that nobody else has goes."""
+"""The watchdog: it frees observed plans on the caller's thread, and ends runs that other ranks fail or do not make."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hostir.job.watchdog import Watchdog
 
 
 class Plan:
-    """One that is looked at for a while, and notes on which thread it goes. `number`: None where it cannot be told."""
+    """A plan that records the thread on which it is freed. `number`: its progress; None if the progress is unknown."""
 
-    looks = 0
+    checks = 0
 
-    def __init__(self, went: list[str], number: int | None = None) -> None:
-        self.went, self.number = went, number
+    def __init__(self, freed_on: list[str], number: int | None = None) -> None:
+        self.freed_on, self.number = freed_on, number
 
     def __del__(self) -> None:
-        self.went.append(threading.current_thread().name)
+        self.freed_on.append(threading.current_thread().name)
 
     def in_flight(self) -> list[object]:
         return []
@@ -33,7 +33,7 @@ class Plan:
         return ""
 
     def progress(self) -> object:
-        Plan.looks += 1
+        Plan.checks += 1
         time.sleep(1e-4)
         return self.number
 
@@ -44,38 +44,38 @@ class Plan:
 @pytest.fixture
 def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
     monkeypatch.setattr(watchdog, "PERIOD", 1e-4)
-    one = Watchdog(None, 0, 1, 60.0, 30.0)
-    yield one
-    one.close()
+    watching = Watchdog(None, 0, 1, 60.0, 30.0)
+    yield watching
+    watching.close()
 
 
 @pytest.mark.parametrize("number", [None, 7])
-def test_a_plan_that_nobody_else_has_goes_on_the_callers_thread(dog: Watchdog, number: int | None) -> None:
-    went: list[str] = []
-    Plan.looks = 0
+def test_a_plan_is_freed_on_the_callers_thread(dog: Watchdog, number: int | None) -> None:
+    freed_on: list[str] = []
+    Plan.checks = 0
     for _ in range(200):
-        dog.observe(Plan(went, number))
+        dog.observe(Plan(freed_on, number))
         time.sleep(2e-4)
-    assert len(went) == 199
-    assert set(went) == {threading.current_thread().name}
-    assert Plan.looks > 20
+    assert len(freed_on) == 199
+    assert set(freed_on) == {threading.current_thread().name}
+    assert Plan.checks > 20
 
 
-def test_no_plan_goes_during_a_capture(dog: Watchdog) -> None:
-    went: list[str] = []
-    dog.observe(Plan(went))
-    captured = Plan(went)
+def test_no_plan_is_freed_during_a_capture(dog: Watchdog) -> None:
+    freed_on: list[str] = []
+    dog.observe(Plan(freed_on))
+    captured = Plan(freed_on)
     dog.observe(captured, capturing=True)
     dog.observe(captured, capturing=True)
-    assert not went
+    assert not freed_on
     assert len(dog.replaced) == 1, "a plan that is captured again replaces nothing"
     dog.observe(captured)
-    assert went == [threading.current_thread().name]
+    assert freed_on == [threading.current_thread().name]
     assert weakref.ref(captured)() is dog.plan
 
 
 class Running(Plan):
-    """A plan whose run is under way, until it is given up."""
+    """A plan that runs until the watchdog gives its run up."""
 
     def __init__(self) -> None:
         super().__init__([], number=7)
@@ -88,9 +88,7 @@ class Running(Plan):
         self.given_up.append(str(problem))
 
 
-def test_a_call_that_another_rank_abandons_ends_the_run_under_way(
-    dog: Watchdog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_another_rank_abandons_ends_the_current_run(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STILL", 1e-3)
     dog.observe(running := Running())
     dog.links.spread(RankEvent("abandoned", 1, "rank 1, 'relu %a -> %b': on strike"))
@@ -104,7 +102,7 @@ def test_a_call_that_another_rank_abandons_ends_the_run_under_way(
     assert dog.disturbed
 
 
-def test_calls_that_turn_out_to_be_misaligned_while_one_begins_disturb_the_next(dog: Watchdog) -> None:
+def test_a_misalignment_reported_while_a_call_begins_disturbs_the_next_call(dog: Watchdog) -> None:
     dog.take(RankEvent("misaligned", 1, "the calls of the ranks do not line up"))
     dog.resume()
     assert dog.disturbed
@@ -116,7 +114,7 @@ def test_calls_abandoned_before_a_renewal_are_forgotten_and_later_ones_are_not(d
     dog.take(before)
     dog.take(before)
     assert dog.abandoned == before
-    if early:  # the other rank is through with the renewal before this one
+    if early:  # the other rank has finished the renewal before this rank
         dog.take(after)
     dog.renewed()
     assert dog.abandoned == (after if early else None)
@@ -141,10 +139,10 @@ class Waiting(Plan):
         self.raised = problem
 
 
-def test_a_run_that_another_rank_does_not_make_is_stopped_also_one_that_began_too_late_to_know(dog: Watchdog) -> None:
+def test_a_run_that_other_ranks_do_not_make_is_stopped_even_if_it_begins_after_the_report(dog: Watchdog) -> None:
     dog.links.spread(RankEvent("misaligned", 1, "rank 0 calls @a, rank 1 @b"))
     dog.links.spread(RankEvent("misaligned", 2, "rank 0 calls @a, rank 2 @b"))
-    assert dog.misalign("rank 0 calls @a, rank 1 @c") == "rank 0 calls @a, rank 1 @b", "the first report is for all"
+    assert dog.misalign("rank 0 calls @a, rank 1 @c") == "rank 0 calls @a, rank 1 @b", "all ranks use the first report"
     plan = Waiting([])
     dog.observe(plan)
     deadline = time.monotonic() + 20

@@ -1,6 +1,6 @@
-"""Calls from several threads of two gloo ranks; the arguments name a case.
+"""Calls from several threads of two gloo ranks; the argument names a case.
 
-Each thread has values of its own: with a peer's call of another thread it would get wrong results.
+Each thread passes different values, so that a result shows if a call was matched with another thread's call.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.job.misaligned_calls import GATHER, PUT, RANK, gathered, rows, uncomp
 
 
 def call(executor: hi.Executor, value: int) -> None:
-    """Make a call with values of its own; raise if a peer's are another call's."""
+    """Make a call, and check that the peer's call has the same value."""
     (y,) = executor(rows(8) + 10 * value)
     assert torch.equal(y, gathered(8) + 10 * value), y
 
 
 class Caller:
-    """A thread that makes a call when it is asked to."""
+    """A thread that makes a call on request."""
 
     def __init__(self, value: int, name: str | None = None) -> None:
         self.value = value
@@ -55,7 +55,7 @@ class Caller:
         self.thread.join()
 
 
-def known() -> hi.Executor:
+def known_executor() -> hi.Executor:
     """An executor that the main threads of all ranks have called."""
     executor = hi.Executor(hi.parse(GATHER))
     call(executor, 0)
@@ -65,7 +65,7 @@ def known() -> hi.Executor:
 
 
 def said(function: Callable[[], object]) -> str:
-    """The message that a call raises, which this rank prints too."""
+    """Return the message that a call raises, and print it."""
     with pytest.raises(hi.HostIRError) as raised:
         function()
     message = raised.value.diagnostics[0].message
@@ -74,7 +74,7 @@ def said(function: Callable[[], object]) -> str:
 
 
 def at_once(executors: list[hi.Executor], compared: bool = True) -> None:
-    """Calls of two threads that overlap: every thread of every rank gets an error, and before only right results."""
+    """Make overlapping calls on two threads: each thread of each rank gets an error; results before it are right."""
     refusals: list[hi.HostIRError] = []
     problems: list[BaseException] = []
 
@@ -101,7 +101,7 @@ def at_once(executors: list[hi.Executor], compared: bool = True) -> None:
     assert len(refusals) == len(threads)
     for refusal in refusals:
         print(f"SAID {refusal.diagnostics[0].message}", flush=True)
-    said(lambda: call(executors[0], 9))  # in another thread, and later
+    said(lambda: call(executors[0], 9))  # a later call from another thread is refused too
 
 
 def one_executor() -> None:
@@ -109,7 +109,7 @@ def one_executor() -> None:
 
 
 def one_known_executor() -> None:
-    at_once([known()] * 2)
+    at_once([known_executor()] * 2)
 
 
 def equal_executors() -> None:
@@ -120,8 +120,8 @@ def executors_of_two_programs() -> None:
     at_once([hi.Executor(hi.parse(GATHER)), hi.Executor(hi.parse(PUT))])
 
 
-def calls_that_are_not_compared() -> None:
-    """As on CUDA: until calls of one rank overlap, they may meet another thread's."""
+def uncompared_calls() -> None:
+    """As on CUDA, calls may be matched with another thread's calls until calls of one rank overlap."""
     executor = uncompared()
     call(executor, 0)
     assert executor.session is not None
@@ -129,28 +129,28 @@ def calls_that_are_not_compared() -> None:
     at_once([executor] * 2, compared=False)
 
 
-def another_order_on_another_rank() -> None:
-    """The two threads never overlap on a rank. None of their calls meets one of the other thread."""
-    executor = known()
+def new_threads_in_different_orders() -> None:
+    """The two threads never overlap on a rank. No call is matched with a call of the other thread."""
+    executor = known_executor()
     callers = [Caller(1), Caller(2)]
     said(lambda: callers[RANK](executor))
     said(lambda: callers[1 - RANK](executor))
 
 
-def another_order_of_threads_that_have_called() -> None:
-    executor = known()
+def known_threads_in_different_orders() -> None:
+    executor = known_executor()
     callers = [Caller(1), Caller(2)]
     for caller in callers:
         caller(executor)
     said(lambda: callers[RANK](executor))
 
 
-def one_that_has_ended_before_the_other_starts() -> None:
-    """Each thread makes one call. Rank 1 begins with the second; rank 0 has not yet started that one.
+def one_thread_ends_before_the_other_starts() -> None:
+    """Each thread makes one call. Rank 1 begins with the second thread, which rank 0 has not started yet.
 
-    The results of the first call are wrong. It is too early to know that, but the next call raises on all ranks.
+    The results of the first call are wrong: nothing shows the difference yet. The next call raises on all ranks.
     """
-    executor = known()
+    executor = known_executor()
     if RANK == 0:
         while not executor.calls.store.check(["call/1"]):
             time.sleep(0.01)
@@ -168,18 +168,18 @@ def one_that_has_ended_before_the_other_starts() -> None:
 
 
 def a_thread_or_the_main_thread() -> None:
-    executor, caller = known(), Caller(1)
+    executor, caller = known_executor(), Caller(1)
     said((lambda: call(executor, 2)) if RANK == 0 else (lambda: caller(executor)))
 
 
 def turns() -> None:
     """Threads call one after another, in the same order on each rank. Rank 0 has further threads."""
-    executor = known()
+    executor = known_executor()
     if RANK == 0:
         others = [threading.Thread(target=time.sleep, args=[0.01]) for _ in range(3)]
         for other in others:
             other.start()
-    for value in (1, 2):  # one that ends, and the main thread between
+    for value in (1, 2):  # a thread that ends, then the main thread
         caller = Caller(value)
         for _ in range(3):
             caller(executor)
@@ -196,8 +196,8 @@ def turns() -> None:
         caller.end()
 
 
-def groups_of_their_own() -> None:
-    """Two threads with a group each, which ranks start in opposite order. Nothing orders the calls of the two."""
+def a_group_for_each_thread() -> None:
+    """Each thread has its own group. Ranks start the threads in opposite orders; nothing orders their calls."""
     dist.init_process_group("gloo")
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     problems: list[BaseException] = []

@@ -25,7 +25,7 @@ from tests.judging.simulated import outcome, rehearsal
 CASES = Path(__file__).parents[1] / "cases"
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)
 SEEDS = 20
-RIGHT = (
+CORRECT = (
     "patterns/allgather_matmul-pipeline",
     "patterns/row_parallel_scattered-pipeline",
     "onesided/exchange_matmul_4",
@@ -69,33 +69,33 @@ def program(name: str) -> Program:
     return hi.parse((CASES / f"{name}.hir").read_text(), f"{name}.hir")
 
 
-def again(changed: Program) -> Program:
+def reparsed(changed: Program) -> Program:
     """Return the program parsed back from its text."""
     return hi.parse(str(changed), changed.name)
 
 
 def chain(of: Program) -> int:
+    """Return the length of the longest chain of work."""
     order = analyse(of).order
     assert order is not None
     return longest_chain(order)
 
 
 def synchronising(of: Program) -> list[Statement]:
-    """Return the statements that order others, the frees, and loops of ordering statements."""
+    """Return the statements that order others, the frees, and the loops that contain only ordering statements."""
     loops = [s for s in of.walk() if isinstance(s, For) and all(isinstance(x, (*ORDERING, SetStream)) for x in s.body)]
     return [s for s in of.walk() if isinstance(s, (*ORDERING, FreeBuffer)) or s in loops]
 
 
-# Deleted synchronisation ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", CORRECT)
 def test_a_repair_of_deleted_synchronisation_is_proved_and_its_chain_is_not_longer(name: str) -> None:
     original, broken = program(name), 0
     for s in synchronising(original):
-        wrong = again(original.with_body(without(original.body, (s,))))
+        wrong = reparsed(original.with_body(without(original.body, (s,))))
         if not check(wrong):
             continue
         broken += 1
-        repaired = again(repair(wrong))
+        repaired = reparsed(repair(wrong))
         assert check(repaired) == [], difference(wrong, repaired)
         assert chain(repaired) <= chain(original), difference(original, repaired)
     assert broken >= 2
@@ -104,20 +104,20 @@ def test_a_repair_of_deleted_synchronisation_is_proved_and_its_chain_is_not_long
 @pytest.mark.parametrize(("name", "deleted"), [("onesided/get_workers", For), ("onesided/ring_put_4", WaitSignal)])
 def test_a_repaired_program_gives_the_original_result_in_every_order(name: str, deleted: type[Statement]) -> None:
     original = program(name)
-    gone = next(s for s in synchronising(original) if isinstance(s, deleted))
-    repaired = again(repair(again(original.with_body(without(original.body, (gone,))))))
+    removed = next(s for s in synchronising(original) if isinstance(s, deleted))
+    repaired = reparsed(repair(reparsed(original.with_body(without(original.body, (removed,))))))
     expected = outcome(rehearsal(original), 0)
     machine = rehearsal(repaired)
     assert isinstance(expected, list)
     assert all(outcome(machine, seed) == expected for seed in range(SEEDS))
 
 
-def test_fork_join_wait_and_free_are_restored_together() -> None:
+def test_a_deleted_fork_join_wait_and_free_are_all_restored() -> None:
     original = program("patterns/allgather_matmul-pipeline")
-    gone = synchronising(original)
-    assert len(gone) >= 4
-    wrong = again(original.with_body(without(original.body, gone)))
-    repaired = again(repair(wrong))
+    removed = synchronising(original)
+    assert len(removed) >= 4
+    wrong = reparsed(original.with_body(without(original.body, removed)))
+    repaired = reparsed(repair(wrong))
     assert check(repaired) == []
     assert chain(repaired) == chain(original)
 
@@ -125,7 +125,7 @@ def test_fork_join_wait_and_free_are_restored_together() -> None:
 @pytest.mark.parametrize(
     ("name", "deleted"),
     [
-        ("push_epochs", WaitSignal),  # barriers would delay all slices
+        ("push_epochs", WaitSignal),  # a barrier instead would delay all slices
         ("push_epochs", Signal),
         ("ring_put_epochs", Signal),
         ("ready_matmul_own", Signal),  # a kernel waits for it
@@ -133,9 +133,9 @@ def test_fork_join_wait_and_free_are_restored_together() -> None:
 )
 def test_a_missing_signal_or_wait_is_restored(name: str, deleted: type[Statement]) -> None:
     original = program(f"onesided/{name}")
-    gone = [s for s in original.walk() if isinstance(s, deleted)]
-    assert len(gone) == 1
-    repaired = repair(again(original.with_body(without(original.body, gone))))
+    removed = [s for s in original.walk() if isinstance(s, deleted)]
+    assert len(removed) == 1
+    repaired = repair(reparsed(original.with_body(without(original.body, removed))))
     assert sorted(str(repaired).splitlines()) == sorted(str(original).splitlines())
 
 
@@ -165,50 +165,50 @@ program @twice(%x: f32[2@didx, 8]) -> (%y, %z) {
     assert str(repair(wrong)) == str(hi.parse(text))
 
 
-def test_a_repair_waits_for_the_kernel_of_the_previous_call_that_holds_sms() -> None:
+def test_a_repair_waits_for_the_previous_calls_kernel_that_holds_sms() -> None:
     original = program("onesided/signal_kernels")
-    gone = next(s for s in original.walk() if isinstance(s, Synchronize) and s.stream == Lit(1))
-    assert str(repair(again(original.with_body(without(original.body, [gone]))))) == str(original)
+    removed = next(s for s in original.walk() if isinstance(s, Synchronize) and s.stream == Lit(1))
+    assert str(repair(reparsed(original.with_body(without(original.body, [removed]))))) == str(original)
 
 
 def test_workers_are_forked_from_the_worker_that_waited_for_the_barrier() -> None:
     original = hi.lower(tiny(patterns.mlp, 4, 1), "ring")
     fork = next(s for s in original.walk() if isinstance(s, For) and called(s) == "fork")
-    wrong = again(original.with_body(without(original.body, [fork])))
+    wrong = reparsed(original.with_body(without(original.body, [fork])))
     repaired = repair(wrong)
     added = [line[1:].strip() for line in difference(wrong, repaired).splitlines() if line[0] == "+" and line[1] != "+"]
     assert added == ["for %s in 0..2 { set_stream %s + 1   synchronize 0 }"]
     assert chain(repaired) == chain(original)
 
 
-@pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
+@pytest.mark.xdist_group("mutation")  # tests/test_mutation.py uses the same lowered programs
 def test_repairs_of_deleted_synchronisation_have_no_longer_chains() -> None:
-    """Repair a sample of mutants; `python -m benchmarks.repair` repairs all."""
+    """Repair a sample of the mutants; `python -m benchmarks.repair` repairs all of them."""
     pairs = {mutant.text: (original, mutant) for original, mutant in broken(originals()[::8])}
     for mutant in sample([mutant for _, mutant in pairs.values()], 16):
         result = repaired(*pairs[mutant.text])
         assert result.good, f"@{mutant.name} {mutant.change}: {result.before} to {result.after} {result.why}"
 
 
-def test_a_missing_signal_of_several_statements_is_not_invented() -> None:
+def test_a_missing_signal_that_needs_several_statements_is_not_restored() -> None:
     original = program("onesided/ready_matmul")
-    gone = [s for s in original.walk() if isinstance(s, Signal)]
+    removed = [s for s in original.walk() if isinstance(s, Signal)]
     with pytest.raises(hi.HostIRError, match="nobody sends the signal"):
-        repair(again(original.with_body(without(original.body, gone))))
+        repair(reparsed(original.with_body(without(original.body, removed))))
 
 
 def test_a_repair_does_not_overwrite_unread_data() -> None:
     original = program("onesided/credits")
-    gone = next(s for s in original.walk() if isinstance(s, WaitSignal))  # for the credit to fill a buffer again
+    # The wait for the credit to fill a buffer again.
+    removed = next(s for s in original.walk() if isinstance(s, WaitSignal))
     with pytest.raises(hi.HostIRError, match="no repair was found for this: race on %box"):
-        repair(again(original.with_body(without(original.body, [gone]))))
+        repair(reparsed(original.with_body(without(original.body, [removed]))))
 
 
-# Programs that were never correct ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ABOUT_ORDER)
 def test_a_finding_about_order_is_repaired_with_no_longer_chain_than_by_hand(name: str) -> None:
     wrong = program(f"findings/{name}")
-    repaired = again(repair(wrong))
+    repaired = reparsed(repair(wrong))
     assert check(wrong) != []
     assert check(repaired) == []
     assert chain(repaired) <= chain(program(f"findings/{name}.fixed"))
@@ -216,9 +216,9 @@ def test_a_finding_about_order_is_repaired_with_no_longer_chain_than_by_hand(nam
 
 @pytest.mark.parametrize("name", NOT_ABOUT_ORDER)
 def test_a_finding_that_no_insertion_repairs_is_refused_with_a_hint(name: str) -> None:
-    with pytest.raises(hi.HostIRError, match=NOT_ABOUT_ORDER[name]) as refused:
+    with pytest.raises(hi.HostIRError, match=NOT_ABOUT_ORDER[name]) as refusal:
         repair(program(f"findings/{name}"))
-    assert all(d.hint for d in refused.value.diagnostics)
+    assert all(d.hint for d in refusal.value.diagnostics)
 
 
 @pytest.mark.parametrize("sizes", [None, {"i0": 4, "i2": 8, "i3": 16, "i4": 64, "i5": 64, "i6": 32}])
@@ -231,8 +231,8 @@ def test_a_pipeline_without_a_fork_gets_one_fork_loop(sizes: dict[str, int] | No
 
 
 def test_a_correct_program_is_returned_unchanged() -> None:
-    right = program("patterns/mlp-pipeline")
-    assert repair(right) is right
+    correct = program("patterns/mlp-pipeline")
+    assert repair(correct) is correct
 
 
 def test_the_caller_stream_is_named_only_if_the_repair_needs_it() -> None:
@@ -253,7 +253,7 @@ program @p(%x: f32[8, 8]) -> (%y) streams 1 {
     assert "current_stream" not in str(on_callers)
 
 
-def test_a_fork_is_moved_behind_the_allocation_that_its_workers_use() -> None:
+def test_a_fork_is_moved_after_the_allocation_that_its_workers_use() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0
 program @p(%x: f32[4, 8]) -> (%y) streams 2 {
@@ -288,22 +288,23 @@ def test_the_difference_names_the_file_and_shows_inserted_lines() -> None:
     assert "\n+  free %t\n" in text
 
 
-# Redundant synchronisation ----------------------------------------------------------------------------------------
-def rest(of: Program) -> tuple[list[Finding], Program]:
-    """Return the redundant statements that are reported, and the program without them."""
+def without_redundant(of: Program) -> tuple[list[Finding], Program]:
+    """Return the findings about redundant statements, and the program without these statements."""
     findings = [d for d in redundant(of) if isinstance(d, Finding)]
     spans = {d.span for d in findings}
     return findings, of.with_body(without(of.body, [s for s in of.walk() if s.span in spans]))
 
 
 @pytest.mark.parametrize("name", ["patterns/allgather_matmul-pipeline", "onesided/get_workers", "onesided/credits"])
-def test_nothing_in_a_lean_program_is_redundant(name: str) -> None:
+def test_a_program_with_the_least_synchronisation_has_nothing_redundant(name: str) -> None:
     assert redundant(program(name)) == []
 
 
 def test_the_first_of_two_equal_waits_is_redundant() -> None:
     text = (CASES / "findings/race_between_streams.fixed.hir").read_text()
-    findings, lean = rest(hi.parse(text.replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n", 1)))
+    findings, lean = without_redundant(
+        hi.parse(text.replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n", 1))
+    )
     assert [(d.kind, d.level) for d in findings] == [("redundant", "warning")]
     assert str(lean) == str(program("findings/race_between_streams.fixed"))
     assert check(lean) == []
@@ -312,7 +313,7 @@ def test_the_first_of_two_equal_waits_is_redundant() -> None:
 def test_a_join_in_every_round_is_reported_as_one_redundant_loop() -> None:
     text = (CASES / "patterns/allgather_matmul-pipeline.hir").read_text()
     loop = "  for %i in 0..4 {\n"
-    findings, lean = rest(hi.parse(text.replace(loop, f"{loop}    for %s in 0..4 {{ synchronize %s }}\n")))
+    findings, lean = without_redundant(hi.parse(text.replace(loop, f"{loop}    for %s in 0..4 {{ synchronize %s }}\n")))
     assert len(findings) == 1
     assert "for %s in 0..4" in findings[0].message
     assert str(lean) == str(hi.parse(text))
@@ -324,7 +325,7 @@ def test_signals_and_their_waits_are_redundant_together() -> None:
     pair = "  signal %more[0] = 1 at (%r + 1) % 2 over didx\n  wait_signal %more[0] >= 1\n"
     flags = "  %more: flag[1] = allocate_symmetric\n"
     assert barrier in text
-    findings, _ = rest(hi.parse(text.replace(barrier, flags + pair + barrier)))
+    findings, _ = without_redundant(hi.parse(text.replace(barrier, flags + pair + barrier)))
     assert len(findings) == 1
     assert "signal %more[0]" in findings[0].message
 

@@ -1,6 +1,4 @@
-"""The scene of a picture: streams, statements, and arrows between them.
-
-The contents of a picture: statements as boxes in lanes and columns, and arrows for their order.
+"""The scene of a picture: statements as boxes in lanes and columns, and arrows for their order.
 
 A column is a depth in happens-before: a box stands right of all boxes that come before it, and the sides of one
 communication stand above each other. An arrow within a rank also represents chains through boxes that are left out.
@@ -24,16 +22,18 @@ from hostir.ir.program import Program, format_statement
 COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"
 CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other in a cycle
 EARLY = ("begins", "moves")  # events of a communication that do not wait for other ranks
-# Of an arrow: within a rank; to another rank; between sides of a communication.
-Way = Literal["order", "ranks", "meets"]
+Way = Literal["order", "ranks", "meets"]  # an arrow within a rank; to another rank; between sides of a communication
 Tie = tuple[int, ...]  # events that happen together
 
 
 @dataclass(eq=False)
 class Box:
-    """A box: a statement of one rank, round and call.
+    """A box: a statement of one rank, round and call; several similar statements in a row; or an action of the caller.
 
-    Several similar statements in a row; or an action of the caller.
+    Fields:
+        lane: "caller", the name of a pool stream, or "communication".
+        first, last: the columns of its first and last event.
+        row: its row in the lane.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Box:
 
     @property
     def place(self) -> str:
-        """The loop rounds, as text."""
+        """The rounds of the loops around the statement, as text."""
         ends = dict.fromkeys((*self.rounds[:1], *self.rounds[-1:]))
         return f"[{' to '.join(map(_list, ends))}] " if ends else ""
 
@@ -59,7 +59,9 @@ class Box:
 class Arrow:
     """An arrow: `source` happens before `target`.
 
-    It runs from column `leaves` to `enters`. `back`: it closes a cycle.
+    Fields:
+        leaves, enters: the columns between which it runs.
+        back: True if it closes a cycle.
     """
 
     source: Box
@@ -108,8 +110,8 @@ def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, n
     for event in (e for rank in ranks for e in order.ranks[rank].events):
         if event.call >= calls or (event.verb == "allocates" and event not in named):
             continue
-        what = id(event.statement) if event.statement else event.verb == "writes"
-        key = (event.rank, event.call, what, event.rounds)
+        statement = id(event.statement) if event.statement else event.verb == "writes"
+        key = (event.rank, event.call, statement, event.rounds)
         if key not in boxes:
             boxes[key] = _box(program, event, calls)
         boxes[key].events.append(event)
@@ -147,7 +149,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
     graph = _between(order, events, held=any(finding.kind in CYCLIC for finding in findings.values()))
-    # If ranks differ, these events have no edges to other ranks.
+    # Early events come before the other events of their box. No edge says so if the ranks' collectives differ.
     early = [n for n, event in enumerate(events) if event.verb in EARLY]
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
     graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
@@ -167,7 +169,8 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
     """Return a graph of the shown events, with an edge wherever a path through hidden events leads from one to another.
 
-    `held` includes edges from events that may hold an event up: programs may not rely on them, but they close cycles.
+    With `held`, the paths include edges from events that may hold an event up. Programs may not rely on such edges, but
+    they close cycles.
     """
     import networkx as nx
 
@@ -204,7 +207,7 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """Return the edges whose removal breaks all cycles: edges of a cycle that lead to another rank or back in time."""
+    """Return edges that break all cycles if they are removed: in a cycle, edges to another rank or back in time."""
     import networkx as nx
 
     edges: list[tuple[int, int]] = []
@@ -276,6 +279,7 @@ def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
 
 
 def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: Sequence[Arrow]) -> list[FindingMark]:
+    """Return the marks of the numbered findings that have a box."""
     marks = []
     for number, finding in findings.items():
         boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
@@ -288,7 +292,7 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
 
 
 def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
-    """Return neighbours in a cycle of boxes that no arrow joins, and the arrows around the cycle."""
+    """Return the neighbours in a cycle of boxes that no path of arrows joins, and the arrows of the other paths."""
     import networkx as nx
 
     graph = nx.DiGraph()
@@ -313,10 +317,10 @@ def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
     """Return at most `most` boxes: the boxes that their rank issues closest to the findings' events."""
     first: dict[int, int] = {}  # by rank: its first box
-    turns = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
-    places = [n - turns[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
-    far = [min(abs(n - turn - place) for place in places) for n, turn in enumerate(turns)]
-    chosen = sorted(range(len(boxes)), key=lambda n: (far[n], n))[:most]
+    firsts = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
+    places = [n - firsts[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
+    distances = [min(abs(n - start - place) for place in places) for n, start in enumerate(firsts)]
+    chosen = sorted(range(len(boxes)), key=lambda n: (distances[n], n))[:most]
     return [boxes[n] for n in sorted(chosen)]
 
 
@@ -336,9 +340,10 @@ def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
 
 
 def _alike(a: Box, b: Box) -> bool:
-    one, other = a.events[0], b.events[0]
-    same = (a.rank, a.lane, a.word, one.call) == (b.rank, b.lane, b.word, other.call)
-    return same and one.statement is not None and _is_small(one.statement)
+    """Return True if two successive boxes may be merged."""
+    first, second = a.events[0], b.events[0]
+    same = (a.rank, a.lane, a.word, first.call) == (b.rank, b.lane, b.word, second.call)
+    return same and first.statement is not None and _is_small(first.statement)
 
 
 def _is_small(s: Statement) -> bool:

@@ -1,0 +1,150 @@
+"""Candidates for the expressions of a signal or a wait at a place: its slot, its epoch and its peer.
+
+Candidates come from the program's text and from the indices in scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.tracer import Tracer
+from hostir.ir.machine import Frame
+from hostir.ir.op import Bin, Expr, FlagOperand, Lit, Phase, Ref, Value, expr_values, rename_expr
+from hostir.ir.types import Kind
+from hostir.repair.places import Block, BodyPosition, Outline
+
+RaisedSlot = tuple[int, int, int]  # rank, slot, epoch
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlaceExpressions:
+    """Expressions that a signal or a wait for `flags` may use at a place, with their values each time it is reached."""
+
+    outline: Outline
+    order: Order
+    place: BodyPosition
+    flags: Value
+
+    @cached_property
+    def frames(self) -> list[Frame]:
+        """One frame, with the values of all indices, for each time that a rank reaches the place in one call."""
+        program, frames = self.outline.program, list[Frame]()
+        for rank in self.order.ranks:
+            frame = Frame(Tracer(rank.rank, self.outline.program, rank.sizes), rank.sizes)
+            if frame.here(self.flags.tensor.mesh):
+                for s in program.walk():
+                    if s.place is not None:
+                        s.evaluate(frame)
+                frames += _arrivals(program.body, self.place, frame)
+        return frames
+
+    @property
+    def ranks(self) -> list[int]:
+        """The rank of each frame."""
+        return [_rank(frame) for frame in self.frames]
+
+    @cached_property
+    def indices(self) -> list[Value]:
+        """The indices in scope at the place."""
+        return [v for v in self.outline.scope(self.place).values() if v.type is Kind.INDEX]
+
+    def slots(self) -> dict[Numbers, Expr]:
+        """Return candidates for a slot, by their values in the frames."""
+        return self._by_values(self._slot_candidates())
+
+    def epochs(self, missing: set[RaisedSlot]) -> dict[Numbers, Expr]:
+        """Return candidates for an epoch, by their values in the frames."""
+        return self._by_values(self._epoch_candidates(missing))
+
+    def peers(self) -> Iterator[tuple[Expr, str]]:
+        """Yield expressions for a peer and their mesh axes: from the program's text, then all distances from a rank."""
+        mesh, program = self.flags.tensor.mesh, self.outline.program
+        known = {v.name for v in self.indices}
+        candidates = [s.peer_place for s in program.walk() if s.peer_place is not None]
+        for index, over in (s.place for s in program.walk() if s.place is not None):
+            if mesh and over in mesh.axes:
+                n = mesh.size(over)
+                candidates.append((Ref(index), over))
+                candidates += [(Bin("%", Bin("+", Ref(index), Lit(k)), Lit(n)), over) for k in range(1, n)]
+        for peer, over in dict.fromkeys(candidates):
+            if mesh and over in mesh.axes and {v.name for v in expr_values(peer)} <= known:
+                yield peer, over
+
+    def ranks_of(self, peer: Expr, over: str) -> list[int]:
+        """Return the peer's rank in each frame; an empty list if a frame has no such peer."""
+        mesh, peers = self.flags.tensor.mesh, list[int]()
+        for frame in self.frames:
+            team = mesh.team(_rank(frame), over) if mesh else ()
+            if not 0 <= (at := frame.index(peer)) < len(team):
+                return []
+            peers.append(team[at])
+        return peers
+
+    def _by_values(self, candidates: Iterable[Expr]) -> dict[Numbers, Expr]:
+        """Return one expression for each distinct sequence of values over the frames. Replace a name out of scope."""
+        by_values: dict[Numbers, Expr] = {}
+        for candidate in candidates:
+            for expr in self._in_scope(candidate):
+                try:
+                    by_values.setdefault(tuple(frame.index(expr) for frame in self.frames), expr)
+                except ZeroDivisionError:
+                    continue
+        return by_values
+
+    def _in_scope(self, expr: Expr) -> list[Expr]:
+        """Return an expression if all its names are in scope. If one is not, replace it by each index in turn.
+
+        Return an empty list if several names are out of scope.
+        """
+        unknown = {v.name for v in expr_values(expr)} - {v.name for v in self.indices}
+        if not unknown:
+            return [expr]
+        if len(unknown) > 1:
+            return []
+        return [rename_expr(expr, dict.fromkeys(unknown, index)) for index in self.indices]
+
+    def _slot_candidates(self) -> Iterator[Expr]:
+        """Yield expressions for a slot: expressions of the text, each index, and combinations of several indices."""
+        yield from (use.slot for use in self._flag_operands() if use.slot is not None)
+        count = self.flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
+        peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
+        parts: list[Expr] = [*map(Ref, self.indices), *(peer for peer in peers if isinstance(peer, Bin))]
+        parts = list(dict.fromkeys(parts))
+        yield from (Lit(n) for n in range(min(count, 2)))
+        for v in parts:
+            yield v
+            for n in (n for n in range(2, count + 1) if count % n == 0):
+                yield Bin("%", v, Lit(n))
+                yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
+
+    def _epoch_candidates(self, missing: set[RaisedSlot]) -> Iterator[Expr]:
+        """Yield expressions for an epoch: expressions of the text, the missing epochs, and a loop's round plus one."""
+        yield from (use.epoch for use in self._flag_operands())
+        yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
+        rounds = (s.defines(Phase.HOST) for s in self.outline.program.walk() if s.bodies)
+        yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
+
+    def _flag_operands(self) -> list[FlagOperand]:
+        """Return the flag operands of all statements; operands with `flags` come first."""
+        operands = (use for s in self.outline.program.walk() for use in s.flag_operands)
+        return sorted(operands, key=lambda use: use.flags != self.flags)
+
+
+def _rank(frame: Frame) -> int:
+    assert frame.machine.rank is not None
+    return frame.machine.rank
+
+
+def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]:
+    """Yield a copy of the frame for each time that its rank reaches a place."""
+    at, *inner = place
+    if not inner:
+        yield Frame(frame.machine, frame.sizes, dict(frame.handles))
+        return
+    outer = body[at]
+    for _ in outer.rounds(frame):
+        yield from _arrivals(outer.bodies[0], tuple(inner), frame)
