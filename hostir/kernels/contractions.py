@@ -31,12 +31,12 @@ def sum_by_blocks(
     activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> Again | None:
     """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs."""
     from hostir.kernels.reduce import add_up  # loads Triton: only where it is used
 
-    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
+    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
 
 
 # A contraction is what multiplies rows with a right side; the kernels that do so wait for flags, raise them, or copy.
@@ -88,7 +88,7 @@ def _scaled_matmul(
 CONTRACTIONS: Mapping[str, RightSide] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
 
 
-def _whole(right_side: RightSide) -> Kernel:
+def _all_rows_ready(right_side: RightSide) -> Kernel:
     """Return the kernel that computes a contraction whose rows are all ready."""
 
     def kernel(out: torch.Tensor, a: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Again | None:
@@ -111,18 +111,18 @@ def _by_blocks(right_side: RightSide) -> Kernel:
         *others: torch.Tensor | None,
         ready: ReadyFlags | None = None,
         done: DoneFlags | None = None,
-        own: torch.Tensor | None = None,
+        own_rows: torch.Tensor | None = None,
         **options: Any,
     ) -> Again | None:
         from hostir.kernels.flags.done import raise_flags
 
         product = right_side(out, a, *others, **options)
-        if _merges(out, a) if own is None else ready and _in_whole_batches(out, a, len(ready.flags)):
-            return product(out, a, 0, ready=ready, done=done, own=own)
+        if _merges(out, a) if own_rows is None else ready and _in_whole_batches(out, a, len(ready.flags)):
+            return product(out, a, 0, ready=ready, done=done, own_rows=own_rows)
         if ready is None:
             _contract(out, a, product)
         else:
-            _contract_ready(out, a, product, 0, ready, own)
+            _contract_ready(out, a, product, 0, ready, own_rows)
         if done is not None:
             raise_flags(done, None if ready is None else ready.timeouts)
         return None
@@ -167,13 +167,13 @@ def _pushed(right_side: RightSide) -> Kernel:
     return kernel
 
 
-WHOLE: Mapping[str, Kernel] = {kind: _whole(each) for kind, each in CONTRACTIONS.items()}
+ALL_ROWS_READY: Mapping[str, Kernel] = {name: _all_rows_ready(each) for name, each in CONTRACTIONS.items()}
 BY_BLOCKS: Mapping[str, Kernel] = {
-    **{f"{kind}_by_blocks": _by_blocks(each) for kind, each in CONTRACTIONS.items()},
+    **{f"{name}_by_blocks": _by_blocks(each) for name, each in CONTRACTIONS.items()},
     "scaled_matmul_by_blocks": _scaled_matmul_by_blocks,
     "sum_by_blocks": sum_by_blocks,
 }
-PUSHED: Mapping[str, Kernel] = {f"{kind}_pushed": _pushed(each) for kind, each in CONTRACTIONS.items()}
+PUSHED: Mapping[str, Kernel] = {f"{name}_pushed": _pushed(each) for name, each in CONTRACTIONS.items()}
 
 
 def _contract_ready(
@@ -182,7 +182,7 @@ def _contract_ready(
     product: Multiply,
     row: int,
     ready: ReadyFlags,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> Again | None:
     """Compute a contraction that begins each block of the flattened rows once its flag is up.
 
@@ -192,10 +192,10 @@ def _contract_ready(
     consist of whole batches, each block is a launch.
     """
     count = a.shape[:-1].numel()
-    if own is not None:
+    if own_rows is not None:
         if _in_whole_batches(out, a, len(ready.flags)):
-            return product(out, a, row, ready=ready, own=own)
-        pairs = with_all_rows(out, a, len(ready.flags), ready.first, own)
+            return product(out, a, row, ready=ready, own_rows=own_rows)
+        pairs = with_all_rows(out, a, len(ready.flags), ready.first, own_rows)
         for block in (*range(ready.first, len(pairs)), *range(ready.first)):
             flag, at = None if block == ready.first else _of_block(ready, block), row + block * count // len(pairs)
             for out_part, a_part in pairs[block]:
@@ -250,7 +250,7 @@ def scaled_matmul_of_either(out: torch.Tensor, *operands: Any, fast: bool = Fals
     """Compute a scaled product by torch's library where it takes such operands, else in Triton."""
     if scaled_by_library(out, *operands, fast=fast):
         return None
-    return WHOLE["scaled_matmul"](out, *operands, fast=fast)
+    return ALL_ROWS_READY["scaled_matmul"](out, *operands, fast=fast)
 
 
 def _row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
@@ -287,7 +287,7 @@ def sum_of_few(
 
 
 # Kernels that may return a function that repeats the call, see `repeating`.
-REPEATABLE: tuple[Kernel, ...] = (*WHOLE.values(), scaled_matmul_of_either, sum_by_blocks, sum_of_few)
+REPEATABLE: tuple[Kernel, ...] = (*ALL_ROWS_READY.values(), scaled_matmul_of_either, sum_by_blocks, sum_of_few)
 # Kernels that launch kernels of Triton, at least for some operands: they can be loaded before a call.
 IN_TRITON: tuple[Kernel, ...] = (*REPEATABLE, *BY_BLOCKS.values(), *PUSHED.values(), *BY_ROWS.values())
 # Kernels that call cuBLAS, at least for some operands.
@@ -313,4 +313,4 @@ def triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {**WHOLE, "sum": sum_by_blocks, **BY_ROWS}
+    return {**ALL_ROWS_READY, "sum": sum_by_blocks, **BY_ROWS}

@@ -98,27 +98,27 @@ def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> l
 
 
 def with_rows(
-    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own: torch.Tensor | None = None
+    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own_rows: torch.Tensor | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pairs of views: rows of one of equal blocks of `out`, and the rows of `a`, or `own`, to multiply."""
     outs = block_of(out, a, block, blocks)
-    if own is None:
+    if own_rows is None:
         return list(zip(outs, block_of(a, out, block, blocks), strict=True))
-    parts = rows_or_copy(own).split([part.shape[:-1].numel() for part in outs])
-    return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
+    parts = rows_or_copy(own_rows).split([part.shape[:-1].numel() for part in outs])
+    return [(part, mine.view(*part.shape[:-1], own_rows.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
 
 
 def with_all_rows(
-    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own: torch.Tensor | None = None
+    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own_rows: torch.Tensor | None = None
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return `with_rows` of every block, with `own` for block `first`, at less host time than one by one."""
     outs, parts = rows(out), rows(a)
     if outs is None or parts is None or not len(outs):
-        return [with_rows(out, a, block, blocks, own if block == first else None) for block in range(blocks)]
+        return [with_rows(out, a, block, blocks, own_rows if block == first else None) for block in range(blocks)]
     height = len(outs) // blocks
     pairs = list(zip(outs.split(height), parts.split(height), strict=True))
-    if own is not None:
-        pairs[first] = pairs[first][0], rows_or_copy(own)
+    if own_rows is not None:
+        pairs[first] = pairs[first][0], rows_or_copy(own_rows)
     return [[pair] for pair in pairs]
 
 
@@ -192,6 +192,6 @@ class Words:
             free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
         words = free.pop()
         weakref.finalize(owner, free.append, words).atexit = False
-        given = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
-        given = given.pin_memory() if self.device.type == "cuda" else given
-        return words[: len(given)].copy_(given, non_blocking=True)
+        values = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        values = values.pin_memory() if self.device.type == "cuda" else values
+        return words[: len(values)].copy_(values, non_blocking=True)

@@ -71,9 +71,9 @@ def _quantize_kernel(
     mask, far = column < columns, column.to(tl.int64)
     read = to_float32(tl.load(x + row * x_row + far * x_column, mask=mask, other=0.0))
     by = tl.load(scale + row * scale_row + far // length * scale_column, mask=mask, other=1.0)
-    made = tl.div_rn(read, by)
-    made = tl.where(made > limit, limit, tl.where(made < -limit, -limit, made))  # NaN stays
-    tl.store(out + row * out_row + far * out_column, from_float32(made, out.dtype.element_ty), mask=mask)
+    quotient = tl.div_rn(read, by)
+    quotient = tl.where(quotient > limit, limit, tl.where(quotient < -limit, -limit, quotient))  # NaN stays
+    tl.store(out + row * out_row + far * out_column, from_float32(quotient, out.dtype.element_ty), mask=mask)
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:

@@ -151,28 +151,28 @@ def _activate(x, C: tl.constexpr):
 
 
 @triton.jit
-def _add_sources(x, own, addend, out, sizes, place, size, step, C: tl.constexpr):
+def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.constexpr):
     """Sum up `size` elements from number `place` on; `step` is the stride of the sources."""
     SOURCES: tl.constexpr = C.SOURCES
     number = tl.arange(0, C.BLOCK)
     mask = number < size // C.VECTOR * C.VECTOR
-    at, at_own = _offset(x, sizes, place, C), _offset(own, sizes, place, C)
+    at, at_own = _offset(x, sizes, place, C), _offset(own_rows, sizes, place, C)
     if C.OWN == 0:
-        total = _load(own, at_own, number, mask, C)
+        total = _load(own_rows, at_own, number, mask, C)
     else:
         total = _load(x, at, number, mask, C)
     if C.UNROLLED:
         for source in tl.static_range(1, SOURCES):
             at += step
             if source == C.OWN:
-                total += _load(own, at_own, number, mask, C)
+                total += _load(own_rows, at_own, number, mask, C)
             else:
                 total += _load(x, at, number, mask, C)
     else:
         for source in range(1, SOURCES):
             at += step
             if source == C.OWN:
-                total += _load(own, at_own, number, mask, C)
+                total += _load(own_rows, at_own, number, mask, C)
             else:
                 total += _load(x, at, number, mask, C)
     if addend is not None:
@@ -203,7 +203,7 @@ _VARYING = ["epoch", "waits", "polls", "raised_epoch", "raises", "first", "block
 @triton.jit(do_not_specialize=_VARYING)
 def sum_kernel(
     x,  # SumPart, SumPart of own rows, of what is added behind the sources, or None, and of the result
-    own,
+    own_rows,
     addend,
     out,
     sizes,  # of the axes that the result was merged into, outermost first
@@ -241,7 +241,7 @@ def sum_kernel(
             within = piece + i * programs - number * of_block
             place = (block * segments + within // of_segment).to(tl.int64) * length
             begin = within % of_segment * C.BLOCK
-            _add_sources(x, own, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
+            _add_sources(x, own_rows, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
         if C.DONE:
             parts = blocks // raises
             more = mine + tl.where(left > 0, 0, MISSED)
@@ -362,22 +362,22 @@ def _sum_sources(
     activation: str,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
-    own: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
 ) -> Again | None:
     """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
-    kind: tuple[object, ...] = (*map(_layout, (x, out, addend, own)), activation)
+    layouts: tuple[object, ...] = (*map(_layout, (x, out, addend, own_rows)), activation)
     if ready is not None:
         narrow = -(1 << 31) <= ready.epoch < 1 << 31
-        kind += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
-        kind += (ready.reserved_sms,)
+        layouts += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
+        layouts += (ready.reserved_sms,)
     if done is not None:
-        kind += (_layout(done.flags), -(1 << 31) <= done.epoch < 1 << 31)
-    call = _sums.get(kind)
+        layouts += (_layout(done.flags), -(1 << 31) <= done.epoch < 1 << 31)
+    call = _sums.get(layouts)
     if call is None:
         if len(_sums) >= _MAX_SUMS:
             _sums.clear()
-        call = _sums[kind] = _prepare(x, out, addend, activation, ready, done, own)
-    return call((x, x if own is None else own, addend, out), ready, done)
+        call = _sums[layouts] = _prepare(x, out, addend, activation, ready, done, own_rows)
+    return call((x, x if own_rows is None else own_rows, addend, out), ready, done)
 
 
 def _prepare(
@@ -387,13 +387,13 @@ def _prepare(
     activation: str,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
-    own: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
 ) -> SumLaunch:
     device = out.device
     waits = None if ready is None else len(ready.flags) // len(x)
     raises = None if done is None else len(done.flags)
     blocks = math.lcm(waits or 1, raises or 1)
-    tensors = x[0], x[0] if own is None else own, out if addend is None else addend, out
+    tensors = x[0], x[0] if own_rows is None else own_rows, out if addend is None else addend, out
     levels = collapse(out.shape, *(t.stride() for t in tensors)) or [(1,) * 5]
     sizes, *strides = zip(*levels, strict=True)
     length = math.gcd(sizes[-1], out.numel() // blocks)
@@ -423,7 +423,7 @@ def _prepare(
         constants=SumConstants(
             SOURCES=len(x),
             UNROLLED=len(x) <= _UNROLLED,
-            OWN=-1 if own is None or ready is None else ready.source,
+            OWN=-1 if own_rows is None or ready is None else ready.source,
             BLOCK=block,
             VECTOR=vector if aligned and block % vector == 0 else 1,
             AXES=len(levels),
@@ -446,7 +446,7 @@ def reduce_sum(
     activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `out = activation(x.sum(axis) + addend)` on the current stream; return `out`.
 
@@ -472,7 +472,7 @@ def reduce_sum(
     depends on shapes and strides alone, so results repeat bit for bit.
     Raises TypeError for a dtype, ValueError for a shape, an axis, a device or flags that do not fit.
     """
-    add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
+    add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
     return out
 
 
@@ -485,13 +485,13 @@ def add_up(
     activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> Again | None:
     """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
 
     None if it took more than one launch, and in the interpreter.
     """
-    device = check_device(x=x, out=out, own=own, addend=addend)
+    device = check_device(x=x, out=out, own_rows=own_rows, addend=addend)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
         raise TypeError(f"reduce_sum expects {', '.join(map(str, DTYPES))}; got x {x.dtype}, out {out.dtype}")
     if not -x.ndim <= axis < x.ndim:
@@ -502,8 +502,8 @@ def add_up(
         raise ValueError(f"the sum of {list(x.shape)} over axis {axis} has shape {kept}, but out {list(out.shape)}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
-    if ready is not None or done is not None or own is not None:
-        _check_blocks(x, out, axis, ready, done, own)
+    if ready is not None or done is not None or own_rows is not None:
+        _check_blocks(x, out, axis, ready, done, own_rows)
     if out.numel() == 0:
         return None
     if not x.shape[axis]:
@@ -514,10 +514,10 @@ def add_up(
     if addend is not None:
         addend = addend.expand_as(out)
     if ready is not None or done is not None or adds_in_order(x, out, axis):
-        moved = own is not None and own.shape != out.shape
-        if own is not None and moved:
-            own = own.reshape(out.shape)  # a view, if there is one
-        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own)
+        moved = own_rows is not None and own_rows.shape != out.shape
+        if own_rows is not None and moved:
+            own_rows = own_rows.reshape(out.shape)  # a view, if there is one
+        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own_rows)
         return None if moved else again
     if addend is not None or activation:
         total = torch.empty_like(out, dtype=torch.float32)
@@ -555,13 +555,13 @@ def _check_blocks(
     axis: int,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
-    own: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
 ) -> None:
     """Raise TypeError or ValueError unless flags and own rows fit."""
     if done is not None:
         done_rows(done, out)
     if ready is None:
-        if own is not None:
+        if own_rows is not None:
             raise ValueError("own rows are those of a source: expected flags too")
         return
     block_rows(ready, x)
@@ -569,11 +569,15 @@ def _check_blocks(
         raise ValueError(
             f"expected as many flags for each of {x.shape[0]} sources along axis 0, got {len(ready.flags)}"
         )
-    if own is None:
+    if own_rows is None:
         return
-    if own.dtype != x.dtype or own.shape[-1:] != x.shape[-1:] or own.shape[:-1].numel() != out.shape[:-1].numel():
+    if (
+        own_rows.dtype != x.dtype
+        or own_rows.shape[-1:] != x.shape[-1:]
+        or own_rows.shape[:-1].numel() != out.shape[:-1].numel()
+    ):
         wanted = f"{[out.shape[:-1].numel(), *x.shape[-1:]]} of {x.dtype}"
-        raise ValueError(f"expected own rows {wanted}, got {list(own.shape)} of {own.dtype}")
+        raise ValueError(f"expected own rows {wanted}, got {list(own_rows.shape)} of {own_rows.dtype}")
     if not 0 <= ready.source < len(x):
         raise ValueError(f"there is no source {ready.source}: expected 0 to {len(x) - 1}")
 

@@ -25,7 +25,7 @@ def scaled_matmul(
     fast: bool = False,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
 ) -> Again | None:
@@ -56,7 +56,7 @@ def scaled_matmul(
         bias=bias,
         ready=ready,
         done=done,
-        own=own,
+        own_rows=own_rows,
         use_descriptors=use_descriptors,
         tile=tile,
         scales=FlatScales(*scales, fast),

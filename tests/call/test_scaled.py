@@ -173,5 +173,5 @@ def test_scales_that_would_be_copied_before_their_rows_are_there_are_refused(mon
     out = torch.zeros(2, 3, 16)
     for own in (None, torch.zeros(2, 128, dtype=F8)):  # own rows are multiplied first, and wait for nothing
         with pytest.raises(HostIRError, match="lie with several strides"):
-            BY_BLOCKS["scaled_matmul_by_blocks"](out, a, b, scales, torch.zeros(1, 16), ready=ready, own=own)
+            BY_BLOCKS["scaled_matmul_by_blocks"](out, a, b, scales, torch.zeros(1, 16), ready=ready, own_rows=own)
     assert not launched

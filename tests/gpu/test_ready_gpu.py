@@ -67,7 +67,7 @@ def test_own_rows_give_the_same_bits_as_rows_in_the_buffer(M, N, K, transpose_b)
             ready = raised(blocks, first=first)
             ready.flags[first] = 0
             for _ in range(2):  # the second is launched without Triton
-                matmul(rows, b, out.fill_(math.nan), ready=ready, own=local, **options)
+                matmul(rows, b, out.fill_(math.nan), ready=ready, own_rows=local, **options)
                 assert_only_view_written(out, buffer)
                 assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
             assert timeout_error(ready.timeouts, 0, "%f") is None
@@ -99,7 +99,7 @@ def test_early_blocks_always_give_the_bits_of_tiles_split_in_two(M, N, K, transp
                 gathered = a if mine is None else rows
                 seen = []
                 for _ in range(3):
-                    matmul(gathered, b, out.fill_(math.nan), ready=ready, own=mine, tile=config, **options)
+                    matmul(gathered, b, out.fill_(math.nan), ready=ready, own_rows=mine, tile=config, **options)
                     assert_only_view_written(out, buffer)
                     seen.append(out.clone())
                 assert all(torch.equal(seen[0], again) for again in seen[1:])
@@ -129,7 +129,7 @@ def test_any_number_of_early_and_split_tiles_gives_the_product(M, N, K, bias):
             ready = raised(blocks, first=first)
             ready.flags[first] = 0 if mine is not None else 1
             options = {"bias": added, "use_descriptors": use_descriptors, "tile": config}
-            matmul(a if mine is None else rows, b, out.fill_(math.nan), ready=ready, own=mine, **options)
+            matmul(a if mine is None else rows, b, out.fill_(math.nan), ready=ready, own_rows=mine, **options)
             assert torch.equal(out, exact), (config, mine is None)
             assert timeout_error(ready.timeouts, 0, "%f") is None
 

@@ -155,7 +155,7 @@ def test_waits_and_flags_change_no_bit(mode, local):
                 late_scale.copy_(of_a)
             torch.cuda.synchronize()
             ready = ReadyFlags(flags, epoch, no_timeouts(blocks, CUDA), first=first)
-            options: dict[str, Any] = {"own": mine} if local else {}
+            options: dict[str, Any] = {"own_rows": mine} if local else {}
             with torch.cuda.stream(side):
                 torch.cuda._sleep(500_000)
                 for block in range(blocks):

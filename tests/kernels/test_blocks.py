@@ -16,11 +16,11 @@ def tensors(order: tuple[int, ...], rows: int = 4) -> tuple[torch.Tensor, torch.
     return torch.zeros(2, 3, rows, 5).permute(order), a, torch.randn(a.shape[:-1].numel() // 2, 8)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own_rows", [False, True])
 @pytest.mark.parametrize("order", [DENSE, PERMUTED, SLICES])
-def test_all_blocks_at_once_are_the_blocks_one_by_one(order: tuple[int, ...], own: bool) -> None:
+def test_all_blocks_at_once_are_the_blocks_one_by_one(order: tuple[int, ...], own_rows: bool) -> None:
     out, a, mine = tensors(order)
-    of_own = mine if own else None
+    of_own = mine if own_rows else None
     all_blocks = with_all_rows(out, a, 2, 1, of_own)
     for block, pairs in enumerate(all_blocks):
         wanted = with_rows(out, a, block, 2, of_own if block == 1 else None)
@@ -32,7 +32,7 @@ def test_all_blocks_at_once_are_the_blocks_one_by_one(order: tuple[int, ...], ow
         for to, rows in pairs:
             to.copy_(rows @ b)
     whole = a.reshape(2, -1, 8).clone()
-    if own:
+    if own_rows:
         whole[1] = mine
     torch.testing.assert_close(out.reshape(2, -1, 5), whole @ b)
 

@@ -41,7 +41,7 @@ def compiled(
     batched: bool = False,
     bias: bool = False,
     ready: dict[str, str] | None = None,
-    own: bool = False,
+    own_rows: bool = False,
     overlapped: bool = False,
     pairs: bool = False,
     done: int = 0,
@@ -63,24 +63,31 @@ def compiled(
         "a": f"{lead}{tile.m},{tile.k}",
         "b": f"{tile.n},{tile.k}" if b_is_nk else f"{tile.k},{tile.n}",
         "out": f"{lead}{tile.m},{columns}",
-        **({"own": f"{lead}{tile.m},{tile.k}"} if own else {}),
+        **({"own_rows": f"{lead}{tile.m},{tile.k}"} if own_rows else {}),
     }
     shares = tile.split > 0 or tile.early_blocks > 0
     kind = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
-        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
+        *(
+            ready is not None,
+            ready is not None and own_rows,
+            8 if ready else 1,
+            tile.early_blocks > 0,
+            done,
+            overlapped,
+        ),
         *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0, adds),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
     absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
-    absent += [] if own else ["own"]
+    absent += [] if own_rows else ["own_rows"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
     absent += [] if pushed else ["pushed"]
-    absent += [] if shares else ["workspace", "whole", "split", "parts"]
+    absent += [] if shares else ["workspace", "unsplit", "split", "parts"]
     constants = {"C": kind, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
-    strides = Strides(three if own else one, three, (one, "i32") if b_is_nk else ("i32", one), three)
+    strides = Strides(three if own_rows else one, three, (one, "i32") if b_is_nk else ("i32", one), three)
     strides = Strides(one, one, one, one) if descriptors else strides
     names = matmul_kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
@@ -120,7 +127,7 @@ def compiled_sum(
     dtype: str,
     block: int,
     warps: int,
-    own: int = -1,
+    own_rows: int = -1,
     axes: int = 1,
     flags: bool = True,
     activation: str = "",
@@ -128,14 +135,14 @@ def compiled_sum(
     """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others."""
     vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
     waits = triton.next_power_of_2(sources) if flags else 0
-    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, wide, activation)
+    kind = SumConstants(sources, sources <= 16, own_rows, block, vector, axes, waits, flags, False, wide, activation)
     absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
     absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
     constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
     signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
     part = SumPart(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
     signature |= {"addend": part} if activation else {}
-    signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
+    signature |= {"x": part, "own_rows": part, "out": part, "sizes": ("i32",) * axes}
     signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
     varying = {
         sum_kernel.arg_names.index(name)
@@ -195,7 +202,7 @@ def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(desc
     options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True}
     load = "global.mbarrier::complete_tx::bytes" if descriptors else "cp.async.cg.shared.global"
     plain, waiting = (compiled(tile, ready=r, **options).asm["ptx"] for r in (None, ready))
-    apart = compiled(tile, ready=ready, own=True, **options).asm["ptx"]
+    apart = compiled(tile, ready=ready, own_rows=True, **options).asm["ptx"]
     acquire, first_load = waiting.find(f"atom.global.sys.acquire.add.{width}"), waiting.find(load)
     assert 0 <= acquire < first_load
     assert ("fence.proxy.async.global" in waiting[acquire:first_load]) == descriptors
@@ -204,9 +211,9 @@ def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(desc
     assert apart.find(load) < apart.find(f"atom.global.sys.acquire.add.{width}")
 
 
-@pytest.mark.parametrize(("tile", "own"), [*zip(candidates("bf16"), [True, False] * 4, strict=True)], ids=str)
-def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
-    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "batched": True, "own": own}
+@pytest.mark.parametrize(("tile", "own_rows"), [*zip(candidates("bf16"), [True, False] * 4, strict=True)], ids=str)
+def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own_rows):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "batched": True, "own_rows": own_rows}
     kernel = compiled(tile, ready={"flags": "*i32", "epoch": "i32"}, **options)
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
 
@@ -245,7 +252,7 @@ def test_early_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(til
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True, "bias": bias}
     plain = compiled(tile, **options).asm["ptx"]
     early = dataclasses.replace(tile, early_blocks=3, split=split)
-    kernel = compiled(early, ready={"flags": "*i64", "epoch": "i32"}, own=True, pairs=split > 0, **options)
+    kernel = compiled(early, ready={"flags": "*i64", "epoch": "i32"}, own_rows=True, pairs=split > 0, **options)
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):  # own rows, the others early, whole tiles, split ones
         assert kernel.asm["ptx"].count(instruction) == (3 + split) * plain.count(instruction)
     assert kernel.metadata.shared <= early.shared_memory(2, descriptors=True) <= SHARED_MEMORY
@@ -319,7 +326,7 @@ def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, h
 def test_scales_and_a_bias_of_batches_fit_where_flags_are_waited_for_and_raised(family, tile, result):
     """The bias and the scales of columns have a layout of their own, which the tile of a batch must not take over."""
     options = {"scales": "rows", "stepwise": family == "f8s", "result": "bf16" if result == 2 else "fp32"}
-    options |= {"batched": True, "bias": result == 4, "own": True, "done": 2}
+    options |= {"batched": True, "bias": result == 4, "own_rows": True, "done": 2}
     kernel = compiled(tile, ready={"flags": "*i64", "epoch": "i32"}, **{**E4M3, **options})
     assert kernel.metadata.shared <= tile.shared_memory(1, descriptors=True, result=result) <= SHARED_MEMORY
     assert kernel.metadata.spilled <= 32, "behind the pipeline, where a tile is stored"
@@ -381,7 +388,7 @@ def test_what_a_product_is_added_to_fits_beside_the_pipeline():
 )
 def test_raising_flags_behind_early_and_split_tiles_leaves_the_pipeline_as_it_is(tile, pairs, spills):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True, "pairs": pairs}
-    options |= {"ready": {"flags": "*i64", "epoch": "i32"}, "own": True} if pairs else {}
+    options |= {"ready": {"flags": "*i64", "epoch": "i32"}, "own_rows": True} if pairs else {}
     tile = dataclasses.replace(tile, early_blocks=3 if pairs else 0, split=1)
     plain, kernel = compiled(tile, **options), compiled(tile, done=4, **options)
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
@@ -404,7 +411,7 @@ def test_raising_flags_behind_early_and_split_tiles_leaves_the_pipeline_as_it_is
     ],
 )
 def test_a_sum_moves_16_bytes_at_a_time_and_spills_next_to_nothing(sources, dtype, block, warps, axes, flags):
-    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=warps, own=1, axes=axes, flags=flags)
+    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=warps, own_rows=1, axes=axes, flags=flags)
     ptx, each = kernel.asm["ptx"], block * (4 if dtype == "fp32" else 2) // (32 * warps * 16)
     assert len(re.findall(r"ld\.global\.cg\.(v4\.b32|v2\.b64)", ptx)) == len(re.findall(r"ld\.global", ptx))
     assert len(re.findall(r"ld\.global", ptx)) == sources * each
@@ -414,7 +421,7 @@ def test_a_sum_moves_16_bytes_at_a_time_and_spills_next_to_nothing(sources, dtyp
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation):
-    kernel = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation)
+    kernel = compiled_sum(8, dtype="bf16", block=4096, warps=16, own_rows=1, axes=2, activation=activation)
     ptx = kernel.asm["ptx"]
     assert len(re.findall(r"ld\.global\.cg\.v4\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == 9
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
@@ -422,7 +429,7 @@ def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activat
 
 
 def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
-    ptx = compiled_sum(4, dtype="bf16", block=2048, warps=8, own=2).asm["ptx"]
+    ptx = compiled_sum(4, dtype="bf16", block=2048, warps=8, own_rows=2).asm["ptx"]
     acquire, load = ptx.find("atom.global.sys.acquire.add.u64"), ptx.find("ld.global.cg.v4")
     counted, raised = ptx.find("atom.global.gpu.acq_rel.add.u64"), ptx.find("atom.global.sys.release.exch.b64")
     assert 0 < acquire < ptx.find("bar.sync", acquire) < load

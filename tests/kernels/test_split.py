@@ -31,9 +31,9 @@ def test_every_part_has_a_program_of_its_own_and_none_is_too_short(tiles, steps,
     plan = schedule(tiles, steps, sms, split, most)
     assert 1 <= plan.programs <= sms
     if not plan.parts:
-        assert plan.whole == tiles
+        assert plan.unsplit == tiles
         return
-    left = tiles - plan.whole
+    left = tiles - plan.unsplit
     assert left == min(split, tiles)
     assert 2 <= plan.parts <= most
     assert left * plan.parts <= plan.programs
@@ -43,21 +43,21 @@ def test_every_part_has_a_program_of_its_own_and_none_is_too_short(tiles, steps,
 @given(**SHAPES)
 def test_programs_with_fewer_whole_tiles_take_parts_first(tiles, steps, sms, split, most):
     plan = schedule(tiles, steps, sms, split, most)
-    left = tiles - plan.whole
+    left = tiles - plan.unsplit
     mine = {program: part_of(program, plan, left) for program in range(plan.programs)}
     parts = [part for part in mine.values() if part[0] < left]
     assert sorted(parts) == [(tile, part) for tile in range(left) for part in range(plan.parts)]
-    busy = {program: len(range(program, plan.whole, plan.programs)) for program in mine}
+    busy = {program: len(range(program, plan.unsplit, plan.programs)) for program in mine}
     with_part = [busy[program] for program, part in mine.items() if part[0] < left]
     without = [busy[program] for program, part in mine.items() if part[0] >= left]
     assert not with_part or not without or max(with_part) <= min(without) + 1
-    if with_part and without and plan.whole % plan.programs:
+    if with_part and without and plan.unsplit % plan.programs:
         assert min(busy.values()) in with_part
 
 
 def part_of(program: int, plan: Schedule, split: int) -> tuple[int, int]:
     """As `split.part_of`, on the host."""
-    number = (program - plan.whole % plan.programs) % plan.programs
+    number = (program - plan.unsplit % plan.programs) % plan.programs
     return (number % split if number < split * plan.parts else split, number // max(split, 1))
 
 

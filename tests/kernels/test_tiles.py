@@ -189,13 +189,13 @@ def test_where_all_tiles_read_for_longer_than_they_compute_the_one_that_computes
 
 def one_by_one(tile: Tile, gemm: Gemm, sms: int, arrivals: list[float]) -> float:
     """When the last program ends, each unit of work taken in turn: `duration` without its arithmetic on whole waves."""
-    grid, whole = Grid.of(tile, gemm), TRITON.whole(tile, gemm)
+    grid, tile_time = Grid.of(tile, gemm), TRITON.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
-    split = grid.tiles + grid.early - plan.whole
-    early = [(unit // 2, TRITON.part(tile, 2, whole)) for unit in range(2 * grid.early)]
-    alone = [(unit, whole) for unit in range(grid.early, grid.tiles - split)]
+    split = grid.tiles + grid.early - plan.unsplit
+    early = [(unit // 2, TRITON.part(tile, 2, tile_time)) for unit in range(2 * grid.early)]
+    alone = [(unit, tile_time) for unit in range(grid.early, grid.tiles - split)]
     parts = [
-        (unit, TRITON.part(tile, plan.parts, whole)) for unit in range(grid.tiles - split, grid.tiles)
+        (unit, TRITON.part(tile, plan.parts, tile_time)) for unit in range(grid.tiles - split, grid.tiles)
     ] * plan.parts
     free = [0.0] * plan.programs
     for number, (unit, takes) in enumerate([*early, *alone, *parts]):

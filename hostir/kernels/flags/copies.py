@@ -174,7 +174,7 @@ class PushKernel:
         self.alignment = size  # all sizes and addresses, ored: their common low zero bits
         for piece in pieces:
             self.alignment |= piece.offset | piece.target
-        self.offsets, self.kind = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
+        self.offsets, self.layout = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
         # The kernel and its arguments behind the source, by whether all is aligned to 16 bytes.
         self.launches: dict[bool, tuple[Compiled | None, tuple[object, ...]]] = {}
 
@@ -203,7 +203,7 @@ class PushKernel:
         constants = (unit, block, aligned, triton.next_power_of_2(self.together), self.groups, dependents)
         tensors = self.table, self.arrived
         key = self.device, sizes[0] < 1 << 31, source.data_ptr() % 16 == 0, *constants
-        given = source, *tensors, *sizes, *constants
-        compiled = loaded(key, self.device, push_kernel, given, {"num_warps": WARPS})
-        made = tensors if compiled is None else tuple(t.data_ptr() for t in tensors)
-        self.launches[aligned] = compiled, (*made, *sizes, *constants)
+        arguments = source, *tensors, *sizes, *constants
+        compiled = loaded(key, self.device, push_kernel, arguments, {"num_warps": WARPS})
+        leading = tensors if compiled is None else tuple(t.data_ptr() for t in tensors)
+        self.launches[aligned] = compiled, (*leading, *sizes, *constants)

@@ -73,14 +73,14 @@ def timeout_error(timeouts: torch.Tensor, rank: int, name: str, results: int | N
     if not timed_out:
         return None
 
-    def what(flag: int) -> str:
+    def location(flag: int) -> str:
         return "" if results is None else f", for block {flag % results} of source {flag // results},"
 
-    found = "; ".join(
-        f"flag {name}[{flag}]{what(flag)} did not reach epoch {epoch} (stands at {value})"
+    missing = "; ".join(
+        f"flag {name}[{flag}]{location(flag)} did not reach epoch {epoch} (stands at {value})"
         for flag, epoch, value in timed_out
     )
-    return error(f"rank {rank}: {found}", hint="look at whoever signals it: it is late, dead, or was never asked to")
+    return error(f"rank {rank}: {missing}", hint="look at whoever signals it: it is late, dead, or was never asked to")
 
 
 def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:

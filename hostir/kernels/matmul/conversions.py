@@ -44,9 +44,9 @@ def _from_float32_to_8_bits(x, MANTISSA: tl.constexpr):
     # Adding so large a number leaves the multiple of the least subnormal number in the lowest bits.
     size = bits.to(tl.float32, bitcast=True)
     subnormal = (size * 2.0 ** (127 - LEAST + MANTISSA) + 2.0**23).to(tl.uint32, bitcast=True) & 0xFF
-    made = tl.where(bits < (LEAST << 23), subnormal, normal)
-    made = tl.where(x == x, made, 0x7F)
-    return (made | (sign << 7)).to(tl.uint8)
+    rounded = tl.where(bits < (LEAST << 23), subnormal, normal)
+    rounded = tl.where(x == x, rounded, 0x7F)
+    return (rounded | (sign << 7)).to(tl.uint8)
 
 
 @triton.jit

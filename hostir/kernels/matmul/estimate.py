@@ -40,17 +40,17 @@ class Rates:
         """Return the same rates with a K loop that is `factor` times as fast."""
         return replace(self, peak={dtype: factor * peak for dtype, peak in self.peak.items()})
 
-    def whole(self, tile: Tile, gemm: Gemm) -> float:
+    def unsplit_time(self, tile: Tile, gemm: Gemm) -> float:
         """Return the time of a tile that is not split."""
         rate = tile.rate if gemm.block is None else tile.rate_waiting or tile.rate
         steps = -(-gemm.k // tile.k)
         return self.tile + 2e-6 * steps * tile.m * tile.n * tile.k / (self.peak[gemm.dtype] * rate)
 
-    def part(self, tile: Tile, parts: int, whole: float) -> float:
+    def part(self, tile: Tile, parts: int, tile_time: float) -> float:
         """Return the time of the last of the `parts` parts of a tile that takes `whole` without a split."""
         assert self.split is not None
         start, read, store = self.split
-        return whole / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
+        return tile_time / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
 
 
 # The rates of the Triton kernel, measured on an H200 with 132 SMs, and used for every GPU.
@@ -67,14 +67,14 @@ def duration(
     parts of tiles, in turn; a program begins one when it is free and the rows are there. The tiles of each block read
     the right operand again if it does not fit into L2.
     """
-    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    grid, tile_time = Grid.of(tile, gemm), rates.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
     if grid.blocks == 1 and not grid.early:
-        part = rates.part(tile, plan.parts, whole) if plan.parts else 0.0
-        waves, more = divmod(plan.whole, plan.programs)
+        part = rates.part(tile, plan.parts, tile_time) if plan.parts else 0.0
+        waves, more = divmod(plan.unsplit, plan.programs)
         # Whether no program has a part after a tile of the last wave.
-        alone = (grid.tiles - plan.whole) * plan.parts <= plan.programs - more
-        end = max(arrivals) + waves * whole + (max(whole * (more > 0), part) if alone else whole + part)
+        alone = (grid.tiles - plan.unsplit) * plan.parts <= plan.programs - more
+        end = max(arrivals) + waves * tile_time + (max(tile_time * (more > 0), part) if alone else tile_time + part)
     else:
         _, ready, took = _work(tile, gemm, sms, rates, arrivals)
         # A program ends when, from some tile on, it never waits: at that tile's arrival, plus all times from there on.
@@ -104,16 +104,16 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
 
     A unit is a tile or a part of one.
     """
-    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    grid, tile_time = Grid.of(tile, gemm), rates.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
-    half, part = (rates.part(tile, n, whole) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
-    last = grid.tiles + grid.early - plan.whole  # tiles that are split
+    half, part = (rates.part(tile, n, tile_time) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
+    last = grid.tiles + grid.early - plan.unsplit  # tiles that are split
     counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
     halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
     tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
     work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
     work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
-    work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
+    work[1, : len(tiles)] = np.repeat([half, tile_time, part], counts)
     ready, took = work.reshape(2, -1, plan.programs)
     return tiles, ready, took
 

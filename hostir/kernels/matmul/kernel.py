@@ -78,7 +78,7 @@ class Constants(NamedTuple):
 class Strides(NamedTuple):
     """Strides of each matrix in elements, from batches to columns (of b from rows on); None if it is a descriptor."""
 
-    own: Any
+    own_rows: Any
     a: Any
     b: Any
     out: Any
@@ -119,7 +119,7 @@ class Workspace(NamedTuple):
     tickets: Any
 
 
-class Left(NamedTuple):
+class LeftOperand(NamedTuple):
     """The rows that a part of the tiles multiplies: of `a`, or own ones.
 
     Fields:
@@ -283,12 +283,12 @@ def finish(product, place, acc, C: tl.constexpr):
 
 
 @triton.jit
-def part_of(program, programs, whole, split, parts):
+def part_of(program, programs, unsplit, split, parts):
     """Return `(tile, part)` of a program; the tile is counted from the first split one, and `split` if it has none.
 
     The programs with fewer whole tiles get parts first. Consecutive programs get the same part of different tiles.
     """
-    number = (program - whole % programs + programs) % programs
+    number = (program - unsplit % programs + programs) % programs
     return tl.where(number < split * parts, number % split, split), number // split
 
 
@@ -482,7 +482,7 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 
 
 @triton.jit
-def whole_tiles(left, product, begin, stop, C: tl.constexpr):
+def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
     """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
     stored = 0  # tiles that are stored and not counted
     # With PUSHED there is another loop within this one.
@@ -567,7 +567,7 @@ def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, 
 
 # Triton specializes the integers of a tuple for 1 and for multiples of 16, whatever this list says; so those that vary
 # from call to call are arguments of their own.
-_VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "whole", "split", "parts"]
+_VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "unsplit", "split", "parts"]
 
 
 _VARYING += ["early", "group", "batches", "M"]
@@ -578,7 +578,7 @@ def matmul_kernel(
     a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
     b,
     out,
-    own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
+    own_rows,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
     bias,  # a Bias, or None
     scales,  # Scales, with SCALES only
     first,  # the block to begin with and the rows of a block, of those of READY, else of DONE; None without
@@ -594,7 +594,7 @@ def matmul_kernel(
     pushed,  # a Pushed, with PUSHED only
     counts,  # the last field of Raised
     workspace,  # a Workspace, with SPLIT or EARLY
-    whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
+    unsplit,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
     split,  # number of tiles behind them, which are split
     parts,
     early,  # number of blocks, the first ones, whose tiles are split in two, with EARLY; each is whole batches
@@ -609,14 +609,14 @@ def matmul_kernel(
     """Compute this program's parts of early tiles, then its whole tiles, then with SPLIT its part of a split tile."""
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
-    alone = whole if C.SPLIT else tiles
+    alone = unsplit if C.SPLIT else tiles
     raised = Raised(raised_flags, raised_epoch, raised_height, counts)
     product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised, pushed)
-    rows = Left(a, 0, strides.a)
+    left = LeftOperand(a, 0, strides.a)
     before = alone  # pieces of work handed out, program by program, before the split tiles
     if C.READY:
         awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
-        own_rows = Left(own, first * (height // M), strides.own)
+        own_left = LeftOperand(own_rows, first * (height // M), strides.own_rows)
         # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
         # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
@@ -626,24 +626,24 @@ def matmul_kernel(
                 early_sums += (split * (1 if C.PAIRS else parts)).to(tl.int64) * (C.BM * C.BN)
                 early_tickets += split
             of_early = Workspace(early_sums, early_tickets)
-            if own is not None:
+            if own_rows is not None:
                 tile, polls = _early_tiles(
-                    *(own_rows, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
+                    *(own_left, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
                 )
             tile, polls = _early_tiles(
-                *(rows, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
+                *(left, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
             )
             tile -= early * tiles_of_block  # from units to tiles
             before += early * tiles_of_block
-        elif own is not None:
-            whole_tiles(own_rows, product, tile, tiles_of_block, C)
+        elif own_rows is not None:
+            unsplit_tiles(own_left, product, tile, tiles_of_block, C)
             if tile < tiles_of_block:
                 tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
         while (tile < alone) & (polls > 0):
             place = tile_position(tile, product, C)
             next_missing, polls = _wait_for_tile(awaited, polls, product, place, C)
             stop = tl.where(polls > 0, min(max(next_missing * tiles_of_block, tile + 1), alone), tile)
-            whole_tiles(rows, product, tile, stop, C)
+            unsplit_tiles(left, product, tile, stop, C)
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
         if C.DONE:
             while tile < alone:  # given up
@@ -651,16 +651,16 @@ def matmul_kernel(
                 tile += tl.num_programs(0)
         polls = tl.maximum(polls, 1)  # so that a part of a split tile also reports what is missing
     else:
-        whole_tiles(rows, product, tile, alone, C)
+        unsplit_tiles(left, product, tile, alone, C)
     if C.SPLIT:
         number, part = part_of(tl.program_id(0), tl.num_programs(0), before, split, parts)
         if number < split:
-            place = tile_position(whole + number, product, C)
+            place = tile_position(unsplit + number, product, C)
             if C.READY:  # as with early tiles, another program relies on this one's sum
                 _, polls = _wait_for_tile(awaited, polls, product, place, C)
                 if C.DONE:
                     count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
-            part_of_tile(rows, product, place, number, part, parts, workspace, C.PAIRS, C)
+            part_of_tile(left, product, place, number, part, parts, workspace, C.PAIRS, C)
     if C.PUSHED:
         raise_pushed(pushed, C.PUSHED)
     if C.OVERLAPS and not _INTERPRETED:

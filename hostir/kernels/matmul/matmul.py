@@ -37,10 +37,10 @@ from hostir.kernels.matmul.operands import (
     Described,
     Rows,
     check,
-    check_own,
+    check_own_rows,
     describe,
-    own_strides,
-    place_own,
+    own_row_strides,
+    place_own_rows,
     rows_of,
 )
 from hostir.kernels.matmul.prepared import MatmulLaunch, Matrices, Vectors
@@ -65,7 +65,7 @@ def matmul(
     transpose_b: bool = False,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -107,7 +107,7 @@ def matmul(
         bias=bias,
         ready=ready,
         done=done,
-        own=own,
+        own_rows=own_rows,
         use_descriptors=use_descriptors,
         tile=tile,
     )
@@ -122,7 +122,7 @@ def multiply(
     bias: torch.Tensor | None = None,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
     scales: FlatScales | None = None,
@@ -140,19 +140,19 @@ def multiply(
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    if own is not None and not own.is_contiguous():
-        own, moved = rows_or_copy(own), True
-    kind = (
+    if own_rows is not None and not own_rows.is_contiguous():
+        own_rows, moved = rows_or_copy(own_rows), True
+    layouts = (
         *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias)),
-        *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
+        *(None if ready is None else _waits(ready), None if own_rows is None else _layout(own_rows)),
         None if done is None else (_layout(done.flags), _narrow(done.epoch)),
         None if scales is None else (_layout(scales.of_a), _layout(scales.of_b), scales.fast),
-        *(use_descriptors, tile, tf32, adds, None if pushed is None else pushed.kind),
+        *(use_descriptors, tile, tf32, adds, None if pushed is None else pushed.layout),
     )
-    call = _calls.get(kind)
+    call = _calls.get(layouts)
     if call is None:
         how = use_descriptors, tile, tf32, adds
-        call = _loaded((a, b, out, own), (bias, scales), ready, done, *how, pushed)
+        call = _loaded((a, b, out, own_rows), (bias, scales), ready, done, *how, pushed)
         if call is None:
             if adds:
                 return None
@@ -165,14 +165,14 @@ def multiply(
             return None
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
-        _calls[kind] = call
-    if own is not None and call.copies_own:
+        _calls[layouts] = call
+    if own_rows is not None and call.copies_own:
         assert ready is not None
-        place_own(own, a, ready)
-        own, moved = None, True
+        place_own_rows(own_rows, a, ready)
+        own_rows, moved = None, True
     if only_loads():
         return None
-    again = call.launch((a, b, out, own), (bias, scales), ready, done, pushed)
+    again = call.launch((a, b, out, own_rows), (bias, scales), ready, done, pushed)
     return None if wide or moved else again
 
 
@@ -224,9 +224,9 @@ def _loaded(
         if call is None or INTERPRETED:
             return call
         assert call.tile.unsplit not in too_large, "a tile that is too large is not taken again"
-        a, b, out, own = matrices
+        a, b, out, own_rows = matrices
         try:
-            call.load((a, b, out, None if call.copies_own else own), vectors, ready, done, pushed)
+            call.load((a, b, out, None if call.copies_own else own_rows), vectors, ready, done, pushed)
         except TooLargeError as problem:
             if tile is not None:
                 raise
@@ -251,25 +251,25 @@ def _prepare(
 
     None if nothing is multiplied, and only a bias or zeros are written.
     """
-    (a, b, out, own), (bias, scales) = matrices, vectors
+    (a, b, out, own_rows), (bias, scales) = matrices, vectors
     scale_a, scale_b, fast = scales or (None, None, False)
-    device = check_device(a=a, b=b, out=out, bias=bias, own=own, scale_a=scale_a, scale_b=scale_b)
+    device = check_device(a=a, b=b, out=out, bias=bias, own_rows=own_rows, scale_a=scale_a, scale_b=scale_b)
     check(a, b, out, bias, scales is not None)
     block = None if ready is None else block_rows(ready, out)
     raised_block = None if done is None else done_rows(done, out)
     if pushed is not None and (ready is not None or done is not None):
         raise ValueError("a matmul that copies to peers waits for no flags, and raises none but theirs")
     pushed_block = None if pushed is None else pushed_rows(pushed, out)
-    has_own = own is not None
-    if own is not None:
-        check_own(own, a, block)
-        if own.shape[:-1].numel() < MIN_OWN_ROWS:
-            own = None
+    has_own = own_rows is not None
+    if own_rows is not None:
+        check_own_rows(own_rows, a, block)
+        if own_rows.shape[:-1].numel() < MIN_OWN_ROWS:
+            own_rows = None
     K, N = b.shape
     if out.numel() == 0 or (K == 0 and ready is None and done is None):
         return None
     rows = rows_of(a, out)
-    if own is not None and block and rows.batches > 1 and block % rows.M:
+    if own_rows is not None and block and rows.batches > 1 and block % rows.M:
         raise ValueError(f"own rows of {block} are no whole batches of {rows.M}")
     bounds = limits(device)
     if scales is not None and not bounds.fp8:
@@ -278,18 +278,18 @@ def _prepare(
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
         use_descriptors = False
-    described = _described((a, b, out, own), rows, use_descriptors)
-    if described is None and own is not None and use_descriptors is None:
+    described = _described((a, b, out, own_rows), rows, use_descriptors)
+    if described is None and own_rows is not None and use_descriptors is None:
         described = _described((a, b, out, None), rows, None)
-        own = own if described is None else None
-    copies_own = has_own and own is None
+        own_rows = own_rows if described is None else None
+    copies_own = has_own and own_rows is None
     # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
     blockwise = scales is not None and of_blocks(scales, N)
     stepwise = scales is not None and not fast
     name, result = _dtype_name(a, tf32, stepwise or blockwise), out.element_size()
-    gemm = Gemm(rows.M, N, K, name, rows.batches, block, own is not None, overlapped > 0, result)
+    gemm = Gemm(rows.M, N, K, name, rows.batches, block, own_rows is not None, overlapped > 0, result)
     if tile is None and INTERPRETED:
         tile = INTERPRETER
     elif tile is None:
@@ -309,14 +309,16 @@ def _prepare(
     grid = Grid.of(tile, gemm)
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
-        described = _described((a, b, out, own), rows, use_descriptors)
+        described = _described((a, b, out, own_rows), rows, use_descriptors)
     plan = grid.schedule(tile, sms)
-    left = grid.tiles + grid.early - plan.whole
+    left = grid.tiles + grid.early - plan.unsplit
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
     strides = Strides(None, None, None, None)
     if described is None:
         of_a, of_out = (rows.a_batch, rows.a_row, a.stride(-1)), (rows.out_batch, rows.out_row, out.stride(-1))
-        strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(b.stride()), of_out)
+        strides = Strides(
+            None if own_rows is None else own_row_strides(own_rows, rows), of_a, tuple(b.stride()), of_out
+        )
     halved = tile.n // 2 if tile.halves else tile.n
     tickets, group = left + grid.early, tile.group
     counts = -(-tickets // LINE) * LINE
@@ -366,7 +368,7 @@ def _prepare(
             SCALES="" if scales is None else "blocks" if blockwise else "rows",
             STEPWISE=stepwise,
             PUSHED=0 if pushed is None else triton.next_power_of_2(pushed.count),
-            ALIGNED=pushed is not None and pushed.kind[2],
+            ALIGNED=pushed is not None and pushed.layout[2],
             ADDS=adds,
         ),
         options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},

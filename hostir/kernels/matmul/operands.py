@@ -42,13 +42,13 @@ class Rows:
 def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, scaled: bool) -> None:
     """Raise TypeError or ValueError unless dtypes and shapes are those of a matmul, of 8-bit operands if `scaled`."""
     dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
-    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    dtype_names = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
     fits = {name: dtype in (DTYPES_8_BIT if name in "ab" else DTYPES) for name, dtype in dtypes.items()}
     if scaled and not all(fits.values()):
         expected = f"{', '.join(map(str, DTYPES_8_BIT))}, and out and bias of {', '.join(map(str, DTYPES))}"
-        raise TypeError(f"a scaled matmul expects a and b of {expected}; got {found}")
+        raise TypeError(f"a scaled matmul expects a and b of {expected}; got {dtype_names}")
     if not scaled and (a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}):
-        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
+        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {dtype_names}")
     if b.ndim != 2:
         raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
     K, N = b.shape
@@ -63,25 +63,25 @@ def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tenso
         raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
 
 
-def check_own(own: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
+def check_own_rows(own_rows: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
     """Raise TypeError or ValueError unless `own` can be the rows of one block of `a`."""
-    if own.dtype != a.dtype:
-        raise TypeError(f"expected own rows of {a.dtype}, as the others, got {own.dtype}")
+    if own_rows.dtype != a.dtype:
+        raise TypeError(f"expected own rows of {a.dtype}, as the others, got {own_rows.dtype}")
     if block is None:
         raise ValueError("own rows are those of a block: expected flags for blocks too")
-    if own.shape[-1:] != a.shape[-1:] or own.shape[:-1].numel() != block:
-        raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own.shape)}")
+    if own_rows.shape[-1:] != a.shape[-1:] or own_rows.shape[:-1].numel() != block:
+        raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own_rows.shape)}")
 
 
-def place_own(own: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
+def place_own_rows(own_rows: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
     """Copy own rows to where block `first` of `a` is, on the current stream."""
-    for place, rows in with_rows(a, a, ready.first, len(ready.flags), own):
+    for place, rows in with_rows(a, a, ready.first, len(ready.flags), own_rows):
         place.copy_(rows)
 
 
-def own_strides(own: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
+def own_row_strides(own_rows: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
     """Return the batch, row and column strides of own rows, whose leading axes merge."""
-    row, column = rows_or_copy(own).stride()
+    row, column = rows_or_copy(own_rows).stride()
     return rows.M * row, row, column
 
 
@@ -114,7 +114,7 @@ class Described:
 
 
 def describe(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, own_rows: torch.Tensor | None, rows: Rows
 ) -> list[Described] | str:
     """Return the TMA layouts of `a`, `b` `[K, N]`, `out` and `own`, or the reason why there are none."""
     K, N = b.shape
@@ -127,9 +127,9 @@ def describe(
         "b": (seen, seen.shape, seen.stride()),
         "out": (out, (*leading, N), (*(rows.out_batch, rows.out_row)[single:], out.stride(-1))),
     }
-    if own is not None:
-        mine = (own.shape[:-1].numel() // rows.M, rows.M)[single:] if rows.M else (0,)
-        matrices["own"] = (own, (*mine, K), own_strides(own, rows)[single:])
+    if own_rows is not None:
+        own_shape = (own_rows.shape[:-1].numel() // rows.M, rows.M)[single:] if rows.M else (0,)
+        matrices["own_rows"] = (own_rows, (*own_shape, K), own_row_strides(own_rows, rows)[single:])
     described = []
     for name, (tensor, shape, strides) in matrices.items():
         legal = descriptor_strides(tensor, shape, strides) if 0 not in shape else "it holds nothing"

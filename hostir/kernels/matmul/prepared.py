@@ -107,17 +107,17 @@ class MatmulLaunch:
             with launching(self.device):
                 return self.launch(matrices, vectors, ready, done, pushed)
         bind_thread(self.device)
-        given = self._arguments(self.compiled, matrices, vectors, ready, done, pushed)
-        self._start(self.compiled, given)
-        return partial(self._again, self.compiled, given)
+        arguments = self._arguments(self.compiled, matrices, vectors, ready, done, pushed)
+        self._start(self.compiled, arguments)
+        return partial(self._again, self.compiled, arguments)
 
-    def _again(self, compiled: Compiled, given: Sequence[Any]) -> None:
+    def _again(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
         if torch.cuda.current_device() == self.device.index:
             bind_thread(self.device)
-            self._start(compiled, given)
+            self._start(compiled, arguments)
             return
         with launching(self.device):
-            self._again(compiled, given)
+            self._again(compiled, arguments)
 
     def load(
         self,
@@ -132,9 +132,9 @@ class MatmulLaunch:
             StandIn.of((size,), (1,), dtype, self.device)
             for size, dtype in ((self.sums, torch.float32), (self.tickets, torch.int32))
         )
-        given = self._tensors(matrices, vectors, ready, done, pushed, sums, tickets)
+        arguments = self._tensors(matrices, vectors, ready, done, pushed, sums, tickets)
         with launching(self.device):
-            self.compiled = load(matmul_kernel, given, self.options)
+            self.compiled = load(matmul_kernel, arguments, self.options)
 
     def _interpret(
         self,
@@ -146,9 +146,9 @@ class MatmulLaunch:
     ) -> None:
         """Run the kernel in the interpreter."""
         sums, tickets = workspace(self.device, 0, self.sums, self.tickets) if self.tickets else (None, None)
-        given = self._tensors(matrices, vectors, ready, done, pushed, sums, tickets)
+        arguments = self._tensors(matrices, vectors, ready, done, pushed, sums, tickets)
         with launching(self.device):
-            matmul_kernel[(self.programs,)](*given, **self.options)
+            matmul_kernel[(self.programs,)](*arguments, **self.options)
 
     def _tensors(
         self,
@@ -169,10 +169,10 @@ class MatmulLaunch:
         counts = None if done is None else tickets[self.counts : self.tickets].view(torch.int64)
         shared = _NOT_SPLIT if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
         copies = None if pushed is None else Pushed(pushed.table, pushed.arrived, pushed.count, self.pushed_block)
-        given = (*operands, *self._vectors(*vectors), *self._order(ready, done), *waits, *raised, copies, counts)
-        return *given, *shared, *self._rest
+        arguments = (*operands, *self._vectors(*vectors), *self._order(ready, done), *waits, *raised, copies, counts)
+        return *arguments, *shared, *self._rest
 
-    def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
+    def _start(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
         stream = compiled.stream(self.device.index)
         counts: int | None = None
         shared: Sequence[Any] = _NOT_SPLIT
@@ -183,7 +183,7 @@ class MatmulLaunch:
                 shared = ((sums.data_ptr(), tickets.data_ptr()), *self.schedule)
             if self.raised_block is not None:
                 counts = tickets.data_ptr() + self.counts * tickets.element_size()
-        compiled.launch(self.programs, stream, (*given, counts, *shared, *self._rest))
+        compiled.launch(self.programs, stream, (*arguments, counts, *shared, *self._rest))
 
     def _order(self, ready: ReadyFlags | None, done: DoneFlags | None) -> tuple[int | None, int | None]:
         """Return the block to begin with, and the rows of a block; None if no flags say."""
@@ -201,7 +201,7 @@ class MatmulLaunch:
         pushed: PushKernel | None,
     ) -> Sequence[Any]:
         """Return the arguments that depend on the tensors, as addresses and encoded descriptors."""
-        a, b, out, own = matrices
+        a, b, out, own_rows = matrices
         operands: Sequence[Any]
         if self.described is not None:
             of_a, of_b, of_out, of_own = self._encoded
@@ -209,10 +209,14 @@ class MatmulLaunch:
                 *(of_a.get(a.data_ptr()) or self._encode(compiled, 0, a)),
                 *(of_b.get(b.data_ptr()) or self._encode(compiled, 1, b)),
                 *(of_out.get(out.data_ptr()) or self._encode(compiled, 2, out)),
-                *((None,) if own is None else of_own.get(own.data_ptr()) or self._encode(compiled, 3, own)),
+                *(
+                    (None,)
+                    if own_rows is None
+                    else of_own.get(own_rows.data_ptr()) or self._encode(compiled, 3, own_rows)
+                ),
             )
         else:
-            operands = (a.data_ptr(), b.data_ptr(), out.data_ptr(), None if own is None else own.data_ptr())
+            operands = (a.data_ptr(), b.data_ptr(), out.data_ptr(), None if own_rows is None else own_rows.data_ptr())
         waits: Sequence[Any] = _NO_FLAGS
         if ready is not None:
             waits = (ready.flags.data_ptr(), ready.timeouts.data_ptr(), *_polled(ready))
@@ -242,8 +246,8 @@ class MatmulLaunch:
         kept = self._encoded[number]
         if len(kept) >= _MAX_DESCRIPTORS:
             kept.clear()
-        made = kept[tensor.data_ptr()] = compiled.encoded(number, self._descriptor(number, tensor))
-        return made
+        encoded = kept[tensor.data_ptr()] = compiled.encoded(number, self._descriptor(number, tensor))
+        return encoded
 
 
 def _polled(ready: ReadyFlags) -> tuple[int, ...]:

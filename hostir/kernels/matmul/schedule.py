@@ -20,12 +20,12 @@ class Schedule:
 
     Fields:
         programs: the number of programs.
-        whole: how many tiles, the first ones, are computed by one program each. Each half of an early tile counts.
+        unsplit: how many tiles, the first ones, are computed by one program each. Each half of an early tile counts.
         parts: the number of parts of each of the other tiles; a program has at most one part. 0 if there are none.
     """
 
     programs: int
-    whole: int
+    unsplit: int
     parts: int = 0
 
 

@@ -30,21 +30,21 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _sums(device, sums), _captured(device, tickets)
     key = device, stream
-    found = _by_stream.get(key)
-    if found is not None and len(found[0]) >= sums and len(found[1]) >= tickets:
-        return found
+    held = _by_stream.get(key)
+    if held is not None and len(held[0]) >= sums and len(held[1]) >= tickets:
+        return held
     with _lock:
         if device.type == "cuda" and device not in _for_graphs:
             _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
             torch.cuda.current_stream(device).synchronize()
-        if found is not None:
+        if held is not None:
             # Sizes that are new in every call then soon take no more.
             sums, tickets = (
-                max(len(held), 1 << (n - 1).bit_length()) for n, held in zip((sums, tickets), found, strict=True)
+                max(len(buffer), 1 << (n - 1).bit_length()) for n, buffer in zip((sums, tickets), held, strict=True)
             )
-        made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
-        _by_stream[key] = made
-    return made
+        buffers = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
+        _by_stream[key] = buffers
+    return buffers
 
 
 def _sums(device: torch.device, sums: int) -> torch.Tensor:

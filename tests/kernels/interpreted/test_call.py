@@ -156,7 +156,7 @@ def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_de
     assert twice(torch.bfloat16, ready=flags) is not None
     assert twice(torch.float32, ready=flags) is None, "TF32 may be allowed from call to call"
     few = filled([32, 32], torch.bfloat16)
-    assert twice(torch.bfloat16, ready=flags, own=few) is None, "few own rows are copied first"
+    assert twice(torch.bfloat16, ready=flags, own_rows=few) is None, "few own rows are copied first"
 
 
 def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder):
@@ -164,9 +164,9 @@ def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder)
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"))
     dense, apart = filled([64, 32], torch.bfloat16), filled([2, 32, 32], torch.bfloat16, pad=[0, 8, 0])
     assert rows(apart) is None
-    for own, repeats in ((dense, True), (apart, False)):
-        multiply(a, b, out, ready=flags, own=own)
-        assert (multiply(a, b, out, ready=flags, own=own) is not None) == repeats
+    for own_rows, repeats in ((dense, True), (apart, False)):
+        multiply(a, b, out, ready=flags, own_rows=own_rows)
+        assert (multiply(a, b, out, ready=flags, own_rows=own_rows) is not None) == repeats
 
 
 @pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])

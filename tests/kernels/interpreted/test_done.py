@@ -119,17 +119,17 @@ def test_blocks_are_done_in_order_from_the_first_on(height, first, use_descripto
         assert set(watched.order[:2]) <= set(in_order[:3]) | {in_order[-1]}
 
 
-@pytest.mark.parametrize(("waits", "raises", "own", "early", "split", "use_descriptors"), [
+@pytest.mark.parametrize(("waits", "raises", "own_rows", "early", "split", "use_descriptors"), [
     (4, 4, True, 0, 0, True), (4, 2, False, 2, 2, False), (2, 8, True, 1, 2, True), (4, 160, True, 2, 0, False),
     (4, 1, False, 0, 2, True), (4, 4, True, 0, 0, False),
 ])  # fmt: skip
-def test_a_kernel_that_waits_raises_flags_too(waits, raises, own, early, split, use_descriptors, monkeypatch):
+def test_a_kernel_that_waits_raises_flags_too(waits, raises, own_rows, early, split, use_descriptors, monkeypatch):
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", 0)
     rows, K, N, first = 160, 200, 48, waits // 2
     whole, b, bias = whole_numbers(rows, K), whole_numbers(K, N), whole_numbers(N)
     a, mine = whole.clone(), None
     flags = torch.ones(waits, dtype=torch.int64)
-    if own:
+    if own_rows:
         mine = whole.chunk(waits)[first].clone()
         a.chunk(waits)[first].fill_(math.nan)
         flags[first] = 0
@@ -139,7 +139,7 @@ def test_a_kernel_that_waits_raises_flags_too(waits, raises, own, early, split, 
     with pytest.MonkeyPatch.context() as patch, multiprocessors(7):
         watched = Watched(patch, raised, out)
         options = {"bias": bias, "use_descriptors": use_descriptors, "tile": tile}
-        matmul(a, b, out, ready=ready, own=mine, done=DoneFlags(raised, 3), **options)
+        matmul(a, b, out, ready=ready, own_rows=mine, done=DoneFlags(raised, 3), **options)
     exact = whole @ b + bias
     assert torch.equal(out, exact)
     assert raised.tolist() == [3] * raises

@@ -71,9 +71,9 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     first, there = draw(st.integers(0, blocks - 1)), draw(st.booleans())
     but = first if there else None  # the flag of own rows does not rise
     ready = raised(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), but=but, first=first)
-    rows, own = a, None
+    rows, own_rows = a, None
     if there:
-        own = filled([height, K], dtype, pad=[0, 8]).copy_(a.chunk(blocks)[first])
+        own_rows = filled([height, K], dtype, pad=[0, 8]).copy_(a.chunk(blocks)[first])
         rows = a.clone()
         rows.chunk(blocks)[first].fill_(math.nan)
 
@@ -82,7 +82,7 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", few)
         _calls.clear()
-        assert matmul(rows, b, out, ready=ready, own=own, **options) is out
+        assert matmul(rows, b, out, ready=ready, own_rows=own_rows, **options) is out
     _calls.clear()
     assert not there or rows.chunk(blocks)[first].isnan().all() == (height >= few)
     assert_only_view_written(out, buffer)
@@ -126,10 +126,10 @@ def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
     out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
     wanted = matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, tile=SMALL)
     first = blocks // 2
-    own = filled([6 // blocks, 20, 24], torch.bfloat16, order=order).copy_(a.chunk(blocks)[first])
+    own_rows = filled([6 // blocks, 20, 24], torch.bfloat16, order=order).copy_(a.chunk(blocks)[first])
     a.chunk(blocks)[first].fill_(math.nan)
     ready = raised(blocks, but=first, first=first)
-    matmul(a, b, out, ready=ready, own=own, use_descriptors=use_descriptors, tile=SMALL)
+    matmul(a, b, out, ready=ready, own_rows=own_rows, use_descriptors=use_descriptors, tile=SMALL)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, wanted)
     assert not ready.timeouts.any()
@@ -138,26 +138,26 @@ def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
 def early_tiles() -> Iterator[tuple[int, bool, bool, int, int]]:
     """A quarter of the product of all values: each number of SMs, and of early blocks, meets all values of the rest."""
     for (i, sms), (j, early) in itertools.product(enumerate([1, 3, 5, 100]), enumerate([0, 1, 2, 5])):
-        own, descriptors = divmod((i + j) % 4, 2)
+        own_rows, descriptors = divmod((i + j) % 4, 2)
         for batches in (1, 2):  # of a block
-            yield batches, descriptors == 1, own == 1, sms, early
+            yield batches, descriptors == 1, own_rows == 1, sms, early
 
 
-@pytest.mark.parametrize(("batches", "use_descriptors", "own", "sms", "early"), [*early_tiles()])
-def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, own, sms, early, all_apart):
+@pytest.mark.parametrize(("batches", "use_descriptors", "own_rows", "sms", "early"), [*early_tiles()])
+def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, own_rows, sms, early, all_apart):
     blocks, height, N = 4, 40, 40
     rows, b, bias = whole_numbers(blocks * batches, height, 24), whole_numbers(24, N), whole_numbers(N)
     a, mine = rows.clone(), slice(2 * batches, 3 * batches)
-    if own:
+    if own_rows:
         a[mine] = math.nan
     config = Tile(32, 32, 16, stages=1, warps=1, group=2, early_blocks=early)
-    ready = raised(blocks, but=2 if own else None, first=2)
+    ready = raised(blocks, but=2 if own_rows else None, first=2)
     if batches == 1:
         a = a.view(-1, 24)
     out, buffer = embedded([*a.shape[:-1], N], torch.float32, pad=[0] * (a.ndim - 2) + [1, 4])
-    given = rows[mine].view(-1, *a.shape[1:]) if own else None
+    given = rows[mine].view(-1, *a.shape[1:]) if own_rows else None
     with multiprocessors(sms):
-        matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, tile=config)
+        matmul(a, b, out, bias=bias, ready=ready, own_rows=given, use_descriptors=use_descriptors, tile=config)
         (call,) = matmul_module._calls.values()
     assert (early > 0) == call.constants.EARLY
     assert call.sizes[0] == min(early, blocks)
@@ -169,10 +169,10 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
 @pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, early_blocks=2)])
 @pytest.mark.parametrize("missing", [1, 2])
 def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, all_apart):
-    a, own, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
+    a, own_rows, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
     out, ready = torch.full((60, 48), math.nan), raised(3, but=missing, first=0)
-    matmul(a, b, out, ready=ready, own=own, tile=config)
-    assert torch.equal(out[:20], own @ b)
+    matmul(a, b, out, ready=ready, own_rows=own_rows, tile=config)
+    assert torch.equal(out[:20], own_rows @ b)
     absent = out.chunk(3)[missing]  # multiplied as it is where it is early
     assert torch.equal(absent, a.chunk(3)[missing] @ b) if missing < config.early_blocks else absent.isnan().all()
     assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
@@ -188,17 +188,17 @@ def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, al
 )
 def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(odd, all_apart):
     a, b = whole_numbers(3 * 20, 24).bfloat16(), whole_numbers(24, 40).bfloat16()
-    out, own = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
+    out, own_rows = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
     wanted = matmul(a, b, torch.empty_like(out), tile=SMALL)
     a[20:40] = math.nan
-    matmul(a, b, out, ready=raised(3, but=1, first=1), own=own, tile=SMALL)
+    matmul(a, b, out, ready=raised(3, but=1, first=1), own_rows=own_rows, tile=SMALL)
     assert torch.equal(out, wanted)
-    assert torch.equal(a[20:40], own)
+    assert torch.equal(a[20:40], own_rows)
     assert [call.copies_own for call in _calls.values()] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "own", "ready"),
+    ("error", "message", "own_rows", "ready"),
     [
         (TypeError, "own rows of torch.float32, as the others, got torch.bfloat16", torch.zeros(4, 8).bfloat16(), True),
         (ValueError, r"own rows \[4, 8\], got shape \[3, 8\]", torch.zeros(3, 8), True),
@@ -207,15 +207,21 @@ def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(
         (ValueError, "one device", torch.zeros(4, 8, device="meta"), True),
     ],
 )
-def test_own_rows_that_do_not_fit_are_said(error, message, own, ready):
+def test_own_rows_that_do_not_fit_are_said(error, message, own_rows, ready):
     with pytest.raises(error, match=message):
-        matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), ready=raised(3) if ready else None, own=own)
+        matmul(
+            torch.zeros(12, 8),
+            torch.zeros(8, 8),
+            torch.zeros(12, 8),
+            ready=raised(3) if ready else None,
+            own_rows=own_rows,
+        )
 
 
 def test_own_rows_that_are_no_whole_batches_are_said(all_apart):
     a = filled([6, 20, 24], torch.float32, pad=[0, 2, 0])
     with pytest.raises(ValueError, match="own rows of 10 are no whole batches of 20"):
-        matmul(a, torch.zeros(24, 8), torch.zeros(6, 20, 8), ready=raised(12), own=torch.zeros(10, 24))
+        matmul(a, torch.zeros(24, 8), torch.zeros(6, 20, 8), ready=raised(12), own_rows=torch.zeros(10, 24))
 
 
 @pytest.mark.parametrize("use_descriptors", [True, False])

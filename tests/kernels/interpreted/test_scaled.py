@@ -145,14 +145,16 @@ def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, tile, height, 
     of_a, of_b = of_a.log2().round().exp2(), of_b.log2().round().exp2()
     expected = scaled_matmul_reference(a, b, of_a, of_b, None, torch.bfloat16)
     with multiprocessors(7):
-        for own in (None, a[2 * height : 3 * height].clone()):
+        for own_rows in (None, a[2 * height : 3 * height].clone()):
             out, buffer = embedded((blocks * height, N), torch.bfloat16, pad=[0, 16])
             raised = torch.zeros(blocks, dtype=torch.int64)
             given = a.clone()
-            if own is not None:
+            if own_rows is not None:
                 given[2 * height : 3 * height] = math.nan
             ready = flags_of(blocks, first=2)
-            scaled_matmul(out, given, b, of_a, of_b, ready=ready, own=own, done=DoneFlags(raised, 7), tile=tile)
+            scaled_matmul(
+                out, given, b, of_a, of_b, ready=ready, own_rows=own_rows, done=DoneFlags(raised, 7), tile=tile
+            )
             assert_only_view_written(out, buffer)
             assert torch.equal(out, expected)
             assert raised.tolist() == [7] * blocks
@@ -170,8 +172,10 @@ def test_rows_that_do_not_merge_are_multiplied_slice_by_slice_with_their_scales(
         flags = {"ready": flags_of(4, first=1), "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 1)}
         kernel_table("triton", "cpu")["scaled_matmul_by_blocks"](out, a, b, of_a, of_b, **flags)
         assert flags["done"].flags.tolist() == [1] * 4
-        own = a[1].clone()
-        kernel_table("triton", "cpu")["scaled_matmul_by_blocks"](out, a, b, of_a, of_b, ready=flags["ready"], own=own)
+        own_rows = a[1].clone()
+        kernel_table("triton", "cpu")["scaled_matmul_by_blocks"](
+            out, a, b, of_a, of_b, ready=flags["ready"], own_rows=own_rows
+        )
     else:
         kernel_table("triton", "cpu")["scaled_matmul"](out, a, b, of_a, of_b, fast=True)
     assert_only_view_written(out, buffer)

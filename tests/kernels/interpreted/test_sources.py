@@ -57,11 +57,11 @@ def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
 
     x = filled([sources, *shape], dtype, pad=[0] * len(lead) + [draw(st.sampled_from([0, 8]))] + [0])
     out, buffer = embedded(shape, dtype, **layout())
-    flags, own, source = torch.ones(sources * results, dtype=torch.int64), None, draw(st.integers(0, sources - 1))
+    flags, own_rows, source = torch.ones(sources * results, dtype=torch.int64), None, draw(st.integers(0, sources - 1))
     exact = in_order(x)
     if draw(st.booleans()):
-        own = filled(shape, dtype, **layout()).copy_(x[source])
-        own = own.unsqueeze(draw(st.integers(0, len(lead))))
+        own_rows = filled(shape, dtype, **layout()).copy_(x[source])
+        own_rows = own_rows.unsqueeze(draw(st.integers(0, len(lead))))
         x[source] = math.nan
         flags.view(sources, results)[source] = 0
     ready = ReadyFlags(flags, 1, no_timeouts(len(flags), "cpu"), source=source, polls=3)
@@ -70,7 +70,7 @@ def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
     raised = torch.zeros(raises, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         watched = Watched(patch, raised, out)
-        assert reduce_sum(x, out, 0, ready=ready, own=own, done=DoneFlags(raised, 4)) is out
+        assert reduce_sum(x, out, 0, ready=ready, own_rows=own_rows, done=DoneFlags(raised, 4)) is out
     assert_only_view_written(out, buffer)
     assert torch.equal(out, exact)
     assert raised.tolist() == [4] * raises
@@ -78,7 +78,7 @@ def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
         assert torch.equal(seen, exact.reshape(rows, -1).chunk(raises)[block])
     assert timeout_error(ready.timeouts, 0, "%f") is None
     assert counts_are_zero()
-    if own is None:
+    if own_rows is None:
         assert torch.equal(out, reduce_sum(x, torch.empty_like(out), 0)), "without flags the bits are the same"
 
 
@@ -167,11 +167,15 @@ def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, f
     monkeypatch.setattr(module, "sum_kernel", Kernel())
     monkeypatch.setattr(module, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    x, out, own = filled([3, 8, 48], torch.bfloat16), torch.empty(8, 48).bfloat16(), filled([8, 48], torch.bfloat16)
-    options = {"addend": own[0].clone()} if with_addend else {}
+    x, out, own_rows = (
+        filled([3, 8, 48], torch.bfloat16),
+        torch.empty(8, 48).bfloat16(),
+        filled([8, 48], torch.bfloat16),
+    )
+    options = {"addend": own_rows[0].clone()} if with_addend else {}
     if flags:
         ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1)
-        options |= {"ready": ready, "own": own, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
+        options |= {"ready": ready, "own_rows": own_rows, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
     assert module.add_up(x, out, 0, **options) is None, "the first one is interpreted"
     (call,) = module._sums.values()
     call.compiled = recorder
@@ -200,9 +204,9 @@ def test_flags_behind_a_sum_over_any_axis_and_of_no_sources():
     [
         ("12 rows do not make 5 equal blocks", {"ready": 5}),
         ("as many flags for each of 3 sources along axis 0, got 4", {"ready": 4}),
-        (r"expected own rows \[4, 8\] of torch.float32, got \[3, 8\]", {"ready": 3, "own": torch.zeros(3, 8)}),
-        ("there is no source 3: expected 0 to 2", {"ready": 3, "own": torch.zeros(4, 8), "source": 3}),
-        ("own rows are those of a source: expected flags too", {"own": torch.zeros(4, 8)}),
+        (r"expected own rows \[4, 8\] of torch.float32, got \[3, 8\]", {"ready": 3, "own_rows": torch.zeros(3, 8)}),
+        ("there is no source 3: expected 0 to 2", {"ready": 3, "own_rows": torch.zeros(4, 8), "source": 3}),
+        ("own rows are those of a source: expected flags too", {"own_rows": torch.zeros(4, 8)}),
         ("4 rows do not make 3 equal blocks", {"done": 3}),
     ],
 )
@@ -214,4 +218,4 @@ def test_what_does_not_fit_is_said(message, fields):
     if "done" in fields:
         done = DoneFlags(torch.zeros(fields["done"], dtype=torch.int64), 1)
     with pytest.raises(ValueError, match=message):
-        reduce_sum(torch.zeros(3, 4, 8), torch.zeros(4, 8), 0, ready=ready, done=done, own=fields.get("own"))
+        reduce_sum(torch.zeros(3, 4, 8), torch.zeros(4, 8), 0, ready=ready, done=done, own_rows=fields.get("own_rows"))

@@ -92,22 +92,22 @@ def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own_rows", [True, False])
 @pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
-def test_tiles_whose_rows_are_waited_for_are_split_alike(own, early, sms, most):
-    use_descriptors = (own + early + most) % 2 == 0  # both ways with every value of the others, and so both tiles
+def test_tiles_whose_rows_are_waited_for_are_split_alike(own_rows, early, sms, most):
+    use_descriptors = (own_rows + early + most) % 2 == 0  # both ways with every value of the others, and so both tiles
     config = dataclasses.replace(TILES[(early + most) % 2], parts=most, early_blocks=early)
-    blocks, height, K, N = 3, 64 if own else 32, 208, 48  # fewer own rows would be copied
+    blocks, height, K, N = 3, 64 if own_rows else 32, 208, 48  # fewer own rows would be copied
     whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
     a = whole.clone()
-    mine = whole[height : 2 * height].clone() if own else None
-    if own:
+    mine = whole[height : 2 * height].clone() if own_rows else None
+    if own_rows:
         a[height : 2 * height] = math.nan
     ready = ReadyFlags(torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=1)
     out = torch.full((blocks * height, N), math.nan)
     with multiprocessors(sms):
         poisoned()
-        matmul(a, b, out, ready=ready, own=mine, use_descriptors=use_descriptors, tile=config)
+        matmul(a, b, out, ready=ready, own_rows=mine, use_descriptors=use_descriptors, tile=config)
         assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
     assert torch.equal(out, whole @ b)
     poisoned()
