@@ -27,9 +27,18 @@ from hostir.kernels.devices import (
     load,
     only_loads,
 )
-from hostir.kernels.flags.done import MISSED, DoneFlags, Raised, count, done_rows, raise_flags, stores_ended
-from hostir.kernels.flags.ready import Awaited, ReadyFlags, block_rows, poll
-from hostir.kernels.layout import collapse
+from hostir.kernels.flags.done import (
+    MISSED,
+    DoneFlags,
+    Raised,
+    count,
+    done_layout,
+    done_rows,
+    raise_flags,
+    stores_ended,
+)
+from hostir.kernels.flags.ready import Awaited, ReadyFlags, block_rows, poll, ready_layout
+from hostir.kernels.layout import collapse, launch_layout
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.workspaces import workspace
 from hostir.kernels.repeats import Again
@@ -346,13 +355,8 @@ def _itself(x: torch.Tensor | None) -> torch.Tensor | None:
     return x
 
 
-_MAX_SUMS = 1024
-_sums: dict[tuple[object, ...], SumLaunch] = {}
-
-
-def _layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return everything about a tensor that a launch depends on, except its address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+_MAX_LAUNCHES = 1024
+_launches: dict[tuple[object, ...], SumLaunch] = {}  # prepared launches, by all that they depend on
 
 
 def _sum_sources(
@@ -365,19 +369,13 @@ def _sum_sources(
     own_rows: torch.Tensor | None,
 ) -> Again | None:
     """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
-    layouts: tuple[object, ...] = (*map(_layout, (x, out, addend, own_rows)), activation)
-    if ready is not None:
-        narrow = -(1 << 31) <= ready.epoch < 1 << 31
-        layouts += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
-        layouts += (ready.reserved_sms,)
-    if done is not None:
-        layouts += (_layout(done.flags), -(1 << 31) <= done.epoch < 1 << 31)
-    call = _sums.get(layouts)
-    if call is None:
-        if len(_sums) >= _MAX_SUMS:
-            _sums.clear()
-        call = _sums[layouts] = _prepare(x, out, addend, activation, ready, done, own_rows)
-    return call((x, x if own_rows is None else own_rows, addend, out), ready, done)
+    layouts = *map(launch_layout, (x, out, addend, own_rows)), activation, ready_layout(ready), done_layout(done)
+    launch = _launches.get(layouts)
+    if launch is None:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        launch = _launches[layouts] = _prepare(x, out, addend, activation, ready, done, own_rows)
+    return launch((x, x if own_rows is None else own_rows, addend, out), ready, done)
 
 
 def _prepare(

@@ -98,13 +98,13 @@ def multiprocessors(sms: int) -> Iterator[None]:
     """Within it, `matmul` counts on `sms` multiprocessors, so that a test says how many programs share tiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_module, "limits", lambda device: dataclasses.replace(limits(device), sms=sms))
-        patch.setattr(matmul_module, "_calls", {})  # those prepared before count on others
+        patch.setattr(matmul_module, "_launches", {})  # those prepared before count on others
         yield
 
 
 def parts() -> int:
     """Into how many parts the matmul that was prepared last splits tiles; 0 where it splits none."""
-    call = [*matmul_module._calls.values()][-1]
+    call = [*matmul_module._launches.values()][-1]
     count = 0 if call.schedule is None else call.schedule[2]
     assert (count > 0, count == 2) == (call.constants.SPLIT, call.constants.PAIRS)
     return count
@@ -112,7 +112,7 @@ def parts() -> int:
 
 def programs_of_last() -> int:
     """How many programs the matmul that was prepared last has."""
-    return [*matmul_module._calls.values()][-1].programs
+    return [*matmul_module._launches.values()][-1].programs
 
 
 def check_matmul(

@@ -312,10 +312,10 @@ def hopper() -> Iterator[Hopper]:
         (CudaMachine, "connect", lambda machine, teams: None),
         (Groups, "of", lambda groups, team: (nothing, tuple(sorted(team)))),
         (signals, "_compiled", {}),
-        (matmul, "_calls", {}),
+        (matmul, "_launches", {}),
         (workspaces, "_by_stream", {}),
         (workspaces, "_for_graphs", {}),
-        (reduce, "_sums", {}),
+        (reduce, "_launches", {}),
     ]
     devices.limits.cache_clear()
     try:

@@ -14,7 +14,13 @@ from hostir.kernels.devices import (
     launch,
     launching,
 )
-from hostir.kernels.flags.ready import IN_INTERPRETER, block_height, check_flags
+from hostir.kernels.flags.ready import IN_INTERPRETER, block_height, check_flags, fits_32_bits
+from hostir.kernels.layout import launch_layout
+
+
+def done_layout(done: DoneFlags | None) -> tuple[object, ...] | None:
+    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    return None if done is None else (launch_layout(done.flags), fits_32_bits(done.epoch))
 
 
 def done_rows(done: DoneFlags, out: torch.Tensor) -> int:

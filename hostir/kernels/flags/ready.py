@@ -22,6 +22,7 @@ from hostir.kernels.devices import (
     INTERPRETED,
     check_device,
 )
+from hostir.kernels.layout import launch_layout
 
 MAX_POLLS = 20_000_000  # a poll is a round trip to the L2 cache, about a microsecond
 
@@ -56,6 +57,23 @@ class ReadyFlags:
     polls: int = MAX_POLLS
     overlapped_sms: int = 0
     reserved_sms: int = 0
+
+
+def fits_32_bits(epoch: int) -> bool:
+    """Return True if an epoch fits into 32 bits. Triton compiles another kernel for a larger one."""
+    return -(1 << 31) <= epoch < 1 << 31
+
+
+def ready_layout(ready: ReadyFlags | None) -> tuple[object, ...] | None:
+    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    if ready is None:
+        return None
+    timeouts = ready.timeouts
+    pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
+    return (
+        *(launch_layout(ready.flags), launch_layout(timeouts), pinned, fits_32_bits(ready.epoch)),
+        *(ready.first, ready.source, ready.polls, ready.overlapped_sms, ready.reserved_sms),
+    )
 
 
 def no_timeouts(blocks: int, device: torch.device | str) -> torch.Tensor:

@@ -14,6 +14,7 @@ The rows of the first operand may still arrive while the kernel runs: see hostir
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,10 +27,10 @@ from hostir.kernels.devices import (
     only_loads,
 )
 from hostir.kernels.flags.copies import PushKernel
-from hostir.kernels.flags.done import DoneFlags, done_rows
+from hostir.kernels.flags.done import DoneFlags, done_layout, done_rows
 from hostir.kernels.flags.pushed import pushed_rows
-from hostir.kernels.flags.ready import ReadyFlags, block_rows
-from hostir.kernels.layout import rows_or_copy
+from hostir.kernels.flags.ready import ReadyFlags, block_rows, ready_layout
+from hostir.kernels.layout import launch_layout, rows_or_copy
 from hostir.kernels.matmul.estimate import alike, choose
 from hostir.kernels.matmul.kernel import Constants, Strides
 from hostir.kernels.matmul.operands import (
@@ -43,7 +44,7 @@ from hostir.kernels.matmul.operands import (
     place_own_rows,
     rows_of,
 )
-from hostir.kernels.matmul.prepared import MatmulLaunch, Matrices, Vectors
+from hostir.kernels.matmul.prepared import MatmulCall, MatmulLaunch
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import INTERPRETER, MIN_OWN_ROWS, SCALE_BLOCK, Gemm, Tile, candidates
 from hostir.kernels.matmul.workspaces import LINE
@@ -52,8 +53,17 @@ from hostir.kernels.scales import FlatScales, of_blocks
 
 EXACT_RUN = 64  # float32 products per partial sum
 
-_MAX_CALLS = 4096
-_calls: dict[tuple[object, ...], MatmulLaunch] = {}
+_MAX_LAUNCHES = 4096
+_launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by all that they depend on
+
+
+class _Options(NamedTuple):
+    """How to compute a product, whatever the tensors: arguments of `multiply`, and whether float32 is TF32."""
+
+    use_descriptors: bool | None
+    tile: Tile | None
+    tf32: bool
+    adds: bool
 
 
 def matmul(
@@ -142,38 +152,41 @@ def multiply(
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
     if own_rows is not None and not own_rows.is_contiguous():
         own_rows, moved = rows_or_copy(own_rows), True
+    call = MatmulCall(a, b, out, own_rows, bias, scales, ready, done, pushed)
+    options = _Options(use_descriptors, tile, tf32, adds)
     layouts = (
-        *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias)),
-        *(None if ready is None else _waits(ready), None if own_rows is None else _layout(own_rows)),
-        None if done is None else (_layout(done.flags), _narrow(done.epoch)),
-        None if scales is None else (_layout(scales.of_a), _layout(scales.of_b), scales.fast),
-        *(use_descriptors, tile, tf32, adds, None if pushed is None else pushed.layout),
+        *(launch_layout(a), launch_layout(b), launch_layout(out), launch_layout(own_rows), launch_layout(bias)),
+        None if scales is None else (launch_layout(scales.of_a), launch_layout(scales.of_b), scales.fast),
+        *(ready_layout(ready), done_layout(done), None if pushed is None else pushed.layout, options),
     )
-    call = _calls.get(layouts)
-    if call is None:
-        how = use_descriptors, tile, tf32, adds
-        call = _loaded((a, b, out, own_rows), (bias, scales), ready, done, *how, pushed)
-        if call is None:
-            if adds:
-                return None
-            if bias is None:
-                out.zero_()
-            else:
-                out.copy_(bias.expand_as(out))
-            if pushed is not None:
-                pushed(out)
+    launch = _launches.get(layouts)
+    if launch is None:
+        launch = _loaded(call, options)
+        if launch is None:
+            if not adds:
+                _write_empty_product(out, bias, pushed)
             return None
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[layouts] = call
-    if own_rows is not None and call.copies_own:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[layouts] = launch
+    if own_rows is not None and launch.copies_own:
         assert ready is not None
         place_own_rows(own_rows, a, ready)
-        own_rows, moved = None, True
+        call, moved = call._replace(own_rows=None), True
     if only_loads():
         return None
-    again = call.launch((a, b, out, own_rows), (bias, scales), ready, done, pushed)
+    again = launch.launch(call)
     return None if wide or moved else again
+
+
+def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None, pushed: PushKernel | None) -> None:
+    """Write a product that sums up nothing: zeros or the bias; copy it to peers."""
+    if bias is None:
+        out.zero_()
+    else:
+        out.copy_(bias.expand_as(out))
+    if pushed is not None:
+        pushed(out)
 
 
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
@@ -183,75 +196,32 @@ def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")
 
 
-def _layout(t: torch.Tensor) -> tuple[object, ...]:
-    """Return everything about a tensor that a launch depends on, except its address."""
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
+def _loaded(call: MatmulCall, options: _Options) -> MatmulLaunch | None:
+    """Prepare a launch and load its kernel. Returns None if only a bias or zeros are written.
 
-
-def _waits(ready: ReadyFlags) -> tuple[object, ...]:
-    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
-    timeouts = ready.timeouts
-    pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
-    sms = (ready.overlapped_sms, ready.reserved_sms)
-    return _layout(ready.flags), _layout(timeouts), pinned, _narrow(ready.epoch), ready.first, ready.polls, sms
-
-
-def _narrow(epoch: int) -> bool:
-    """Whether an epoch fits into 32 bits: Triton compiles another kernel for an int64."""
-    return -(1 << 31) <= epoch < 1 << 31
-
-
-def _loaded(
-    matrices: Matrices,
-    vectors: Vectors,
-    ready: ReadyFlags | None,
-    done: DoneFlags | None,
-    use_descriptors: bool | None,
-    tile: Tile | None,
-    tf32: bool,
-    adds: bool,
-    pushed: PushKernel | None,
-) -> MatmulLaunch | None:
-    """Prepare the launch of such a matmul, and load its kernel; None if only a bias or zeros are written.
-
-    If the kernel is too large, the best of the other tiles is taken: the same one on all ranks with such layouts.
-    Raises TooLargeError if it is too large with every tile.
+    If the kernel is too large, the best of the other tiles is taken. All ranks with such layouts take the same tile.
+    Raises TooLargeError if the kernel is too large with every tile.
     """
     too_large: dict[Tile, TooLargeError] = {}
     while True:
-        how = use_descriptors, tile, tf32, adds
-        call = _prepare(matrices, vectors, ready, done, *how, pushed, too_large)
-        if call is None or INTERPRETED:
-            return call
-        assert call.tile.unsplit not in too_large, "a tile that is too large is not taken again"
-        a, b, out, own_rows = matrices
+        launch = _prepare(call, options, too_large)
+        if launch is None or INTERPRETED:
+            return launch
+        assert launch.tile.unsplit not in too_large, "a tile that is too large is not taken again"
         try:
-            call.load((a, b, out, None if call.copies_own else own_rows), vectors, ready, done, pushed)
+            launch.load(call._replace(own_rows=None) if launch.copies_own else call)
         except TooLargeError as problem:
-            if tile is not None:
+            if options.tile is not None:
                 raise
-            too_large[call.tile.unsplit] = problem
+            too_large[launch.tile.unsplit] = problem
         else:
-            return call
+            return launch
 
 
-def _prepare(
-    matrices: Matrices,
-    vectors: Vectors,
-    ready: ReadyFlags | None,
-    done: DoneFlags | None,
-    use_descriptors: bool | None,
-    tile: Tile | None,
-    tf32: bool,
-    adds: bool,
-    pushed: PushKernel | None,
-    too_large: Mapping[Tile, TooLargeError],
-) -> MatmulLaunch | None:
-    """Prepare the launch of such a matmul, without the tiles that are known to be too large.
-
-    None if nothing is multiplied, and only a bias or zeros are written.
-    """
-    (a, b, out, own_rows), (bias, scales) = matrices, vectors
+def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLargeError]) -> MatmulLaunch | None:
+    """Prepare a launch, with none of the tiles in `too_large`. Returns None if only a bias or zeros are written."""
+    a, b, out, own_rows, bias, scales, ready, done, pushed = call
+    use_descriptors, tile, tf32, adds = options
     scale_a, scale_b, fast = scales or (None, None, False)
     device = check_device(a=a, b=b, out=out, bias=bias, own_rows=own_rows, scale_a=scale_a, scale_b=scale_b)
     check(a, b, out, bias, scales is not None)
@@ -375,8 +345,13 @@ def _prepare(
     )
 
 
-def _described(matrices: Matrices, rows: Rows, wanted: bool | None) -> list[Described] | None:
-    """Return the TMA layouts of a, `[K, N]`, out and own; None to use pointers. ValueError if `wanted` but illegal."""
+def _described(
+    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], rows: Rows, wanted: bool | None
+) -> list[Described] | None:
+    """Return the TMA layouts of a, b, out and own rows; None to use pointers.
+
+    Raises ValueError if descriptors are `wanted`, and TMA's rules do not allow them.
+    """
     if wanted is False:
         return None
     described = describe(*matrices, rows)

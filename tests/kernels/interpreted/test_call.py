@@ -60,7 +60,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(prepared.MatmulLaunch, "_interpret", interpret)
     monkeypatch.setattr(prepared, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(module, "_calls", {})
+    monkeypatch.setattr(module, "_launches", {})
     return recorder
 
 
@@ -219,11 +219,11 @@ def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
     ]
     for number, kind in enumerate(kinds):
         kind()
-        assert len(module._calls) == number + 1
+        assert len(module._launches) == number + 1
     for kind in kinds:
         kind()
     matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags + 1, epoch=2))  # as before, but for values
     matmul(a, b.t(), out, transpose_b=True)  # the same layout, said in another way
-    assert len(module._calls) == len(kinds)
+    assert len(module._launches) == len(kinds)
     matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags << 33, epoch=1 << 33))
-    assert len(module._calls) == len(kinds) + 1
+    assert len(module._launches) == len(kinds) + 1

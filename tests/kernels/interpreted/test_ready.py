@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hostir.ir.source import HostIRError
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
 from hostir.kernels.matmul import matmul as matmul_module
-from hostir.kernels.matmul.matmul import _calls, matmul
+from hostir.kernels.matmul.matmul import _launches, matmul
 from hostir.kernels.matmul.operands import DTYPES
 from hostir.kernels.matmul.tiles import Tile
 from tests.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
@@ -47,9 +47,9 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 def all_apart(monkeypatch):
     """However few own rows are, they are read where they are."""
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", 0)
-    _calls.clear()
+    _launches.clear()
     yield
-    _calls.clear()
+    _launches.clear()
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,9 +81,9 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", few)
-        _calls.clear()
+        _launches.clear()
         assert matmul(rows, b, out, ready=ready, own_rows=own_rows, **options) is out
-    _calls.clear()
+    _launches.clear()
     assert not there or rows.chunk(blocks)[first].isnan().all() == (height >= few)
     assert_only_view_written(out, buffer)
     # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
@@ -158,7 +158,7 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
     given = rows[mine].view(-1, *a.shape[1:]) if own_rows else None
     with multiprocessors(sms):
         matmul(a, b, out, bias=bias, ready=ready, own_rows=given, use_descriptors=use_descriptors, tile=config)
-        (call,) = matmul_module._calls.values()
+        (call,) = matmul_module._launches.values()
     assert (early > 0) == call.constants.EARLY
     assert call.sizes[0] == min(early, blocks)
     assert_only_view_written(out, buffer)
@@ -194,7 +194,7 @@ def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(
     matmul(a, b, out, ready=raised(3, but=1, first=1), own_rows=own_rows, tile=SMALL)
     assert torch.equal(out, wanted)
     assert torch.equal(a[20:40], own_rows)
-    assert [call.copies_own for call in _calls.values()] == [False, True]
+    assert [call.copies_own for call in _launches.values()] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ KERNEL_ARGUMENTS = list(module.sum_kernel.arg_names)
 def small_pieces(monkeypatch):
     """Several pieces in a block, and several programs."""
     monkeypatch.setattr(module, "_IN_FLIGHT", 512)
-    monkeypatch.setattr(module, "_sums", {})
+    monkeypatch.setattr(module, "_launches", {})
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, f
         ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1)
         options |= {"ready": ready, "own_rows": own_rows, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
     assert module.add_up(x, out, 0, **options) is None, "the first one is interpreted"
-    (call,) = module._sums.values()
+    (call,) = module._launches.values()
     call.compiled = recorder
     again = module.add_up(x, out, 0, **options)
     recorder.current = 7

@@ -99,7 +99,7 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
 @pytest.mark.parametrize("few", [0, 100])
 def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkeypatch):
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", few)
-    monkeypatch.setattr("hostir.kernels.matmul.matmul._calls", {})
+    monkeypatch.setattr("hostir.kernels.matmul.matmul._launches", {})
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     own_rows = filled((60 // blocks, 8), torch.float32, integers=True)
     b, bias = filled((8, 6), torch.float32, integers=True), filled((6,), torch.float32, integers=True)
