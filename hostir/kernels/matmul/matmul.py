@@ -58,7 +58,7 @@ _launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by 
 
 
 class _Options(NamedTuple):
-    """How to compute a product, whatever the tensors: arguments of `multiply`, and whether float32 is TF32."""
+    """Options of a product: arguments of `multiply` other than tensors and flags; `tf32`: multiply float32 in TF32."""
 
     use_descriptors: bool | None
     tile: Tile | None
