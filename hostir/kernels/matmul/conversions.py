@@ -1,7 +1,7 @@
 """Conversions in kernels between float32 and narrower dtypes, on the GPU and in Triton's interpreter.
 
-The interpreter holds bfloat16 and 8-bit floats as raw integers. Arithmetic on these is meaningless, its conversion to
-float32 loses subnormals or NaN, and its conversion from float32 truncates, but the GPU rounds to nearest even. So in the
+The interpreter holds bfloat16 and 8-bit floats as raw integers. Arithmetic on these is meaningless. Its conversion to
+float32 loses subnormals or NaN. Its conversion from float32 truncates, but the GPU rounds to nearest even. So in the
 interpreter these functions compute on the bits.
 """
 

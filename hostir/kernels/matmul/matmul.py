@@ -1,14 +1,14 @@
-"""A persistent Triton matmul on strided views, without copies: the host side.
+"""The host side of a persistent Triton matmul, which reads strided views without copies.
 
-A persistent Triton matmul on strided views, without copies.
+Each program loops over tiles of the output. Tiles are grouped so that neighbours share operands in L2; the grouped
+order and the persistent loop follow Triton's tutorials. Each of the last tiles may be split along K among several
+programs, and each tile of the first blocks of rows among two (hostir.kernels.matmul.kernel).
 
-Each program loops over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
-the persistent loop are those of Triton's tutorials); the last tiles may be split along K among several programs each,
-and those of the first blocks of rows among two (hostir.kernels.matmul.kernel). On Hopper and later, tiles
-move through TMA descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory
-for one more pipeline stage. If a tensor breaks TMA's rules, masked loads through pointers serve any strides.
+On Hopper and later, tiles move through TMA descriptors. A large tile is stored in two halves: that halves the staging
+buffer, which leaves shared memory for one more pipeline stage. If a tensor breaks TMA's rules, the kernel uses masked
+loads through pointers, which take any strides.
 
-The rows of the first operand may still arrive while the kernel runs: see hostir.kernels.flags.ready.
+Rows of the first operand may still arrive while the kernel runs: see hostir.kernels.flags.ready.
 """
 
 from __future__ import annotations
@@ -82,35 +82,36 @@ def matmul(
     """Compute `out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; return `out`.
 
     Args:
-        a: `[..., K]`. Its leading axes, together with those of `out`, must merge into rows of one stride, or into two
-            axes `[batch, rows]` of any strides; neither is copied. K may have any stride.
+        a: `[..., K]`. The leading axes of `a` and `out` must merge, in both tensors alike, into rows of one stride or
+            into two axes `[batch, rows]` of any strides. Neither is copied. K may have any stride.
         b: `[K, N]`, or the weight `[N, K]` if `transpose_b`; any strides.
         out: `[..., N]` with the leading axes of `a`, overwritten; must overlap neither itself nor another argument.
         bias: `[N]`, added before rounding.
-        ready: flags for equal blocks of the flattened rows of `a`, which may still arrive: a tile begins when its rows
-            are ready, and tiles follow the order of blocks, from `ready.first` on. A tile spans several blocks only if
-            they are smaller than it, or `a` is a batch; it waits for all of them. Results are bitwise equal to those
-            of the same tile without flags, if it is split in the same way. If a block does not arrive, that is in
-            `ready.timeouts` in the end, and tiles are not written: all that need the block, and others that the same
-            programs had yet to compute. Split tiles multiply whatever is in the rows of the block.
-        done: flags for equal blocks of the flattened rows of `out`, each of which rises behind its block. Tiles follow
-            the order of blocks, from `done.first` on, or with `ready` the order of that; a tile may span several
-            blocks. Bits are those of the same tile without flags, if it is split in the same way. If rows of `ready` do
-            not arrive, the flags of blocks that need them do not rise.
-        own: `[..., K]`, the rows of block `ready.first`, which is not waited for. If they are few, or no TMA descriptor
-            fits them alone, they are copied to their place in `a`, over what was there; else they are read in place,
-            no tile spans several blocks, and each block must consist of whole batches of rows, or all rows must be one
-            batch.
+        ready: flags for equal blocks of the flattened rows of `a`, which may still arrive. A tile begins when its rows
+            are ready. Tiles follow the order of blocks, from `ready.first` on. If blocks are lower than a tile, or `a`
+            has several batches, a tile may span several blocks: it waits for all of them. With the same tile and the
+            same splits, results are bitwise equal to a matmul without flags. If a block does not arrive,
+            `ready.timeouts` says so in the end. Then the tiles that need the block are not written, nor those that the
+            same programs had yet to compute. Split tiles are written, from whatever is in the rows of the block.
+        done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
+            block is stored. Tiles follow the order of blocks, from `done.first` on; with `ready`, they follow the order
+            of `ready`. A tile may span several blocks. With the same tile and the same splits, results are bitwise
+            equal to a matmul without flags. If rows of `ready` do not arrive, the flags of blocks that need them do not
+            rise.
+        own_rows: `[..., K]`. They replace block `ready.first`, which the kernel does not wait for. A few rows, or rows
+            that no TMA descriptor can describe, are copied to their place in `a` and overwrite it. Otherwise they are
+            read in place: then no tile spans several blocks, and either each block must consist of complete batches of
+            rows, or all rows must be one batch.
         use_descriptors: move tiles with TMA descriptors. None: if the device and the layouts allow it. True: always, or
             raise. False: never.
         tile: the tile to use instead of the one that `choose` returns.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
-    `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags, and raises none.
+    `torch.backends.cuda.matmul` says so when called. If `out` is empty, the kernel waits for no flags and raises none.
     Results repeat bit for bit.
 
-    Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit, and
-    TooLargeError if the kernel needs more than the GPU has, with the `tile` or with all tiles.
+    Raises TypeError for a dtype, and ValueError for a shape, a layout, a device, flags or a tile that do not fit.
+    Raises TooLargeError if the kernel needs more than the GPU has, with the given `tile`, or else with every tile.
     """
     multiply(
         *(a, b.transpose(0, -1) if transpose_b else b, out),
@@ -141,12 +142,14 @@ def multiply(
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None if more than one launch was needed, if a setting may change what is launched, or in the interpreter.
+    Returns None in the interpreter, if the call took more than one launch, and for float32, as torch's setting for TF32
+    may change.
 
-    With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` are for 8-bit operands.
+    With `adds`, the product is added to the old values of `out`, and the sum is rounded once. `scales` are for 8-bit
+    operands.
 
-    `pushed`: copies of pieces of `out`, of whole rows each, which the kernel makes itself, from registers; at its end
-    it raises their flags. `out` must be dense, and there are no flags of `ready` or `done`.
+    `pushed`: copies of pieces of `out` to peers. A piece consists of complete rows. The kernel stores them from
+    registers, and raises their flags at its end. `out` must be dense, and `ready` and `done` must be None.
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -190,7 +193,7 @@ def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None, pushed: P
 
 
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
-    """Return the dtype of an operand as `Gemm` names it."""
+    """Return the name that `Gemm` has for the dtype of an operand."""
     if t.dtype in DTYPES_8_BIT:
         return "f8s" if stepwise else "f8"
     return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")
@@ -228,7 +231,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
     block = None if ready is None else block_rows(ready, out)
     raised_block = None if done is None else done_rows(done, out)
     if pushed is not None and (ready is not None or done is not None):
-        raise ValueError("a matmul that copies to peers waits for no flags, and raises none but theirs")
+        raise ValueError("a matmul that copies to peers cannot wait for flags (ready), or raise flags of blocks (done)")
     pushed_block = None if pushed is None else pushed_rows(pushed, out)
     has_own = own_rows is not None
     if own_rows is not None:
@@ -253,7 +256,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
         described = _described((a, b, out, None), rows, None)
         own_rows = own_rows if described is None else None
     copies_own = has_own and own_rows is None
-    # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
+    # Programmatic dependent launch came with TMA, on Hopper. A copy would run between the previous kernel and this one.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
     blockwise = scales is not None and of_blocks(scales, N)
@@ -295,7 +298,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
     if done is not None:
         assert raised_block is not None
         tickets = counts + 2 * len(done.flags)
-        high = -(-raised_block // tile.m)  # tiles of a block in a column; those of other blocks come later
+        high = -(-raised_block // tile.m)  # tiles of a block in a column; its groups get about equal heights
         group = -(-high // -(-high // group))
     return MatmulLaunch(
         tile=tile,
@@ -365,6 +368,6 @@ def _described(
 def matmul_reference(
     a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, transpose_b: bool = False
 ) -> torch.Tensor:
-    """Return `[..., K] @ [K, N] (+ [N])` (or `[N, K]` if `transpose_b`) in float64: the reference for `matmul`."""
+    """Return `a @ b (+ bias)` in float64, the reference for `matmul`. `b` is `[N, K]` if `transpose_b`."""
     product = a.double() @ (b.t() if transpose_b else b).double()
     return product if bias is None else product + bias.double()

@@ -85,7 +85,7 @@ class Grid:
         return cls(batches, rows, tiles, steps, blocks, early, early * of_block, first)
 
     def span(self, tile: Tile, height: int) -> int:
-        """Return the largest number of blocks that a tile has rows of. Blocks have `height` rows, through all batches."""
+        """Return the most blocks that a tile has rows of. Blocks of `height` rows are counted through all batches."""
         tops = np.arange(0, self.rows, tile.m) + self.rows * np.arange(self.batches)[:, None]
         ends = np.minimum(tops + tile.m, tops - tops % self.rows + self.rows)
         return int(((ends - 1) // height - tops // height).max()) + 1

@@ -23,8 +23,8 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
 
     `stream` is the handle of the current stream, 0 on a CPU. The launch leaves its tickets at 0.
 
-    Launches on one stream run in order, so all of them share memory, which is kept. A captured launch may be replayed on
-    any stream, in parallel with any other launch. So its sums come from the memory pool of its graph, and no other
+    Launches on one stream run in order, so all of them share memory, which is kept. A captured launch may be replayed
+    on any stream, in parallel with any other launch. So its sums come from the memory pool of its graph, and no other
     launch ever gets its tickets.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

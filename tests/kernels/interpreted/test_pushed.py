@@ -90,7 +90,7 @@ def test_pieces_are_whole_rows_of_a_dense_result_and_no_other_flags_rise() -> No
         (20, 0, 6, None, "whole rows of 24 bytes, got 20"),
         (24, 4, 6, None, "whole rows"),
         (24, 0, 7, None, "a dense result"),
-        (24, 0, 6, done, "raises none but theirs"),
+        (24, 0, 6, done, "cannot wait for flags"),
     ):
         push = PushKernel(torch.device("cpu"), [Piece(offset, target.data_ptr())], size, 1)
         with pytest.raises(ValueError, match=said):
