@@ -39,8 +39,8 @@ def sum_by_blocks(
     return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
 
 
-# A contraction multiplies the rows of `a` by a right side. All contractions share the kernels that wait for flags, raise
-# flags, or copy to peers.
+# A contraction multiplies the rows of `a` by a right side. All contractions share the code that waits for flags, raises
+# flags, or copies to peers.
 
 # f(out, a, row, **flags) multiplies some rows of the operand; `row` is the index of the first of them.
 Multiply = Callable[..., Again | None]

@@ -30,8 +30,8 @@ class Pushed(NamedTuple):
 def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
     """Store a rounded tile `x` to the targets of all pieces that have some of its rows.
 
-    The tile begins at row `row` and at column `column` of `N`. Its rows before `end` exist. ALIGNED: targets are aligned
-    to 16 bytes.
+    The tile begins at row `row` and at column `column` of `N`. Its rows before `end` exist. ALIGNED: all targets are
+    aligned to 16 bytes.
     """
     r = (row + tl.arange(0, x.shape[0])).to(tl.int64)
     c = column + tl.arange(0, x.shape[1])
@@ -46,9 +46,9 @@ def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
 
 @triton.jit
 def raise_pushed(pushed, PIECES: tl.constexpr):
-    """Count this program as done; the last one of the launch raises the flags of all pieces.
+    """Count this program as done. The last program of the launch raises the flags of all pieces.
 
-    So whatever any program has stored to a peer is there before a flag rises: see `push_kernel`.
+    So all stores to peers have arrived before a flag rises: see `push_kernel`.
     """
     tl.debug_barrier()  # orders the writes of all threads before the arrival that one thread signals
     if tl.atomic_add(pushed.arrived, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:

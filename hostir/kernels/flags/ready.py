@@ -44,7 +44,7 @@ class ReadyFlags:
             its part of a tile, the program goes on nevertheless, and polls each later flag once.
         overlapped_sms: SMs of the previous kernel on the same stream, if this kernel may overlap that kernel. This
             kernel uses the other SMs, and ends after that kernel. All work of the stream before both has ended.
-        reserved_sms: SMs that the kernel leaves to kernels of other streams, such as kernels that raise flags for peers.
+        reserved_sms: SMs that the kernel leaves to other streams, for example to kernels that raise flags of peers.
     """
 
     flags: torch.Tensor
@@ -175,8 +175,8 @@ def poll(awaited, polls, slot, exists, needed):
 def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
     """Wait until the flags of all blocks with rows in `[row, end)` have reached the epoch.
 
-    With OWN, block `first` needs no flag. FLAGS is the number of blocks, rounded up to a power of 2. With TMA, TMA loads
-    of the rows may follow.
+    With OWN, block `first` needs no flag. FLAGS is the number of blocks, rounded up to a power of 2. TMA: TMA loads of
+    the rows may follow.
 
     Returns the first block at or after the block of `row` that is not ready, as a number counted from `first` on, and
     the polls that are left: 0 if the program has given up.

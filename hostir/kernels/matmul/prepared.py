@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from hostir.kernels.scales import FlatScales
 _NO_FLAGS = (None,) * 5  # the kernel's arguments from `flags` to `polls`, if it waits for no flags
 _NOT_RAISED = (None,) * 3  # its arguments from `raised_flags` to `raised_height`, if it raises no flags
 _NOT_SPLIT = (None,) * 4  # its arguments from `workspace` to `parts`, if no tile is split
+_address = methodcaller("data_ptr")
 _MAX_DESCRIPTORS = 64  # encoded descriptors of one operand that are kept, one per address
 
 
@@ -115,7 +117,7 @@ class MatmulLaunch:
             with launching(self.device):
                 return self.launch(call)
         bind_thread(self.device)
-        arguments = self._arguments(call, torch.Tensor.data_ptr, partial(self._encoded_descriptor, self.compiled))
+        arguments = self._arguments(call, _address, partial(self._encoded_descriptor, self.compiled))
         self._start(self.compiled, arguments)
         return partial(self._again, self.compiled, arguments)
 

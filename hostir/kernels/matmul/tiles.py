@@ -113,8 +113,8 @@ class Tile:
         return tile
 
 
-# Bytes for barriers, and for a vector of a tile (scales, bias or flags) that changes its layout while the pipeline holds
-# the next tile: at most 1056, for 256 numbers in float32 and 4 stages.
+# Bytes for barriers, and for a vector (scales, bias or flags) that changes its layout while the pipeline holds the next
+# tile: at most 1056, for 256 numbers in float32 and 4 stages.
 _VECTORS = 2 << 10
 
 # Tables are ordered by preference: of two tiles with the same estimate, the first wins.
