@@ -146,8 +146,8 @@ def _scaled_matmul_by_blocks(
     """Compute as `_by_blocks`. Raises HostIRError for scales that it would have to copy before their rows arrive."""
     if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
         raise error(
-            "the scales of rows that a matmul waits for lie with several strides",
-            expected="scales of all rows in one piece, as gathered",
+            "a matmul cannot wait for rows if their scales have no single stride",
+            expected="the scales of all rows in one buffer, with one stride between rows",
         )
     return _by_blocks(_scaled_matmul)(out, a, b, scale_a, *others, ready=ready, **options)
 
@@ -215,7 +215,7 @@ def _contract_ready(
     if slices % blocks and blocks % slices:
         raise error(
             f"a matmul cannot wait for {blocks} blocks of rows in {slices} slices that lie apart in memory",
-            expected="slices of whole blocks, or blocks of whole slices",
+            expected="slices of complete blocks, or blocks of complete slices",
             notes=((None, f"a: shape {list(a.shape)}, strides {list(a.stride())}; out: strides {list(out.stride())}"),),
         )
     foremost = ready.first * slices // blocks

@@ -566,7 +566,7 @@ def _check_blocks(
         done_rows(done, out)
     if ready is None:
         if own_rows is not None:
-            raise ValueError("own rows are those of a source: expected flags too")
+            raise ValueError("own rows replace a source: expected flags of sources (ready) as well")
         return
     block_rows(ready, x)
     if axis != 0 or len(ready.flags) % max(1, len(x)):

@@ -134,7 +134,7 @@ _WORTH = 1.01  # an unsplit tile is preferred if its estimate is at most this ma
 SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
-def alike(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
+def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
     """Round the rows of a gemm up, so that gemms with the same number of each of `tiles` become one gemm.
 
     Choosing a tile takes milliseconds, and the number of rows may differ in every call. With the rounding, more calls

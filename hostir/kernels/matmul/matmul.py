@@ -31,7 +31,7 @@ from hostir.kernels.flags.done import DoneFlags, done_layout, done_rows
 from hostir.kernels.flags.pushed import pushed_rows
 from hostir.kernels.flags.ready import ReadyFlags, block_rows, ready_layout
 from hostir.kernels.layout import launch_layout, rows_or_copy
-from hostir.kernels.matmul.estimate import alike, choose
+from hostir.kernels.matmul.estimate import rounded_up, choose
 from hostir.kernels.matmul.kernel import Constants, Strides
 from hostir.kernels.matmul.operands import (
     DTYPES_8_BIT,
@@ -243,7 +243,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
         return None
     rows = rows_of(a, out)
     if own_rows is not None and block and rows.batches > 1 and block % rows.M:
-        raise ValueError(f"own rows of {block} are no whole batches of {rows.M}")
+        raise ValueError(f"expected own rows that are complete batches of {rows.M} rows, got {block} rows")
     bounds = limits(device)
     if scales is not None and not bounds.fp8:
         raise ValueError(f"a scaled matmul needs tensor cores for 8-bit floats: {device} has none")
@@ -276,7 +276,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
         fitting = tuple(t for t in every if t not in too_large)
         if not fitting:
             raise too_large[every[-1]]
-        tile = choose(alike(gemm, fitting), sms, fitting)
+        tile = choose(rounded_up(gemm, fitting), sms, fitting)
     if blockwise and (SCALE_BLOCK % tile.n or SCALE_BLOCK % tile.k):
         raise ValueError(f"scales of blocks need tiles whose columns and steps divide {SCALE_BLOCK}, got {tile}")
     grid = Grid.of(tile, gemm)

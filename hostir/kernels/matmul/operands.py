@@ -63,9 +63,9 @@ def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tenso
 def check_own_rows(own_rows: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
     """Raise TypeError or ValueError unless `own_rows` can replace one block of `a`."""
     if own_rows.dtype != a.dtype:
-        raise TypeError(f"expected own rows of {a.dtype}, as the others, got {own_rows.dtype}")
+        raise TypeError(f"expected own rows of {a.dtype}, the dtype of a, got {own_rows.dtype}")
     if block is None:
-        raise ValueError("own rows are those of a block: expected flags for blocks too")
+        raise ValueError("own rows replace a block: expected flags of blocks (ready) as well")
     if own_rows.shape[-1:] != a.shape[-1:] or own_rows.shape[:-1].numel() != block:
         raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own_rows.shape)}")
 
