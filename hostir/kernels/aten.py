@@ -71,7 +71,7 @@ def gelu(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out = x * (1 + erf(x / sqrt 2)) / 2`."""
     if out.is_contiguous():
         torch.ops.aten.gelu.out(x, approximate="none", out=out)
-    else:  # on a CPU, torch 2.13 leaves elements of such an `out` unwritten
+    else:  # on a CPU, torch 2.13 leaves elements of a strided `out` unwritten
         out.copy_(torch.nn.functional.gelu(x))
 
 

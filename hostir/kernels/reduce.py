@@ -163,6 +163,16 @@ def _activate(x, C: tl.constexpr):
 
 
 @triton.jit
+def _add_source(total, x, at, own_rows, at_own, number, mask, source, C: tl.constexpr):
+    """Add one source, or the own rows that replace it, to `total`."""
+    if source == C.OWN:
+        total += _load(own_rows, at_own, number, mask, C)
+    else:
+        total += _load(x, at, number, mask, C)
+    return total
+
+
+@triton.jit
 def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.constexpr):
     """Sum up `size` elements of the output from element `place` on; `step` is the stride between sources."""
     SOURCES: tl.constexpr = C.SOURCES
@@ -176,17 +186,11 @@ def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.const
     if C.UNROLLED:
         for source in tl.static_range(1, SOURCES):
             at += step
-            if source == C.OWN:
-                total += _load(own_rows, at_own, number, mask, C)
-            else:
-                total += _load(x, at, number, mask, C)
+            total = _add_source(total, x, at, own_rows, at_own, number, mask, source, C)
     else:
         for source in range(1, SOURCES):
             at += step
-            if source == C.OWN:
-                total += _load(own_rows, at_own, number, mask, C)
-            else:
-                total += _load(x, at, number, mask, C)
+            total = _add_source(total, x, at, own_rows, at_own, number, mask, source, C)
     if addend is not None:
         total += _load(addend, _offset(addend, sizes, place, C), number, mask, C)
     total = from_float32(_activate(total.to(tl.float32), C), out.base.dtype.element_ty)

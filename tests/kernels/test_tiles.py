@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.kernels.matmul.estimate import TRITON, rounded_up, choose, duration
+from hostir.kernels.matmul.estimate import TRITON, choose, duration, rounded_up
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, candidates
 

@@ -126,12 +126,18 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
         if end * together < pieces:
             others = _programs_of(end % GROUPS, GROUPS)
             complete = tl.atomic_add(arrived + end, 1, sem="acq_rel", scope="gpu") == others
-    number = tl.arange(0, MAX_PIECES)
     for first in range(batch * together, end * together, together):
-        raised = number < min(together, pieces - first)
-        flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
-        epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
-        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+        raise_piece_flags(table, pieces, first, min(together, pieces - first), MAX_PIECES)
+
+
+@triton.jit
+def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
+    """Raise the flags of `count` pieces, at most MAX_PIECES, from piece `first` of the `pieces` in a table."""
+    number = tl.arange(0, MAX_PIECES)
+    exists = number < count
+    flags = tl.load(table + 2 * pieces + first + number, mask=exists, other=0)
+    epochs = tl.load(table + 3 * pieces + first + number, mask=exists, other=0)
+    tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
 class PushKernel:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hostir.kernels.flags.copies import PushKernel
+from hostir.kernels.flags.copies import PushKernel, raise_piece_flags
 
 
 class Pushed(NamedTuple):
@@ -53,11 +53,7 @@ def raise_pushed(pushed, PIECES: tl.constexpr):
     tl.debug_barrier()  # orders the writes of all threads before the arrival that one thread signals
     if tl.atomic_add(pushed.arrived, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
         tl.store(pushed.arrived, 0)
-        number = tl.arange(0, PIECES)
-        exists = number < pushed.count
-        flags = tl.load(pushed.table + 2 * pushed.count + number, mask=exists, other=0)
-        epochs = tl.load(pushed.table + 3 * pushed.count + number, mask=exists, other=0)
-        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+        raise_piece_flags(pushed.table, pushed.count, 0, pushed.count, PIECES)
 
 
 def pushed_rows(pushed: PushKernel, out: torch.Tensor) -> int:
