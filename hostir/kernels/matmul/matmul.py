@@ -31,7 +31,7 @@ from hostir.kernels.flags.done import DoneFlags, done_layout, done_rows
 from hostir.kernels.flags.pushed import pushed_rows
 from hostir.kernels.flags.ready import ReadyFlags, block_rows, ready_layout
 from hostir.kernels.layout import launch_layout, rows_or_copy
-from hostir.kernels.matmul.estimate import rounded_up, choose
+from hostir.kernels.matmul.estimate import choose, rounded_up
 from hostir.kernels.matmul.kernel import Constants, Strides
 from hostir.kernels.matmul.operands import (
     DTYPES_8_BIT,
