@@ -73,7 +73,7 @@ def test_every_flag_rises_after_its_block_and_counts_return_to_zero(data):
     bias = whole_numbers(N, dtype=dtype) if draw(st.booleans()) else None
     tile = draw(st.sampled_from(TILES))
     if draw(st.booleans()) and blocks * height % 4 == 0:  # batches that do not merge: rows between them are left out
-        rows = filled([4, blocks * height // 4, K], dtype, pad=[0, 1, 0]).copy_(a.view(4, -1, K))
+        rows = filled([4, blocks * height // 4, K], dtype, pad=[0, 1, 0]).copy_(a.view(4, blocks * height // 4, K))
     else:
         rows = a
     flags = torch.zeros(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
