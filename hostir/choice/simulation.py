@@ -92,7 +92,7 @@ class GemmCosts:
     def filled(self, gemm: Gemm) -> float:
         """Return the share of the SMs that the tiles of a matmul keep busy, on average over its time."""
         tile = self.fastest(gemm)
-        busy = Grid.of(tile, gemm).tiles * self.rates.whole(tile, gemm)
+        busy = Grid.of(tile, gemm).tiles * self.rates.unsplit_time(tile, gemm)
         return busy / (self.hardware.sms * self.tiles(gemm, tile))
 
     def fits_one_wave(self, gemm: Gemm) -> bool:

@@ -1,4 +1,4 @@
 """Kernels in Triton, each with a reference in torch. They write into tensors that the caller owns.
 
-Importing this package loads neither torch nor triton; its modules load what they need.
+Importing this package loads neither torch nor Triton; each module loads what it needs.
 """

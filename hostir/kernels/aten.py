@@ -1,9 +1,11 @@
-"""The computations of the language in ATen: one function for each kind, `f(out, *operands, **options)`.
+"""The computations of the language in ATen: one function for each, `f(out, *operands, **options)`.
 
-Each writes all of `out`, whatever its strides, and accumulates in f32 or better, unless the user allows torch to
-accumulate f16 (`allow_fp16_accumulation`). torch by default lets cuBLAS add up the parts of split-K in 16 bits; this is
-switched off while a product is issued, for all threads, and then set back to the user's choice. `out` must not share
-memory with the operands of a contraction or a sum; in elementwise computations it may be an operand.
+Each function writes all of `out`, whatever its strides. It accumulates in f32 or better, unless the user allows torch
+to accumulate in f16 (`allow_fp16_accumulation`). By default torch lets cuBLAS add up the parts of split-K in 16 bits:
+this is switched off for all threads while a product is issued, and then set back to the user's choice.
+
+`out` must not share memory with the operands of a contraction or a sum. In elementwise computations it may be one of
+the operands.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ REDUCED_PRECISION = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
-# Getter and setter of each setting, which take a quarter of the time of torch.backends. The value is a pair: whether
-# 16-bit sums are allowed, and whether split-K is; torch wants the second to be True where the first is.
+# Getter and setter of each setting: a quarter of the time of torch.backends. A value is a pair: True if 16-bit
+# sums are allowed, and True if split-K is allowed. torch requires the second to be True if the first is.
 _SETTINGS = {
     dtype: (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
     for dtype, name in REDUCED_PRECISION.items()
 }
 _setting = threading.Lock()  # held while a setting differs from the user's
 
-# So many numbers are added in their order: torch's order depends on layouts. It adds more with a smaller error.
+# Up to this many numbers are added one by one, as torch's order depends on layouts. For more, torch is more accurate.
 IN_ORDER = 16
 
 
@@ -69,7 +71,7 @@ def gelu(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out = x * (1 + erf(x / sqrt 2)) / 2`."""
     if out.is_contiguous():
         torch.ops.aten.gelu.out(x, approximate="none", out=out)
-    else:  # torch 2.13 would leave elements of `out` unwritten on a CPU
+    else:  # on a CPU, torch 2.13 leaves elements of a strided `out` unwritten
         out.copy_(torch.nn.functional.gelu(x))
 
 
@@ -80,7 +82,7 @@ def silu(out: torch.Tensor, x: torch.Tensor) -> None:
 
 def scale(out: torch.Tensor, x: torch.Tensor, *, factor: float) -> None:
     """`out = x * factor`, in f32 or better, rounded once."""
-    if out.is_cpu and out.itemsize < 4:  # there torch may round the number to the dtype first
+    if out.is_cpu and out.itemsize < 4:  # on a CPU, torch may first round the factor to the dtype
         out.copy_(x.float().mul_(factor))
     else:
         torch.mul(x, factor, out=out)
@@ -107,7 +109,7 @@ def cast(out: torch.Tensor, x: torch.Tensor, *, dtype: str) -> None:
 def sum(
     out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
 ) -> None:
-    """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once. A few are added in their order."""
+    """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once. Few elements are added in order."""
     if 0 < x.shape[axis] <= IN_ORDER and (out.is_cpu or addend is not None or activation):
         add_up(out, x.unbind(axis), addend, activation)
         return
@@ -153,12 +155,13 @@ def scaled_matmul(
 ) -> None:
     """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
 
-    By torch's library where that takes such operands, else in float64. Tensor-wise and row-wise scales may be G along
-    K, one for each K/G elements, as the reference on whole tensors has them. `fast` is for the library.
+    torch's library computes it if it takes such operands; else it is computed in float64. Tensor-wise and row-wise
+    scales may have G elements along K, one for each K/G elements of an operand, as in the reference on unsharded
+    tensors. `fast` is passed to the library.
     """
     if out.dtype != torch.float64 and scaled_by_library(out, a, b, scale_a, scale_b, bias, fast=fast):
         return
-    scale_a, scale_b = scale_a.float(), scale_b.float()  # all are f64 where the reference is
+    scale_a, scale_b = scale_a.float(), scale_b.float()  # in the reference they are f64
     groups, K, columns = scale_a.shape[-1], a.shape[-1], -(-out.shape[-1] // SCALE_BLOCK)
     block_wise = groups * SCALE_BLOCK == K and scale_a.shape[:-1] == a.shape[:-1] and scale_b.shape[-1] == columns
     if groups == 1 or block_wise:
@@ -173,11 +176,11 @@ def scaled_matmul(
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
-    """`out = max(amax / max, 2^-126)` in f32: of each row of `x`, or of each `block` elements of one."""
+    """`out = max(amax / max, 2^-126)` in f32, for each row of `x`, or for each `block` elements of a row."""
     blocks = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
     amax = blocks.float().abs().amax(-1) if x.shape[-1] else torch.zeros_like(out, dtype=torch.float32)
-    # On CUDA torch multiplies by the rounded reciprocal of a Python number, which can be off by a unit of f32. One unit
-    # of a scale moves elements that lie halfway between two numbers of fp8 by a whole step. A tensor is divided by.
+    # To divide by a Python number, torch multiplies by its rounded reciprocal on CUDA. The scale can then be off by one
+    # unit of f32, which moves elements halfway between two numbers of fp8 by a step. By a tensor, torch really divides.
     limit = torch.full((), torch.finfo(FP8[dtype]).max, device=x.device)
     out.copy_((amax / limit).clamp_min_(LEAST_SCALE))
 
@@ -190,7 +193,7 @@ def largest(out: torch.Tensor, x: torch.Tensor) -> None:
 def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
     """`out = x / scale` in fp8, computed in f32, limited to the dtype's range and rounded to nearest even.
 
-    `scale` has the axes of `x`, each 1 or as long; the last one may be of blocks of equal length.
+    `scale` has the axes of `x`, each of size 1 or as in `x`. Its last axis may also have one element for each block.
     """
     narrow = FP8[dtype]
     limit = torch.finfo(narrow).max
@@ -199,25 +202,24 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
     out.copy_((x.float() / scale.float()).clamp_(-limit, limit).to(narrow))
 
 
-KERNELS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm)
-}
-BY_CUBLAS = (matmul, linear, scaled_matmul)
-
-
-KERNELS |= {f.__name__: f for f in (scale, offset, scaled_matmul, row_scales, largest, quantize)}
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    *(matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
+    *(scale, offset, scaled_matmul, row_scales, largest, quantize),
+)
+KERNELS: dict[str, Callable[..., None]] = {f.__name__: f for f in _FUNCTIONS}
+BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`out = a @ b (+ bias)`, with sums in f32; a bias is a row, or has the shape of `out`.
+    """Compute `out = a @ b (+ bias)`, with sums in f32. A bias is a row, or has the shape of `out`.
 
-    If rows are not multiples of 16 bytes, cuBLAS takes other kernels, and different ones for slices and for the whole
-    tensor: with 16-bit sums some of them have 1.4 times the error of the others.
+    If rows are not multiples of 16 bytes, cuBLAS chooses other kernels, and different ones for a slice and for all
+    rows. With 16-bit sums, some of these have 1.4 times the error of others.
     """
     setting = _SETTINGS.get(out.dtype)
     if setting is None:
         _multiply(out, a, b, bias)
-    elif out.is_cpu:  # a hundred times as fast on CPUs without 16-bit arithmetic
+    elif out.is_cpu:  # in f32: a hundred times as fast on CPUs without 16-bit arithmetic
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         _multiply(wide, a.float(), b.float(), None if bias is None else bias.float())
         out.copy_(wide)
@@ -235,7 +237,7 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Compute `out = a @ b (+ bias)` with the settings of torch as they are."""
+    """Compute `out = a @ b (+ bias)` with torch's current settings."""
     if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
         torch.matmul(a, b, out=out)  # takes less host time than our own views
         return
@@ -258,5 +260,5 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 @functools.lru_cache(maxsize=1024)
 def _folds(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether torch.matmul merges all leading axes into one product; strides of axes of size 1 count as well."""
+    """Return True if torch.matmul merges all leading axes into one product. Strides of axes of size 1 count too."""
     return len(shape) > 1 and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))

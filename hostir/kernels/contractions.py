@@ -1,4 +1,4 @@
-"""Contractions of the kernel table: matmul, linear and scaled matmul, whole or by blocks of rows."""
+"""Kernels of the table in Triton: contractions (matmul, linear, scaled matmul) and sums, also by blocks of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hostir.ir.source import error
 from hostir.kernels import aten
 from hostir.kernels.layout import collapse, rows, with_all_rows
+from hostir.kernels.repeats import ATEN, Again, Kernel
 from hostir.kernels.scaled import readable
 from hostir.kernels.scaled_library import scaled_by_library
 from hostir.kernels.scales import FlatScales
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hostir.kernels.flags.copies import PushKernel
     from hostir.kernels.flags.done import DoneFlags
     from hostir.kernels.flags.ready import ReadyFlags
-from hostir.kernels.repeats import ATEN, Again, Kernel
 
 
 def sum_by_blocks(
@@ -31,28 +31,31 @@ def sum_by_blocks(
     activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(axis) + addend)` in Triton, each block of rows once all sources have theirs."""
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton; each block of rows waits for its flags."""
     from hostir.kernels.reduce import add_up  # loads Triton: only where it is used
 
-    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
+    return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
 
 
-# A contraction is what multiplies rows with a right side; the kernels that do so wait for flags, raise them, or copy.
+# A contraction multiplies the rows of `a` by a right side. All contractions share the code that waits for flags, raises
+# flags, or copies to peers.
 
-Multiply = Callable[..., Again | None]  # f(out, a, row, **flags): of rows that begin with number `row` of all
-RightSide = Callable[..., Multiply]  # f(out, a, *others, **options), as a kernel: computes nothing yet
+# f(out, a, row, **flags) multiplies some rows of the operand; `row` is the index of the first of them.
+Multiply = Callable[..., Again | None]
+# f(out, a, *others, **options) takes the arguments of a kernel. It computes nothing yet, but returns a Multiply.
+RightSide = Callable[..., Multiply]
 
 
 def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Multiply:
-    """Multiply with `b` `[K, N]`; an addend is `out` itself, to which the product is added."""
+    """Multiply by `b` `[K, N]`. An addend must be `out` itself: the product is then added to it."""
     assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
     return _product(b, adds=addend is not None)
 
 
 def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Multiply:
-    """Multiply with the transpose of `weight` `[N, K]`, and add `bias` `[N]`; rounded once."""
+    """Multiply by the transpose of `weight` `[N, K]`, and add `bias` `[N]`; round once."""
     return _product(weight.t(), bias=bias)
 
 
@@ -72,7 +75,7 @@ def _scaled_matmul(
     *,
     fast: bool = False,
 ) -> Multiply:
-    """Multiply as `hostir.kernels.scaled.scaled_matmul`."""
+    """Multiply as `hostir.kernels.scaled.scaled_matmul` does."""
     from hostir.kernels.matmul.matmul import multiply
 
     along_k, (of_a, of_b), copied = readable(a, b, scale_a, scale_b)
@@ -88,8 +91,8 @@ def _scaled_matmul(
 CONTRACTIONS: Mapping[str, RightSide] = {"matmul": _matmul, "linear": _linear, "scaled_matmul": _scaled_matmul}
 
 
-def _whole(right_side: RightSide) -> Kernel:
-    """Return the kernel that computes a contraction whose rows are all ready."""
+def _without_flags(right_side: RightSide) -> Kernel:
+    """Return the kernel of a contraction without flags: all rows of `a` are ready."""
 
     def kernel(out: torch.Tensor, a: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Again | None:
         return _contract(out, a, right_side(out, a, *others, **options))
@@ -98,11 +101,12 @@ def _whole(right_side: RightSide) -> Kernel:
 
 
 def _by_blocks(right_side: RightSide) -> Kernel:
-    """Return the kernel that begins each block of rows once its flag of `ready` is up, and raises the flags of `done`.
+    """Return the kernel of a contraction that waits for the flags of `ready` and raises the flags of `done`.
 
-    `own` are rows of a block that needs no flag. It is one launch if the leading axes of `a` and `out` merge; else the
-    flags of `done` are raised together, by a launch of their own behind the others. The kernel raises HostIRError if
-    the blocks do not fit the slices of a tensor whose leading axes do not merge (see `_contract_ready`).
+    Each block of rows begins when its flag has risen. `own_rows` replace a block, which needs no flag. If the leading
+    axes of `a` and `out` merge, the kernel is one launch. Else there are several launches, and one more after them that
+    raises all flags of `done`. Raises HostIRError if the leading axes do not merge and the blocks do not fit the slices
+    of the outermost axis (see `_contract_ready`).
     """
 
     def kernel(
@@ -111,18 +115,18 @@ def _by_blocks(right_side: RightSide) -> Kernel:
         *others: torch.Tensor | None,
         ready: ReadyFlags | None = None,
         done: DoneFlags | None = None,
-        own: torch.Tensor | None = None,
+        own_rows: torch.Tensor | None = None,
         **options: Any,
     ) -> Again | None:
         from hostir.kernels.flags.done import raise_flags
 
         product = right_side(out, a, *others, **options)
-        if _merges(out, a) if own is None else ready and _in_whole_batches(out, a, len(ready.flags)):
-            return product(out, a, 0, ready=ready, done=done, own=own)
+        if _merges(out, a) if own_rows is None else ready and _in_complete_batches(out, a, len(ready.flags)):
+            return product(out, a, 0, ready=ready, done=done, own_rows=own_rows)
         if ready is None:
             _contract(out, a, product)
         else:
-            _contract_ready(out, a, product, 0, ready, own)
+            _contract_ready(out, a, product, 0, ready, own_rows)
         if done is not None:
             raise_flags(done, None if ready is None else ready.timeouts)
         return None
@@ -139,19 +143,19 @@ def _scaled_matmul_by_blocks(
     ready: ReadyFlags | None = None,
     **options: Any,
 ) -> Again | None:
-    """As `_by_blocks`; raises HostIRError for scales that it would have to copy before their rows are there."""
+    """Compute as `_by_blocks`. Raises HostIRError for scales that it would have to copy before their rows arrive."""
     if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
         raise error(
-            "the scales of rows that a matmul waits for lie with several strides",
-            expected="scales of all rows in one piece, as gathered",
+            "a matmul cannot wait for rows if their scales have no single stride",
+            expected="the scales of all rows in one buffer, with one stride between rows",
         )
     return _by_blocks(_scaled_matmul)(out, a, b, scale_a, *others, ready=ready, **options)
 
 
 def _pushed(right_side: RightSide) -> Kernel:
-    """Return the kernel that computes a contraction and what `pushed` does with `out`, which is dense, as well.
+    """Return the kernel of a contraction that also copies pieces of `out` to peers, as `pushed` says; `out` is dense.
 
-    If the leading axes of `a` do not merge, that is another kernel behind it.
+    If the leading axes of `a` do not merge, a second kernel makes the copies.
     """
 
     def kernel(
@@ -167,13 +171,13 @@ def _pushed(right_side: RightSide) -> Kernel:
     return kernel
 
 
-WHOLE: Mapping[str, Kernel] = {kind: _whole(each) for kind, each in CONTRACTIONS.items()}
+WITHOUT_FLAGS: Mapping[str, Kernel] = {name: _without_flags(right_side) for name, right_side in CONTRACTIONS.items()}
 BY_BLOCKS: Mapping[str, Kernel] = {
-    **{f"{kind}_by_blocks": _by_blocks(each) for kind, each in CONTRACTIONS.items()},
+    **{f"{name}_by_blocks": _by_blocks(right_side) for name, right_side in CONTRACTIONS.items()},
     "scaled_matmul_by_blocks": _scaled_matmul_by_blocks,
     "sum_by_blocks": sum_by_blocks,
 }
-PUSHED: Mapping[str, Kernel] = {f"{kind}_pushed": _pushed(each) for kind, each in CONTRACTIONS.items()}
+PUSHED: Mapping[str, Kernel] = {f"{name}_pushed": _pushed(right_side) for name, right_side in CONTRACTIONS.items()}
 
 
 def _contract_ready(
@@ -182,20 +186,20 @@ def _contract_ready(
     product: Multiply,
     row: int,
     ready: ReadyFlags,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute a contraction that begins each block of the flattened rows once its flag is up.
+    """Compute a contraction that begins each block of the flattened rows when its flag has risen.
 
-    If the leading axes of `a` and `out` merge into `[batch, rows]`, it is one launch, which works on whatever is ready.
-    Otherwise each slice of the outermost axis is a launch, in order from that of block `ready.first` on: a slice must
-    consist of whole blocks, or a block of whole slices; HostIRError otherwise. With `own` rows, and blocks that do not
-    consist of whole batches, each block is a launch.
+    If the leading axes of `a` and `out` merge into `[batch, rows]`, it is one launch, which waits for each block by
+    itself. Otherwise each slice of the outermost axis is a launch; the slice that holds block `ready.first` comes
+    first. Each slice must then consist of complete blocks, or each block of complete slices; else raises HostIRError.
+    With `own_rows`, and blocks that do not consist of complete batches, each block is a launch.
     """
     count = a.shape[:-1].numel()
-    if own is not None:
-        if _in_whole_batches(out, a, len(ready.flags)):
-            return product(out, a, row, ready=ready, own=own)
-        pairs = with_all_rows(out, a, len(ready.flags), ready.first, own)
+    if own_rows is not None:
+        if _in_complete_batches(out, a, len(ready.flags)):
+            return product(out, a, row, ready=ready, own_rows=own_rows)
+        pairs = with_all_rows(out, a, len(ready.flags), ready.first, own_rows)
         for block in (*range(ready.first, len(pairs)), *range(ready.first)):
             flag, at = None if block == ready.first else _of_block(ready, block), row + block * count // len(pairs)
             for out_part, a_part in pairs[block]:
@@ -210,8 +214,8 @@ def _contract_ready(
     slices, blocks = len(out), len(ready.flags)
     if slices % blocks and blocks % slices:
         raise error(
-            f"a matmul cannot wait for {blocks} blocks of rows in {slices} slices, of which each lies apart in memory",
-            expected="slices of whole blocks, or blocks of whole slices",
+            f"a matmul cannot wait for {blocks} blocks of rows in {slices} slices that lie apart in memory",
+            expected="slices of complete blocks, or blocks of complete slices",
             notes=((None, f"a: shape {list(a.shape)}, strides {list(a.stride())}; out: strides {list(out.stride())}"),),
         )
     foremost = ready.first * slices // blocks
@@ -226,19 +230,19 @@ def _contract_ready(
 
 
 def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
-    """Return the flags of one block, for a launch behind another one, which overlaps no other kernel."""
+    """Return the flags of one block, for a launch that follows another one and so overlaps no other kernel."""
     one = slice(block, block + 1)
     return replace(ready, flags=ready.flags[one], timeouts=ready.timeouts[one], first=0, overlapped_sms=0)
 
 
-def _in_whole_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
-    """Whether the leading axes of both merge for one launch, and blocks are whole batches or parts of one batch."""
+def _in_complete_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
+    """Return True if the leading axes merge for one launch, and blocks are complete batches or parts of one batch."""
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 0) -> Again | None:
-    """Compute a contraction whose rows are all ready, with a launch for each slice if leading axes do not merge."""
+    """Compute a contraction without flags, with a launch for each slice if leading axes do not merge."""
     if _merges(out, a):
         return product(out, a, row)
     for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
@@ -247,10 +251,10 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
 
 
 def scaled_matmul_of_either(out: torch.Tensor, *operands: Any, fast: bool = False) -> Again | None:
-    """Compute a scaled product by torch's library where it takes such operands, else in Triton."""
+    """Compute a scaled matmul by torch's library if it takes such operands, else in Triton."""
     if scaled_by_library(out, *operands, fast=fast):
         return None
-    return WHOLE["scaled_matmul"](out, *operands, fast=fast)
+    return WITHOUT_FLAGS["scaled_matmul"](out, *operands, fast=fast)
 
 
 def _row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
@@ -277,7 +281,7 @@ BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantiz
 def sum_of_few(
     out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
 ) -> Again | None:
-    """Compute as `sum_by_blocks` if `x` is a few tensors one after another, which torch sums slowly; else by torch."""
+    """Compute a sum by torch, but in Triton for a few tensors that lie one after another: torch is slow there."""
     from hostir.kernels.reduce import adds_in_order
 
     if adds_in_order(x, out, axis):
@@ -286,22 +290,22 @@ def sum_of_few(
     return None
 
 
-# Kernels that may return a function that repeats the call, see `repeating`.
-REPEATABLE: tuple[Kernel, ...] = (*WHOLE.values(), scaled_matmul_of_either, sum_by_blocks, sum_of_few)
-# Kernels that launch kernels of Triton, at least for some operands: they can be loaded before a call.
+# Kernels that may return a function that repeats the call; see `repeating`.
+REPEATABLE: tuple[Kernel, ...] = (*WITHOUT_FLAGS.values(), scaled_matmul_of_either, sum_by_blocks, sum_of_few)
+# Kernels that launch Triton kernels, at least for some operands. Their Triton kernels can be loaded before a call.
 IN_TRITON: tuple[Kernel, ...] = (*REPEATABLE, *BY_BLOCKS.values(), *PUSHED.values(), *BY_ROWS.values())
 # Kernels that call cuBLAS, at least for some operands.
 BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, scaled_matmul_of_either)
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
-    """Whether the leading axes of both merge into the `[batch, rows]` that one launch of the Triton kernel takes."""
+    """Return True if the leading axes merge into the `[batch, rows]` that one launch of the Triton kernel takes."""
     return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
 
 
 def triton_kernels(device_type: str) -> dict[str, Kernel]:
     """Return the Triton kernels of the table for a type of device."""
-    try:  # only here: where nobody asks for Triton, it need not be installed
+    try:  # Triton need not be installed unless somebody asks for it
         from hostir.kernels.devices import INTERPRETED
     except ImportError as problem:
         hint = f"pip install triton, or {ATEN}"
@@ -313,4 +317,4 @@ def triton_kernels(device_type: str) -> dict[str, Kernel]:
             hint=f"set it, or {ATEN}",
         )
 
-    return {**WHOLE, "sum": sum_by_blocks, **BY_ROWS}
+    return {**WITHOUT_FLAGS, "sum": sum_by_blocks, **BY_ROWS}

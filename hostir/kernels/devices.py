@@ -1,4 +1,4 @@
-"""Devices that Triton kernels run on, its interpreter among them, and launches at little host time."""
+"""Launches of Triton kernels on GPUs and in Triton's interpreter, and the limits of devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hostir.ir.source import Diagnostic, HostIRError
 from hostir.kernels.repeats import ATEN
 
-# Triton decides this when a kernel is decorated, so once for the life of the process.
+# Triton decides this when a kernel is decorated, so it holds for the life of the process.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # The interpreter keeps the program index in a global and patches triton.language while it runs.
@@ -28,6 +28,8 @@ _interpreter_lock = threading.Lock()
 
 
 class _Thread(threading.local):
+    """State of a thread: whether it has a CUDA context, and whether it loads kernels instead of launching them."""
+
     bound = False
     only_loads = False
 
@@ -40,10 +42,10 @@ class Limits:
     """The resources of a device that a kernel can use.
 
     Fields:
-        sms: number of SMs, which is the number of programs of a persistent grid.
+        sms: number of SMs. A persistent grid has as many programs.
         shared_memory: bytes of shared memory that one program may use.
-        tma: whether the device has the Tensor Memory Accelerator (TMA; Hopper and later).
-        fp8: whether its tensor cores multiply 8-bit floats (Ada, Hopper and later).
+        tma: True if the device has the Tensor Memory Accelerator (TMA; Hopper and later).
+        fp8: True if its tensor cores multiply 8-bit floats (Ada, Hopper and later).
     """
 
     sms: int
@@ -67,15 +69,15 @@ def limits(device: torch.device) -> Limits:
 
 
 def check_device(**tensors: torch.Tensor | None) -> torch.device:
-    """Return the one device of all `tensors` that are not None.
+    """Return the common device of all `tensors` that are not None.
 
     Raises ValueError if they are on several devices, or on the CPU while Triton compiles for GPUs.
     """
     devices = {name: t.device for name, t in tensors.items() if t is not None}
     device = next(iter(devices.values()))
     if any(other != device for other in devices.values()):
-        found = ", ".join(f"{name} on {where}" for name, where in devices.items())
-        raise ValueError(f"expected all tensors on one device, got {found}")
+        places = ", ".join(f"{name} on {where}" for name, where in devices.items())
+        raise ValueError(f"expected all tensors on one device, got {places}")
     if not INTERPRETED and device.type != "cuda":
         raise ValueError(f"Triton kernels need CUDA tensors, got {device.type}; on a CPU, set TRITON_INTERPRET=1 first")
     return device
@@ -83,7 +85,7 @@ def check_device(**tensors: torch.Tensor | None) -> torch.device:
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    # Overflow and NaN are silent on a GPU, so numpy, which the interpreter computes with, must be silent as well.
+    # The interpreter computes with numpy. Like a GPU, numpy must not warn of overflow or NaN.
     with _interpreter_lock, np.errstate(all="ignore"):
         yield
 
@@ -94,9 +96,9 @@ def launching(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 def bind_thread(device: torch.device) -> None:
-    """Bind the CUDA context of `device`, the current one, to this thread.
+    """Bind the CUDA context of `device`, which is the current device, to this thread.
 
-    CUDA does so at a thread's first call of the CUDA runtime; encoding a descriptor is a call of the driver.
+    CUDA binds it at a thread's first call of the CUDA runtime. Encoding a descriptor calls only the driver.
     """
     if not _thread.bound:
         torch.cuda.mem_get_info(device)
@@ -104,10 +106,10 @@ def bind_thread(device: torch.device) -> None:
 
 
 class Compiled:
-    """A compiled kernel, launched with arguments of the types that it was compiled for.
+    """A compiled kernel, which is launched with arguments of the types that it was compiled for.
 
-    Triton's own launch inspects every argument to find the kernel that fits, and encodes every descriptor. Reusing both
-    from an earlier launch saves most of the host time.
+    Triton's own launch inspects every argument to find the compiled kernel, and encodes every descriptor. To reuse the
+    kernel and the encoded descriptors of an earlier launch saves most of the host time.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -130,8 +132,8 @@ class Compiled:
         self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
 
 
-# Kernels are compiled and loaded before the first call that launches them has issued anything: compiling takes seconds,
-# in which peers would wait, and a kernel may need more than the device has.
+# Kernels are compiled and loaded before the first call that launches them issues any work. Compiling takes seconds, and
+# peers would wait; and a kernel may turn out to need more than the device has.
 
 
 class TooLargeError(HostIRError):
@@ -139,9 +141,9 @@ class TooLargeError(HostIRError):
 
 
 def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Compiled | None:
-    """Compile a kernel for such arguments, and load it on the current device; None in the interpreter, which does not.
+    """Compile a kernel for such arguments, and load it on the current device. Returns None in the interpreter.
 
-    Raises TooLargeError if the device has not enough for it.
+    Raises TooLargeError if the kernel needs more than the device has.
     """
     if INTERPRETED:
         return None
@@ -156,7 +158,7 @@ def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> C
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Launch a kernel through Triton on the current device, or only load it: see `loading`."""
+    """Launch a kernel through Triton on the current device. Within `loading`, only load it."""
     if _thread.only_loads:
         load(kernel, arguments, options)
     else:
@@ -165,7 +167,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Have this thread load kernels, of operands that are `StandIn`, where it would launch them."""
+    """Make this thread load kernels instead of launching them, within the context. Operands are `StandIn`s."""
     _thread.only_loads = True
     try:
         yield

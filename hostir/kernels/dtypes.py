@@ -1,7 +1,4 @@
-"""Dtypes of hostir and torch.
-
-Convert between whole tensors and the parts that ranks hold, and bind symbols to the sizes of a call's tensors.
-"""
+"""The torch dtypes of hostir's element types."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from hostir.ir.types import FLAG, DType
 FLOATS = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TORCH = {**FLOATS, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, FLAG.name: torch.int64}
 
-
+# Integer dtypes by their size in bytes.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -1,6 +1,6 @@
-"""Tensors as kernels see them: merged axes, rows, blocks of rows, what TMA can describe, and numbers for kernels.
+"""Layouts of tensors for kernels: merged axes, views of rows and blocks of rows, strides of TMA descriptors.
 
-Axes that merge, and views of the rows of a tensor.
+Also a pool of small arrays on the device, which kernels read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+
+
+def launch_layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return everything about a tensor that a launch depends on, except its address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
@@ -32,7 +37,7 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, .
 
 
 def rows(t: torch.Tensor) -> torch.Tensor | None:
-    """Return `t[..., K]` as a view `[M, K]`, M the product of the leading axes; None if no single row stride fits."""
+    """Return `t[..., K]` as a view `[M, K]` of its flattened leading axes; None if its rows have no single stride."""
     if t.ndim == 2:
         return t
     if t.is_contiguous() and t.shape[-1]:  # the same result as below, in a quarter of the time
@@ -45,7 +50,7 @@ def rows(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
-    """Return `t[..., K]` as `[M, K]`: a view if a single row stride fits, else a dense copy."""
+    """Return `t[..., K]` as `[M, K]`: a view if its rows have a single stride, else a dense copy."""
     flat = rows(t)
     return t.reshape(-1, t.shape[-1]) if flat is None else flat
 
@@ -53,10 +58,11 @@ def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
 def row_pieces(
     parts: Sequence[tuple[torch.Tensor, int]], count: int, cuts: Iterable[int] = ()
 ) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Cut `count` rows of several tensors alike, at `cuts` and wherever the rows of one do not go on with one stride.
+    """Cut `count` rows of several tensors into the same pieces, each with a single row stride in every tensor.
 
-    Rows are the leading axes flattened. Of each tensor, with the first row to take, the rows may lie in any way.
-    Returns, for each piece, its first row, counted from 0, and its rows of each tensor as views `[rows, K]`.
+    `parts` are the tensors, of any layouts, each with the first row to take. Rows are the leading axes flattened.
+    `cuts` are further rows at which a piece must begin. Returns the first row of each piece, counted from 0, and its
+    rows in each tensor as views `[rows, K]`.
     """
     merged = [collapse(t.shape[:-1], t.stride()[:-1]) or [(1, t.shape[-1])] for t, _ in parts]
     turns = {
@@ -72,7 +78,7 @@ def row_pieces(
 
 
 def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
-    """Return rows that have one stride; `levels` are the merged leading axes."""
+    """Return `count` rows from `start` on, which have a single stride; `levels` are the merged leading axes."""
     left, offset = start, int(t.storage_offset())
     for size, stride in reversed(levels):
         left, index = divmod(left, size)
@@ -80,14 +86,11 @@ def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, cou
     return t.as_strided((count, t.shape[-1]), (levels[-1][1], t.stride(-1)), offset)
 
 
-# The rows of one block of a tensor, for computations that proceed block by block.
-
-
 def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
-    """Return the rows of one of `blocks` equal blocks of `x`, as views.
+    """Return the rows of block `block`, one of `blocks` equal blocks of `x`, as views.
 
-    One view `[rows, K]` if the rows of both tensors have a single stride, else several views. `x` and `other`, whose
-    leading axes are equal, are cut alike.
+    Returns one view `[rows, K]` if the rows of both tensors have a single stride, else several views. The leading axes
+    of `other` are equal to those of `x`: a call with the tensors swapped cuts the block in the same way.
     """
     flat = rows(x)
     if flat is not None and rows(other) is not None:
@@ -98,32 +101,32 @@ def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> l
 
 
 def with_rows(
-    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own: torch.Tensor | None = None
+    out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own_rows: torch.Tensor | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of views: rows of one of equal blocks of `out`, and the rows of `a`, or `own`, to multiply."""
+    """Return pairs of views for one block: rows of `out`, and the rows of `a`, or `own_rows`, to multiply."""
     outs = block_of(out, a, block, blocks)
-    if own is None:
+    if own_rows is None:
         return list(zip(outs, block_of(a, out, block, blocks), strict=True))
-    parts = rows_or_copy(own).split([part.shape[:-1].numel() for part in outs])
-    return [(part, mine.view(*part.shape[:-1], own.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
+    parts = rows_or_copy(own_rows).split([part.shape[:-1].numel() for part in outs])
+    return [(part, mine.view(*part.shape[:-1], own_rows.shape[-1])) for part, mine in zip(outs, parts, strict=True)]
 
 
 def with_all_rows(
-    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own: torch.Tensor | None = None
+    out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own_rows: torch.Tensor | None = None
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return `with_rows` of every block, with `own` for block `first`, at less host time than one by one."""
+    """Return `with_rows` of every block, with `own_rows` for block `first`. Faster than one call per block."""
     outs, parts = rows(out), rows(a)
     if outs is None or parts is None or not len(outs):
-        return [with_rows(out, a, block, blocks, own if block == first else None) for block in range(blocks)]
+        return [with_rows(out, a, block, blocks, own_rows if block == first else None) for block in range(blocks)]
     height = len(outs) // blocks
     pairs = list(zip(outs.split(height), parts.split(height), strict=True))
-    if own is not None:
-        pairs[first] = pairs[first][0], rows_or_copy(own)
+    if own_rows is not None:
+        pairs[first] = pairs[first][0], rows_or_copy(own_rows)
     return [[pair] for pair in pairs]
 
 
 def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """Return rows `start` to before `stop` of the flattened leading axes, as views of several axes."""
+    """Return rows `[start, stop)` of the flattened leading axes, as views of several axes."""
     inner = x.shape[1:-1].numel()
     if start == stop:
         return []
@@ -140,7 +143,7 @@ _STRIDE_LIMIT = 1 << 40
 
 
 def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:
-    """Return strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or why there are none.
+    """Return strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or the rule that they break.
 
     The rules are those of `cuTensorMapEncodeTiled`: a base address on 16 bytes, innermost stride 1, every other stride
     a multiple of 16 bytes and of the next inner stride, and at least the extent of the inner axis. The stride of an
@@ -165,15 +168,12 @@ def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[
     return legal
 
 
-# What kernels read of a plan, in memory that all plans of an executor share.
-
-
 class Words:
-    """A pool of small device arrays (tables and counters of kernels), allocated for all plans of an executor at once.
+    """A pool of small device arrays (tables and counters of kernels), shared by all plans of an executor.
 
     Args:
-        device: on which the numbers are.
-        owners: how many live at a time; if there are more, memory for as many again is allocated.
+        device: the device of the arrays.
+        owners: the expected number of owners that live at a time. The pool allocates arrays for that many at once.
     """
 
     def __init__(self, device: torch.device, owners: int) -> None:
@@ -181,10 +181,11 @@ class Words:
         self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
-        """Return int64 numbers, aligned to 128 bytes, that are the owner's while it lives; the host waits for nothing.
+        """Return an int64 array with these numbers, aligned to 128 bytes. It belongs to the owner while that lives.
 
-        They are there for what the current stream does from now on. It must be behind all that earlier owners do.
-        Memory is for as many owners at each `place`, of which a plan has one for each of its kernels.
+        The host does not wait. The numbers are valid for the later work of the current stream, which must be ordered
+        after all work of earlier owners. Each `place` has memory of its own: a plan uses one place for each of its
+        kernels.
         """
         size = -(-len(numbers) // 16) * 16
         free = self.free.setdefault((place, size), [])
@@ -192,6 +193,6 @@ class Words:
             free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
         words = free.pop()
         weakref.finalize(owner, free.append, words).atexit = False
-        given = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
-        given = given.pin_memory() if self.device.type == "cuda" else given
-        return words[: len(given)].copy_(given, non_blocking=True)
+        values = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        values = values.pin_memory() if self.device.type == "cuda" else values
+        return words[: len(values)].copy_(values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Norms of rows, in Triton: one program has a row, which it reads once if it is not too long."""
+"""RMS norm of rows, in Triton. One program computes a row; it reads rows of up to MAX_WIDTH elements only once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Write the norm of a row. `WIDTH` elements are read at a time; with `ONCE` that is all of them."""
+    """Normalize a row, and multiply it by the weight. Loads `WIDTH` elements at a time; with `ONCE`, all at once."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     read = to_float32(tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=column < columns, other=0.0))
@@ -53,9 +53,9 @@ def _rms_norm_kernel(
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
-    """Compute as ATen's, in Triton: `out = x / sqrt(mean(x^2) + eps) * weight` of each row, in f32, rounded once.
+    """Compute `out = x / sqrt(mean(x^2) + eps) * weight` of each row in Triton, in f32, rounded once.
 
-    What Triton does not take (f64, no elements, rows without a single stride) ATen computes.
+    ATen computes it for f64, for tensors without elements, and for rows without a single stride.
     """
     flat, flat_out = rows(x), rows(out)
     if flat is None or flat_out is None or x.dtype not in DTYPES or not x.numel():

@@ -1,4 +1,4 @@
-"""Scales for 8-bit floats, and numbers divided by them, in Triton: each reads its input once."""
+"""Quantization to 8-bit floats in Triton: the scales of rows or blocks, and the quotients. Each reads `x` once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _row_scales_kernel(
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the scales of `COUNT` segments, of which a row has `groups`, each of `length` elements."""
+    """Write the scales of `COUNT` segments. A row consists of `groups` segments of `length` elements each."""
     segment = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     row, group = (segment // groups).to(tl.int64), segment % groups
     there = segment < segments
@@ -65,21 +65,22 @@ def _quantize_kernel(
     limit,
     WIDTH: tl.constexpr,
 ):
-    """Write up to `WIDTH` elements of a row: `length` of them share a scale."""
+    """Quantize up to `WIDTH` elements of a row. `length` neighbouring elements share a scale."""
     pieces = tl.cdiv(columns, WIDTH)
     row, column = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * WIDTH + tl.arange(0, WIDTH)
     mask, far = column < columns, column.to(tl.int64)
     read = to_float32(tl.load(x + row * x_row + far * x_column, mask=mask, other=0.0))
     by = tl.load(scale + row * scale_row + far // length * scale_column, mask=mask, other=1.0)
-    made = tl.div_rn(read, by)
-    made = tl.where(made > limit, limit, tl.where(made < -limit, -limit, made))  # NaN stays
-    tl.store(out + row * out_row + far * out_column, from_float32(made, out.dtype.element_ty), mask=mask)
+    quotient = tl.div_rn(read, by)
+    quotient = tl.where(quotient > limit, limit, tl.where(quotient < -limit, -limit, quotient))  # NaN stays
+    tl.store(out + row * out_row + far * out_column, from_float32(quotient, out.dtype.element_ty), mask=mask)
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
-    """Compute as ATen's, in Triton: `out = max(amax / max, 2^-126)` of each row of `x`, or of `block` elements of one.
+    """Compute `out = max(amax / max, 2^-126)` in Triton, for each row of `x`, or for each `block` elements of a row.
 
-    A NaN makes its scale NaN. What Triton does not take (f64, no elements, rows without a single stride) ATen computes.
+    A NaN makes its scale NaN. ATen computes the scales for f64, for tensors without elements, and for rows without a
+    single stride.
     """
     flat, flat_out = rows(x), rows(out)
     if flat is None or flat_out is None or x.dtype not in DTYPES or out.dtype != torch.float32 or not x.numel():
@@ -100,10 +101,10 @@ def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0
 
 
 def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
-    """Compute as ATen's, in Triton: `out = x / scale` in fp8, limited to its range and rounded to nearest even.
+    """Compute `out = x / scale` in fp8 in Triton, limited to the dtype's range and rounded to nearest even.
 
-    What Triton does not take (f64, rows without a single stride, scales that vary otherwise than by rows and blocks)
-    ATen computes.
+    ATen computes it for f64, for rows without a single stride, and for scales that are neither one per tensor, one per
+    row, nor one per block of a row.
     """
     flat, flat_out, by = rows(x), rows(out), scale.expand(*x.shape[:-1], scale.shape[-1])
     by_rows = scale.reshape(1, 1).expand(x.shape[:-1].numel(), 1) if scale.numel() == 1 else rows(by)

@@ -1,4 +1,4 @@
-"""Sums over one axis, as needed after a reduce-scatter's partial results have arrived."""
+"""Sums over one axis in Triton, for example of the partial results that a reduce-scatter has received."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,18 @@ from hostir.kernels.devices import (
     load,
     only_loads,
 )
-from hostir.kernels.flags.done import MISSED, DoneFlags, Raised, count, done_rows, raise_flags, stores_ended
-from hostir.kernels.flags.ready import Awaited, ReadyFlags, block_rows, poll
-from hostir.kernels.layout import collapse
+from hostir.kernels.flags.done import (
+    MISSED,
+    DoneFlags,
+    Raised,
+    count,
+    done_layout,
+    done_rows,
+    raise_flags,
+    stores_ended,
+)
+from hostir.kernels.flags.ready import Awaited, ReadyFlags, block_rows, poll, ready_layout
+from hostir.kernels.layout import collapse, launch_layout
 from hostir.kernels.matmul.conversions import from_float32, to_float32
 from hostir.kernels.matmul.workspaces import workspace
 from hostir.kernels.repeats import Again
@@ -37,7 +47,7 @@ from hostir.kernels.repeats import Again
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-# A sum of many elements, or of neighbours in memory: a program adds several at a time, then the sums of these.
+# First kernel: sums of many elements, or of neighbours in memory. A program adds several at a time, then these sums.
 
 # Bytes that one program loads at a time: 8 loads of 16 bytes in flight in each of 128 threads.
 _TILE = 16 << 10
@@ -47,7 +57,7 @@ _TILE = 16 << 10
 def _reduce_sum_kernel(
     x, out, P, Q, R, x_p, x_q, x_r, out_p, out_q, BQ: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
 ):
-    """`out[p, q] = sum over r of x[p, q, r]`; one program sums `BQ` outputs of one `p`, in float64 if `WIDE`."""
+    """Compute `out[p, q] = sum over r of x[p, q, r]`. A program computes `BQ` outputs of one `p`; WIDE: in float64."""
     tiles = tl.cdiv(Q, BQ)
     program = tl.program_id(0).to(tl.int64)
     p = program // tiles
@@ -62,20 +72,21 @@ def _reduce_sum_kernel(
     tl.store(out + p * out_p + q * out_q, from_float32(total, out.dtype.element_ty), mask=q < Q)
 
 
-# A sum of a few tensors, the sources, in their order: element by element, as fast as memory is.
+# Second kernel: sums of a few tensors, the sources, in their order, element by element, at the speed of memory.
 #
-# A fixed number of programs goes through the result block by block. Sources may still arrive then: a program waits for
-# the flags of a block of all of them before it reads the first one. So whichever comes first, the bits are the same.
+# A fixed number of programs goes through the output block by block. Sources may still arrive while the kernel runs: a
+# program waits for the flags of a block in all sources before it reads the first source. So the order of arrival does
+# not change the bits.
 
-MAX_SOURCES = 64  # more are added several at a time if nothing waits for them
+MAX_SOURCES = 64  # more sources are added by the first kernel, if there are no flags
 _UNROLLED = 16  # sources that are loaded at once, before any is added
-_IN_FLIGHT = 64 << 10  # bytes that the program of an SM loads at once: its share of the latency times the bandwidth
+_IN_FLIGHT = 64 << 10  # bytes that a program loads at once: its share of latency times bandwidth of the memory
 _WARPS = 16
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class SumPart(NamedTuple):
-    """A tensor as the kernel reads or writes it: a pointer, and the strides of the axes, of which the last is a run."""
+    """A tensor that the kernel reads or writes: a pointer, and the strides of its merged axes, outermost first."""
 
     base: Any
     strides: Any
@@ -85,14 +96,15 @@ class SumConstants(NamedTuple):
     """The compile-time constants of the kernel.
 
     Fields:
-        SOURCES: the number of sources; UNROLLED: they are loaded at once.
-        OWN: the source for which another tensor stands; -1: none.
+        SOURCES: the number of sources.
+        UNROLLED: all sources are loaded before any is added.
+        OWN: the source that own rows replace; -1 without own rows.
         BLOCK: elements that a program adds at a time.
-        VECTOR: elements in 16 bytes, of which everything is a multiple; 1: it is not.
-        AXES: the number of axes into which the result was merged.
-        READY: sources arrive while the kernel runs; the number of flags per block, rounded up to a power of 2, or 0.
-        DONE: flags rise behind blocks.
-        OVERLAPS: it may have started before the previous kernel of the stream has ended.
+        VECTOR: the elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else 1.
+        AXES: the number of axes into which the axes of the output were merged.
+        READY: the number of flags of a block (one a source), rounded up to a power of 2; 0 without ready flags.
+        DONE: the kernel raises completion flags of blocks.
+        OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         WIDE: accumulate in float64.
         ACTIVATION: the function that is applied at the end; empty for none.
     """
@@ -112,7 +124,7 @@ class SumConstants(NamedTuple):
 
 @triton.jit
 def _offset(part, sizes, place, C: tl.constexpr):
-    """Return the offset in memory of an element, whose number in the order of the axes is `place`."""
+    """Return the offset in memory of element `place`, counted in the order of the axes."""
     AXES: tl.constexpr = C.AXES
     at = place % sizes[AXES - 1] * part.strides[AXES - 1]
     place //= sizes[AXES - 1]
@@ -124,7 +136,7 @@ def _offset(part, sizes, place, C: tl.constexpr):
 
 @triton.jit
 def _pointers(part, at, number, C: tl.constexpr):
-    """Return pointers to the elements with these numbers from an offset on."""
+    """Return pointers to the elements `number`, counted along the last axis from offset `at`."""
     AXES: tl.constexpr = C.AXES
     # Rounding changes nothing, but tells the compiler that 16 bytes can be moved at a time.
     return part.base + at // C.VECTOR * C.VECTOR + number * part.strides[AXES - 1]
@@ -132,14 +144,14 @@ def _pointers(part, at, number, C: tl.constexpr):
 
 @triton.jit
 def _load(part, at, number, mask, C: tl.constexpr):
-    """Load the elements with these numbers from an offset on; each is read only once."""
+    """Load the elements `number`, counted along the last axis from offset `at`, past L1: each is read only once."""
     x = tl.load(_pointers(part, at, number, C), mask=mask, other=0.0, cache_modifier=".cg")
     return to_float32(x).to(tl.float64 if C.WIDE else tl.float32)
 
 
 @triton.jit
 def _activate(x, C: tl.constexpr):
-    """Apply a function to float32 elements."""
+    """Apply the activation to float32 elements."""
     if C.ACTIVATION == "relu":
         return tl.where(x < 0, 0.0, x)  # NaN stays NaN
     elif C.ACTIVATION == "gelu":
@@ -151,30 +163,34 @@ def _activate(x, C: tl.constexpr):
 
 
 @triton.jit
-def _add_sources(x, own, addend, out, sizes, place, size, step, C: tl.constexpr):
-    """Sum up `size` elements from number `place` on; `step` is the stride of the sources."""
+def _add_source(total, x, at, own_rows, at_own, number, mask, source, C: tl.constexpr):
+    """Add one source, or the own rows that replace it, to `total`."""
+    if source == C.OWN:
+        total += _load(own_rows, at_own, number, mask, C)
+    else:
+        total += _load(x, at, number, mask, C)
+    return total
+
+
+@triton.jit
+def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.constexpr):
+    """Sum up `size` elements of the output from element `place` on; `step` is the stride between sources."""
     SOURCES: tl.constexpr = C.SOURCES
     number = tl.arange(0, C.BLOCK)
     mask = number < size // C.VECTOR * C.VECTOR
-    at, at_own = _offset(x, sizes, place, C), _offset(own, sizes, place, C)
+    at, at_own = _offset(x, sizes, place, C), _offset(own_rows, sizes, place, C)
     if C.OWN == 0:
-        total = _load(own, at_own, number, mask, C)
+        total = _load(own_rows, at_own, number, mask, C)
     else:
         total = _load(x, at, number, mask, C)
     if C.UNROLLED:
         for source in tl.static_range(1, SOURCES):
             at += step
-            if source == C.OWN:
-                total += _load(own, at_own, number, mask, C)
-            else:
-                total += _load(x, at, number, mask, C)
+            total = _add_source(total, x, at, own_rows, at_own, number, mask, source, C)
     else:
         for source in range(1, SOURCES):
             at += step
-            if source == C.OWN:
-                total += _load(own, at_own, number, mask, C)
-            else:
-                total += _load(x, at, number, mask, C)
+            total = _add_source(total, x, at, own_rows, at_own, number, mask, source, C)
     if addend is not None:
         total += _load(addend, _offset(addend, sizes, place, C), number, mask, C)
     total = from_float32(_activate(total.to(tl.float32), C), out.base.dtype.element_ty)
@@ -183,7 +199,7 @@ def _add_sources(x, own, addend, out, sizes, place, size, step, C: tl.constexpr)
 
 @triton.jit
 def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
-    """Wait for a block of all sources but the own one; return the polls left, 0 if the program has given up."""
+    """Wait for a block of all sources except OWN. Return the polls left, 0 if the program has given up."""
     source = tl.arange(0, C.READY)
     needed = (source < C.SOURCES) & (source != C.OWN)
     _, polls = poll(awaited, polls, source * awaited.blocks + block, needed, needed)
@@ -192,7 +208,7 @@ def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
 
 @triton.jit
 def _count_pieces(raised, block, needed, more):
-    """Count pieces of a block: see `count`."""
+    """Count `more` pieces of a block, which has `needed` pieces: see `count`."""
     block = stores_ended(block, 1, False) + tl.arange(0, 1)
     count(raised, block, block >= 0, needed, more)
 
@@ -202,28 +218,28 @@ _VARYING = ["epoch", "waits", "polls", "raised_epoch", "raises", "first", "block
 
 @triton.jit(do_not_specialize=_VARYING)
 def sum_kernel(
-    x,  # SumPart, SumPart of own rows, of what is added behind the sources, or None, and of the result
-    own,
+    x,  # x, own_rows, addend (None without) and out are SumParts
+    own_rows,
     addend,
     out,
-    sizes,  # of the axes that the result was merged into, outermost first
-    step,  # stride of the sources
-    segments,  # of a block; a segment lies in one run of the last axis
+    sizes,  # sizes of the merged axes of the output, outermost first
+    step,  # stride between sources
+    segments,  # segments of a block; a segment lies within one run of the last axis
     length,  # elements of a segment
     first,  # the block to begin with
-    flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; waits: number of flags of a source
+    flags,  # from flags to polls: with READY only, fields of ReadyFlags, and waits, the number of flags of a source
     timeouts,
     epoch,
     waits,
     polls,
-    raised_flags,  # the fields of Raised, with DONE only; raises: number of flags
+    raised_flags,  # from raised_flags to counts: with DONE only, fields of Raised, and raises, the number of flags
     raised_epoch,
     raises,
     counts,
-    blocks,  # of the result; each is one with a flag, or an equal part of one
+    blocks,  # blocks of the output; each has flags, or is an equal part of a block with flags
     C: tl.constexpr,  # SumConstants
 ):
-    """Sum up this program's pieces, of at most BLOCK elements, of one block after another."""
+    """Sum up this program's pieces, block by block. A piece has at most BLOCK elements."""
     of_segment = tl.cdiv(length, C.BLOCK)
     of_block = segments * of_segment
     pieces, programs = blocks * of_block, tl.num_programs(0)
@@ -234,21 +250,21 @@ def sum_kernel(
     while piece < pieces:
         number = piece // of_block
         block, stop = (first + number) % blocks, (number + 1) * of_block
-        if C.READY:  # after it has given up once, it polls further flags once
+        if C.READY:  # a program that has given up polls each further flag once
             left = _wait_for_sources(awaited, tl.maximum(left, 1), block // (blocks // waits), C)
         mine = tl.cdiv(stop - piece, programs)
         for i in range(tl.where(left > 0, mine, 0)):
             within = piece + i * programs - number * of_block
             place = (block * segments + within // of_segment).to(tl.int64) * length
             begin = within % of_segment * C.BLOCK
-            _add_sources(x, own, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
+            _add_sources(x, own_rows, addend, out, sizes, place + begin, min(length - begin, C.BLOCK), step, C)
         if C.DONE:
             parts = blocks // raises
             more = mine + tl.where(left > 0, 0, MISSED)
             _count_pieces(raised, block // parts, of_block * parts, more)
         piece += mine * programs
     if C.OVERLAPS and not _INTERPRETED:
-        gdc_wait()  # so that work behind this kernel is also behind the previous one
+        gdc_wait()  # so that later work of the stream also comes after the previous kernel
 
 
 @dataclass
@@ -257,10 +273,12 @@ class SumLaunch:
 
     Fields:
         programs: size of the grid.
-        sizes: of the axes; strides: of each of x, own rows, an addend and the result; None if there is no addend.
-        numbers: the arguments of the kernel from `step` to `length`.
-        waits, raises, blocks: the arguments of these names; None without flags.
-        constants, options: what the kernel is compiled for, and how.
+        sizes: sizes of the merged axes of the output.
+        strides: strides of x, own rows, the addend (None without) and the output.
+        numbers: the kernel's arguments from `step` to `length`.
+        waits, raises, blocks: the kernel's arguments of these names. waits and raises are None without flags.
+        constants: the kernel's compile-time constants.
+        options: Triton's compile options.
     """
 
     device: torch.device
@@ -278,10 +296,10 @@ class SumLaunch:
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
-        """Launch for x, own rows, an addend and the result, on the current stream; or only load the kernel.
+        """Launch for `tensors` (x, own rows, an addend, out) on the current stream. Within `loading`, only load.
 
-        Returns a function that launches it again for the same addresses, on the stream that is then current; None if
-        it was not launched, and in the interpreter.
+        Returns a function that launches the kernel again for the same addresses, on the stream that is current at that
+        time. Returns None if the kernel was only loaded, and in the interpreter.
         """
         if self.compiled is None:
             self._load(tensors, ready, done)
@@ -293,26 +311,30 @@ class SumLaunch:
 
     def _load(self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None) -> None:
         """Compile and load the kernel; in the interpreter, run it."""
-        given, last = self._arguments(tensors, ready, done, _itself), (self.blocks, self.constants)
+        arguments, last = self._arguments(tensors, ready, done, lambda t: t), (self.blocks, self.constants)
         with launching(self.device):
             if INTERPRETED:
-                sum_kernel[(self.programs,)](*given, self._counts(0), *last, **self.options)
+                sum_kernel[(self.programs,)](*arguments, self._counts(0), *last, **self.options)
                 return
             counts = None if done is None else StandIn.of((1,), (1,), torch.int64, self.device)
-            self.compiled = load(sum_kernel, (*given, counts, *last), self.options)
+            self.compiled = load(sum_kernel, (*arguments, counts, *last), self.options)
 
-    def _start(self, compiled: Compiled, given: Sequence[Any]) -> None:
+    def _start(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
         if torch.cuda.current_device() != self.device.index:
             with launching(self.device):
-                self._start(compiled, given)
+                self._start(compiled, arguments)
             return
         bind_thread(self.device)
         stream = compiled.stream(self.device.index)
         counts = self._counts(stream)  # kept alive until the kernel is launched
-        compiled.launch(self.programs, stream, (*given, _address(counts), self.blocks, self.constants))
+        compiled.launch(
+            self.programs,
+            stream,
+            (*arguments, None if counts is None else counts.data_ptr(), self.blocks, self.constants),
+        )
 
     def _counts(self, stream: int) -> torch.Tensor | None:
-        """Return the counts of blocks with flags, all 0, for one launch on a stream."""
+        """Return counts of the blocks with completion flags, all 0, for one launch on a stream."""
         if self.raises is None:
             return None
         _, tickets = workspace(self.device, stream, 0, 2 * self.raises)
@@ -323,36 +345,25 @@ class SumLaunch:
         tensors: Sequence[torch.Tensor | None],
         ready: ReadyFlags | None,
         done: DoneFlags | None,
-        given: Callable[[torch.Tensor], Any],
+        pointer: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
-        """Return the arguments of the kernel before `counts`, tensors as `given` makes them."""
+        """Return the kernel's arguments before `counts`. `pointer` converts a tensor to an argument."""
         pairs = zip(tensors, self.strides, strict=True)
-        parts = [None if t is None else SumPart(given(t), strides) for t, strides in pairs]
+        parts = [None if t is None else SumPart(pointer(t), strides) for t, strides in pairs]
         waits: tuple[Any, ...] = (None,) * 5
         if ready is not None:
-            waits = (given(ready.flags), given(ready.timeouts), ready.epoch, self.waits, ready.polls)
+            waits = (pointer(ready.flags), pointer(ready.timeouts), ready.epoch, self.waits, ready.polls)
         raised: tuple[Any, ...] = (None,) * 3
         if done is not None:
-            raised = (given(done.flags), done.epoch, self.raises)
+            raised = (pointer(done.flags), done.epoch, self.raises)
         first = 0 if done is None or ready is not None else done.first * (self.blocks // len(done.flags))
         return (*parts, self.sizes, *self.numbers, first, *waits, *raised)
 
 
-def _address(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+_address = methodcaller("data_ptr")
 
-
-def _itself(x: torch.Tensor | None) -> torch.Tensor | None:
-    return x
-
-
-_MAX_SUMS = 1024
-_sums: dict[tuple[object, ...], SumLaunch] = {}
-
-
-def _layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return everything about a tensor that a launch depends on, except its address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+_MAX_LAUNCHES = 1024
+_launches: dict[tuple[object, ...], SumLaunch] = {}  # prepared launches, by all that they depend on
 
 
 def _sum_sources(
@@ -362,22 +373,16 @@ def _sum_sources(
     activation: str,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
-    own: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
 ) -> Again | None:
     """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
-    kind: tuple[object, ...] = (*map(_layout, (x, out, addend, own)), activation)
-    if ready is not None:
-        narrow = -(1 << 31) <= ready.epoch < 1 << 31
-        kind += (_layout(ready.flags), _layout(ready.timeouts), narrow, ready.source, ready.overlapped_sms)
-        kind += (ready.reserved_sms,)
-    if done is not None:
-        kind += (_layout(done.flags), -(1 << 31) <= done.epoch < 1 << 31)
-    call = _sums.get(kind)
-    if call is None:
-        if len(_sums) >= _MAX_SUMS:
-            _sums.clear()
-        call = _sums[kind] = _prepare(x, out, addend, activation, ready, done, own)
-    return call((x, x if own is None else own, addend, out), ready, done)
+    layouts = *map(launch_layout, (x, out, addend, own_rows)), activation, ready_layout(ready), done_layout(done)
+    launch = _launches.get(layouts)
+    if launch is None:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        launch = _launches[layouts] = _prepare(x, out, addend, activation, ready, done, own_rows)
+    return launch((x, x if own_rows is None else own_rows, addend, out), ready, done)
 
 
 def _prepare(
@@ -387,13 +392,14 @@ def _prepare(
     activation: str,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
-    own: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
 ) -> SumLaunch:
+    """Prepare a launch for the sources `x[0]`, `x[1]`, ...; see `_sum_sources`."""
     device = out.device
     waits = None if ready is None else len(ready.flags) // len(x)
     raises = None if done is None else len(done.flags)
     blocks = math.lcm(waits or 1, raises or 1)
-    tensors = x[0], x[0] if own is None else own, out if addend is None else addend, out
+    tensors = x[0], x[0] if own_rows is None else own_rows, out if addend is None else addend, out
     levels = collapse(out.shape, *(t.stride() for t in tensors)) or [(1,) * 5]
     sizes, *strides = zip(*levels, strict=True)
     length = math.gcd(sizes[-1], out.numel() // blocks)
@@ -423,7 +429,7 @@ def _prepare(
         constants=SumConstants(
             SOURCES=len(x),
             UNROLLED=len(x) <= _UNROLLED,
-            OWN=-1 if own is None or ready is None else ready.source,
+            OWN=-1 if own_rows is None or ready is None else ready.source,
             BLOCK=block,
             VECTOR=vector if aligned and block % vector == 0 else 1,
             AXES=len(levels),
@@ -446,7 +452,7 @@ def reduce_sum(
     activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `out = activation(x.sum(axis) + addend)` on the current stream; return `out`.
 
@@ -458,21 +464,23 @@ def reduce_sum(
         out: the shape of `x` without `axis`, any strides, overwritten; bfloat16, float16 or float32, not necessarily
             the dtype of `x`. It must overlap neither itself nor `x`.
         axis: the axis summed over, counted from the end when negative. An axis of size 0 gives zeros.
-        addend: of the dtype of `x`, in a shape that is spread over that of `out`; added before rounding.
+        addend: a tensor of the dtype of `x`, broadcast to the shape of `out`; added before rounding.
         activation: `relu`, `gelu` or `silu`, applied in float32 before rounding; empty for none.
-        ready: flags for equal blocks of the flattened rows of `x`, as many for each source, which is an index of axis
-            0. They may still arrive: a block of `out` waits for that block of every source. The bits are those of the
-            sum without flags. If a block does not arrive, that is in `ready.timeouts` in the end, and blocks of `out`
-            are not written or in part: those that need it, and others that the same programs had yet to compute.
-        done: flags for equal blocks of the flattened rows of `out`, each of which rises behind its block. Blocks come
-            in order, from `done.first` on, or with `ready` from the first on.
-        own: the rows of source `ready.source`, whose flags are not waited for, in any shape with as many rows.
+        ready: flags for equal blocks of the flattened rows of `x`, which may still arrive. The sources are the indices
+            of axis 0; each has the same number of flags. A block of `out` waits for that block of every source. Results
+            are bitwise equal to a sum without flags. If a block does not arrive, `ready.timeouts` says so in the end.
+            Then blocks of `out` that need it, and blocks that the same programs had yet to compute, are not written,
+            or only in part.
+        done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
+            block is stored. Blocks come in order, from `done.first` on; with `ready`, from block 0 on.
+        own_rows: rows that replace source `ready.source`, which the kernel does not wait for. Any shape with as many
+            rows.
 
     Up to MAX_SOURCES sources are added in their order, unless they are neighbours in memory. The order of summation
     depends on shapes and strides alone, so results repeat bit for bit.
-    Raises TypeError for a dtype, ValueError for a shape, an axis, a device or flags that do not fit.
+    Raises TypeError for a dtype, and ValueError for a shape, an axis, a device or flags that do not fit.
     """
-    add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own=own)
+    add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
     return out
 
 
@@ -485,13 +493,13 @@ def add_up(
     activation: str = "",
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
 ) -> Again | None:
     """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None if it took more than one launch, and in the interpreter.
+    Returns None if the call took more than one launch, and in the interpreter.
     """
-    device = check_device(x=x, out=out, own=own, addend=addend)
+    device = check_device(x=x, out=out, own_rows=own_rows, addend=addend)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
         raise TypeError(f"reduce_sum expects {', '.join(map(str, DTYPES))}; got x {x.dtype}, out {out.dtype}")
     if not -x.ndim <= axis < x.ndim:
@@ -502,8 +510,8 @@ def add_up(
         raise ValueError(f"the sum of {list(x.shape)} over axis {axis} has shape {kept}, but out {list(out.shape)}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
-    if ready is not None or done is not None or own is not None:
-        _check_blocks(x, out, axis, ready, done, own)
+    if ready is not None or done is not None or own_rows is not None:
+        _check_blocks(x, out, axis, ready, done, own_rows)
     if out.numel() == 0:
         return None
     if not x.shape[axis]:
@@ -514,10 +522,10 @@ def add_up(
     if addend is not None:
         addend = addend.expand_as(out)
     if ready is not None or done is not None or adds_in_order(x, out, axis):
-        moved = own is not None and own.shape != out.shape
-        if own is not None and moved:
-            own = own.reshape(out.shape)  # a view, if there is one
-        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own)
+        moved = own_rows is not None and own_rows.shape != out.shape
+        if own_rows is not None and moved:
+            own_rows = own_rows.reshape(out.shape)  # a view, if there is one
+        again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own_rows)
         return None if moved else again
     if addend is not None or activation:
         total = torch.empty_like(out, dtype=torch.float32)
@@ -528,12 +536,12 @@ def add_up(
     R, x_r = x.shape[axis], x.stride(axis)
     levels = collapse(kept, [*x.stride()[:axis], *x.stride()[axis + 1 :]], out.stride())
     *outer, (P, x_p, out_p), (Q, x_q, out_q) = [(1, 0, 0)] * max(0, 2 - len(levels)) + levels
-    along = x_r < x_q  # whether the summed axis has the smaller stride
+    along = x_r < x_q  # True if the summed axis has the smaller stride
     tile = _TILE // x.element_size()
     BR = min(triton.next_power_of_2(R), 1024 if along else 8)
     BQ = min(triton.next_power_of_2(Q), tile // BR)
     with launching(device):
-        # The kernel takes two kept axes, rarely too few; each position along further ones is a launch.
+        # The kernel takes two kept axes, which nearly always suffice. Each position along further axes is a launch.
         for position in itertools.product(*(range(size) for size, _, _ in outer)):
             x_at = sum(i * step for i, (_, step, _) in zip(position, outer, strict=True))
             out_at = sum(i * step for i, (_, _, step) in zip(position, outer, strict=True))
@@ -555,31 +563,35 @@ def _check_blocks(
     axis: int,
     ready: ReadyFlags | None,
     done: DoneFlags | None,
-    own: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
 ) -> None:
-    """Raise TypeError or ValueError unless flags and own rows fit."""
+    """Raise TypeError or ValueError unless flags and own rows fit the sum."""
     if done is not None:
         done_rows(done, out)
     if ready is None:
-        if own is not None:
-            raise ValueError("own rows are those of a source: expected flags too")
+        if own_rows is not None:
+            raise ValueError("own rows replace a source: expected flags of sources (ready) as well")
         return
     block_rows(ready, x)
     if axis != 0 or len(ready.flags) % max(1, len(x)):
         raise ValueError(
             f"expected as many flags for each of {x.shape[0]} sources along axis 0, got {len(ready.flags)}"
         )
-    if own is None:
+    if own_rows is None:
         return
-    if own.dtype != x.dtype or own.shape[-1:] != x.shape[-1:] or own.shape[:-1].numel() != out.shape[:-1].numel():
+    if (
+        own_rows.dtype != x.dtype
+        or own_rows.shape[-1:] != x.shape[-1:]
+        or own_rows.shape[:-1].numel() != out.shape[:-1].numel()
+    ):
         wanted = f"{[out.shape[:-1].numel(), *x.shape[-1:]]} of {x.dtype}"
-        raise ValueError(f"expected own rows {wanted}, got {list(own.shape)} of {own.dtype}")
+        raise ValueError(f"expected own rows {wanted}, got {list(own_rows.shape)} of {own_rows.dtype}")
     if not 0 <= ready.source < len(x):
         raise ValueError(f"there is no source {ready.source}: expected 0 to {len(x) - 1}")
 
 
 def adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
-    """Whether the sources are few, and further apart in memory than the elements of each."""
+    """Return True if the sources are few, and further apart in memory than the elements of each source."""
     kept = [i for i in range(x.ndim) if i != axis]
     levels = collapse(out.shape, [x.stride(i) for i in kept], out.stride())
     return x.shape[axis] <= MAX_SOURCES and (not levels or x.stride(axis) >= levels[-1][1])

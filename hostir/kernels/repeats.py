@@ -1,32 +1,26 @@
-"""Kernels of the table, and calls of a kernel that can be repeated without checks."""
+"""The type of a kernel, and repeated calls of a kernel at the same addresses, which skip all checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    pass
-
 
 ATEN = "use ATen: kernels='aten' in Python, --kernels aten on the command line"
 
 
-# Kernels, and repeated calls of one at little host time.
-
-Again = Callable[[], None]
+Again = Callable[[], None]  # repeats a call of a kernel, for the same tensors
 Kernel = Callable[..., Again | None]  # f(out, *operands, **options)
 
 MAX_REPEATS = 64  # sets of addresses that `repeating` remembers
 
 
 def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
-    """Return a cached form of a kernel, for calls whose tensors have the same layouts every time.
+    """Return a kernel that remembers its calls by address. Its tensors must have the same layouts in every call.
 
-    A kernel may return a function that repeats the call for such tensors at the same addresses, on the stream that is
-    then current; it holds no reference to them. A call at known addresses calls only this function.
+    A kernel may return a function that repeats the call for tensors at the same addresses, on the stream that is then
+    current. The function holds no reference to the tensors. A call at known addresses calls only this function.
     """
     known: dict[tuple[int, ...], Again] = {}
 

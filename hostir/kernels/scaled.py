@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with scales: what they are, and the kernels of Triton and of torch that compute them."""
+"""The scaled matmul of 8-bit floats in Triton."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hostir.kernels.scales import FlatScales, ScalePair, flat_scales
+
 if TYPE_CHECKING:
     from hostir.kernels.flags.done import DoneFlags
     from hostir.kernels.flags.ready import ReadyFlags
     from hostir.kernels.matmul.tiles import Tile
     from hostir.kernels.repeats import Again
-from hostir.kernels.scales import FlatScales, ScalePair, flat_scales
 
 
 def scaled_matmul(
@@ -25,7 +26,7 @@ def scaled_matmul(
     fast: bool = False,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
 ) -> Again | None:
@@ -34,18 +35,20 @@ def scaled_matmul(
     Args:
         out: `[..., N]` of bfloat16, float16 or float32, rounded once.
         a: `[..., K]` of float8_e4m3fn or float8_e5m2.
-        b: `[K, N]` of either type too. Tensor cores read 8-bit operands along K: where `b` is not contiguous along K,
+        b: `[K, N]` of either type too. Tensor cores read 8-bit operands along K: if `b` is not contiguous along K,
             each call copies it.
         scale_a: float32: one element, or the axes of `a` with 1 (row-wise) or `K / 128` (block-wise) as the last one.
-            With flags of `ready` the scales of rows are read behind these, and those of `own` rows are among them.
+            With `ready`, the kernel reads the scales of a row after it has waited for the row. `scale_a` also holds
+            the scales of `own_rows`.
         scale_b: float32: one element, `[1, N]`, or block-wise `[K / 128, N / 128]`, the latter rounded up.
         bias: `[N]` of any type that `out` may have, added before rounding.
-        fast: let tensor cores add up the products all along K. On Hopper they keep fewer bits of a sum than float32
-            has. Else, and always block-wise, they add up those of 128 elements, and the sums are added in float32.
-        ready, done, own, use_descriptors, tile: as in `hostir.kernels.matmul.matmul.matmul`. Block-wise, the columns
-            and steps of the tile must divide 128.
+        fast: let tensor cores add up all products along K. On Hopper, their sums have fewer bits than float32. If
+            `fast` is False or scales are block-wise, tensor cores add up 128 products at a time, and these sums are
+            added in float32.
+        ready, done, own_rows, use_descriptors, tile: as in `hostir.kernels.matmul.matmul.matmul`. With block-wise
+            scales, the columns and steps of the tile must divide 128.
 
-    Returns what `hostir.kernels.matmul.matmul.multiply` does. Raises TypeError and ValueError as `matmul` does, and
+    Returns the same as `hostir.kernels.matmul.matmul.multiply`. Raises TypeError and ValueError as `matmul` does, and
     for scales that do not fit, or a GPU without tensor cores for 8-bit floats.
     """
     from hostir.kernels.matmul.matmul import multiply  # loads Triton: only where it is used
@@ -56,7 +59,7 @@ def scaled_matmul(
         bias=bias,
         ready=ready,
         done=done,
-        own=own,
+        own_rows=own_rows,
         use_descriptors=use_descriptors,
         tile=tile,
         scales=FlatScales(*scales, fast),
@@ -67,7 +70,7 @@ def scaled_matmul(
 def readable(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
 ) -> tuple[torch.Tensor, ScalePair, bool]:
-    """Return `b` with a stride of 1 along K, the scales as `flat_scales` does, and whether any of these is a copy."""
+    """Return `b` with a stride of 1 along K, the scales from `flat_scales`, and True if any of these is a copy."""
     along_k = b if b.stride(0) == 1 or b.shape[0] == 1 else b.t().contiguous().t()
     scales = flat_scales(a, b, scale_a, scale_b)
     return along_k, scales, along_k is not b or scales[0].data_ptr() != scale_a.data_ptr()

@@ -1,28 +1,21 @@
-"""Scaled matmuls by torch._scaled_mm: cuBLAS, or CUTLASS for row-wise scales.
-
-torch._scaled_mm: cuBLAS, or CUTLASS for scales of rows.
-"""
+"""Scaled matmuls by torch._scaled_mm: cuBLAS, or CUTLASS for row-wise scales."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from hostir.kernels.layout import rows_or_copy
 from hostir.kernels.matmul.tiles import SCALE_BLOCK as BLOCK
-
-if TYPE_CHECKING:
-    pass
 from hostir.kernels.scales import ScalePair, flat_scales, of_blocks
 
-_QUANTUM = 16  # elements that K and N are multiples of
+_QUANTUM = 16  # K and N must be multiples of it
 
 
 @functools.cache
 def _takes_blocks(device: torch.device) -> bool:
-    """Whether cuBLAS has scales of blocks on a GPU: only on Hopper, from CUDA 12.9 on."""
+    """Return True if cuBLAS takes block-wise scales on a GPU: only on Hopper, since CUDA 12.9."""
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -37,9 +30,9 @@ def scaled_by_library(
     *,
     fast: bool = False,
 ) -> bool:
-    """Compute as `scaled_matmul` by `torch._scaled_mm` on a GPU, and return whether it does so.
+    """Compute `scaled_matmul` by `torch._scaled_mm` on a GPU. Return False, and write nothing, if it cannot.
 
-    It does for operands that it takes without copies of more than scales; else nothing is written.
+    It cannot if the library lacks such a product, or would need a copy of an operand or the result.
     """
     K, N = a.shape[-1], b.shape[1]
     if not out.is_cuda or out.numel() == 0 or K == 0 or K % _QUANTUM or N % _QUANTUM:
@@ -68,7 +61,7 @@ def _scales_of_library(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> ScalePair | None:
-    """Return the scales as `torch._scaled_mm` reads them; None if it has no product with these and the bias."""
+    """Return the scales as `torch._scaled_mm` reads them; None if it takes no such scales, or not with such a bias."""
     of_bias = out.dtype if bias is None else bias.dtype
     if scale_a.numel() == scale_b.numel() == 1:
         takes = bias is None or of_bias == out.dtype in (torch.bfloat16, torch.float16)
@@ -79,7 +72,7 @@ def _scales_of_library(
     of_a, of_b = scales = flat_scales(a, b, scale_a, scale_b)
     if not of_blocks(scales, N):
         return of_a.contiguous(), of_b.contiguous()
-    # cuBLAS reads scales of blocks by columns, four at once, along the rows of a and along K.
+    # cuBLAS reads block-wise scales by columns, four at a time, along the rows of a and along K.
     fours = len(of_a) % 4 == 0 and K % (4 * BLOCK) == 0 and N % BLOCK == 0
     if not fours or bias is not None or not _takes_blocks(out.device):
         return None

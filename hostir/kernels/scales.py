@@ -1,26 +1,22 @@
-"""Scales of 8-bit operands, as kernels read them, and the reference in float64.
+"""Scales of 8-bit operands as kernels read them, and the reference of a scaled matmul in float64.
 
-The scales of a product: for whole tensors, for rows of a and columns of b, or for blocks.
+Scales are tensor-wise (one element), row-wise (one for each row of a and column of b) or block-wise.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hostir.kernels.layout import rows_or_copy
 from hostir.kernels.matmul.tiles import SCALE_BLOCK as BLOCK
 
-if TYPE_CHECKING:
-    pass
-
-
-ScalePair = tuple[torch.Tensor, torch.Tensor]
+ScalePair = tuple[torch.Tensor, torch.Tensor]  # of a and of b
 
 
 class FlatScales(NamedTuple):
-    """The scales of 8-bit operands as `flat_scales` returns them, and whether sums are fast, as of `scaled_matmul`."""
+    """The scales of 8-bit operands as `flat_scales` returns them, and the option `fast` of `scaled_matmul`."""
 
     of_a: torch.Tensor
     of_b: torch.Tensor
@@ -28,11 +24,11 @@ class FlatScales(NamedTuple):
 
 
 def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> ScalePair:
-    """Return the scales of `a` `[..., K]` as `[rows, S]`, and those of `b` `[K, N]`: `[1, N]`, or of blocks.
+    """Return the scales of `a` `[..., K]` as `[rows, S]`, and of `b` `[K, N]` as `[1, N]` or block-wise.
 
-    They are views if the rows of `scale_a` have a single stride. S is 1, or the number of blocks.
+    S is 1, or the number of blocks along K. Both results are views if the rows of `scale_a` have a single stride.
 
-    Raises TypeError unless they are float32, ValueError if their shapes do not fit.
+    Raises TypeError unless scales are float32, ValueError if their shapes do not fit.
     """
     if {scale_a.dtype, scale_b.dtype} != {torch.float32}:
         raise TypeError(f"expected scales of float32, got scale_a of {scale_a.dtype}, scale_b of {scale_b.dtype}")
@@ -52,7 +48,7 @@ def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
 
 
 def of_blocks(scales: ScalePair | FlatScales, N: int) -> bool:
-    """Whether scales that `flat_scales` returned are those of blocks, for `N` columns."""
+    """Return True if scales from `flat_scales` are block-wise, for `N` columns of b."""
     return (scales[0].shape[1], *scales[1].shape) != (1, 1, N)
 
 
@@ -64,9 +60,9 @@ def scaled_matmul_reference(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return `a` `[..., K]` times `b` `[K, N]`, with scales and a bias, computed in float64, rounded once to `dtype`.
+    """Return the scaled matmul of `a` `[..., K]` and `b` `[K, N]`, computed in float64, rounded once to `dtype`.
 
-    Sums are multiplied by their scales, as kernels do it: a zero sum with an infinite scale is NaN.
+    As in the kernels, scales multiply the sums, not the operands: a zero sum with an infinite scale is NaN.
     """
     of_a, of_b = flat_scales(a, b, scale_a, scale_b)
     flat, N = a.reshape(-1, a.shape[-1]), b.shape[1]

@@ -1,21 +1,14 @@
-"""Tables of kernels by kind of computation, for each policy and device.
-
-The kernel of each kind of computation, by policy and device.
-"""
+"""Tables of kernels: the kernel of each computation, for each policy and device."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from hostir.ir.source import did_you_mean, error
 from hostir.kernels import aten
-
-if TYPE_CHECKING:
-    pass
 from hostir.kernels.contractions import (
     BY_BLOCKS,
     BY_ROWS,
@@ -31,27 +24,34 @@ POLICIES = ("auto", "triton", "cublas", "aten")
 
 
 def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
-    """Return a kernel for each kind of computation: `table[kind](out, *operands, **options)`, options as in statements.
+    """Return the kernels of a policy, by the name of a computation. Call `table[name](out, *operands, **options)`.
+
+    The options are those of the statement.
 
     `policy` is one of
 
     - `aten`;
     - `cublas`: contractions by cuBLAS; sums in Triton, where that is installed; the rest in ATen;
     - `triton`: contractions and sums in Triton, the rest in ATen;
-    - `auto`: what suits the device, `cpu` or `cuda`.
+    - `auto`: on `cuda` as `cublas`, and contractions in Triton where they wait for flags or raise them; else `aten`.
 
-    Products of fp8 that ATen lacks on `cuda` are Triton's with all of them, if it is installed.
+    On `cuda`, ATen lacks some fp8 products. If Triton is installed, it computes them with every policy.
     Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
 
-    Results in f64 need those of `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the call, see
-    `repeating`.
+    These kernels take no results in f64: use `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats
+    the call, see `repeating`.
 
-    With `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed, sums of few tensors are in Triton, and
-    `sum_by_blocks` waits for flags of blocks of rows, or raises them, by itself. With `triton` and `auto` so do
-    `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`. All take the options `ready`, `done` and
-    `own`. Without them, the executor waits for flags, computes block by block, and raises flags. With `triton`,
-    contractions also come as kernels that store few rows to peers as well: `matmul_pushed`, `linear_pushed` and
-    `scaled_matmul_pushed`, with the option `pushed`.
+    Some tables have kernels that wait for flags of blocks of rows, or raise them. They take the options `ready`, `done`
+    and `own_rows`:
+
+    - `sum_by_blocks`: with `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed. There, sums of few
+      tensors are in Triton as well.
+    - `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`: with `triton`, and with `auto` on `cuda` if
+      Triton is installed.
+
+    Without such a kernel, the executor waits for flags, computes block by block, and raises flags. With `triton`, the
+    kernels `matmul_pushed`, `linear_pushed` and `scaled_matmul_pushed` also copy a result of few rows to peers. They
+    take the option `pushed`.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
@@ -68,5 +68,5 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
-    """Return the kernels for results of a dtype: those of the table, but ATen's for f64, which Triton's do not take."""
+    """Return the kernels for results of a dtype: ATen's for f64, as Triton's do not take it; else the table's."""
     return aten.KERNELS if result == torch.float64 else table

@@ -172,7 +172,7 @@ def test_scales_that_would_be_copied_before_their_rows_arrive_are_refused(monkey
     scales = torch.zeros(3, 2, 1).transpose(0, 1)
     ready = ReadyFlags(torch.zeros(3, dtype=torch.int32), 1, torch.zeros(3, 2, dtype=torch.int64), first=1)
     out = torch.zeros(2, 3, 16)
-    for own in (None, torch.zeros(2, 128, dtype=F8)):  # local rows are multiplied first, without a wait
-        with pytest.raises(HostIRError, match="lie with several strides"):
-            BY_BLOCKS["scaled_matmul_by_blocks"](out, a, b, scales, torch.zeros(1, 16), ready=ready, own=own)
+    for own_rows in (None, torch.zeros(2, 128, dtype=F8)):  # these rows are multiplied first, without a wait
+        with pytest.raises(HostIRError, match="have no single stride"):
+            BY_BLOCKS["scaled_matmul_by_blocks"](out, a, b, scales, torch.zeros(1, 16), ready=ready, own_rows=own_rows)
     assert not launched

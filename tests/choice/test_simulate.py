@@ -341,7 +341,7 @@ def test_a_block_that_tiles_do_not_divide_ends_with_the_last_tile_that_covers_it
     tile, gemm = replace(candidates("bf16")[0], split=0), Gemm(1000, 256, 4096, "bf16")  # 8 tiles of 128 rows
     model = costs("triton")
     ends = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 5)  # of 200 rows each
-    one = model.gemms.rates.whole(tile, gemm)
+    one = model.gemms.rates.unsplit_time(tile, gemm)
     assert [round(end / one) for end in ends] == [2, 4, 5, 7, 8]
     more = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 16)
     assert [round(end / one) for end in more] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]

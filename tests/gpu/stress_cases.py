@@ -27,7 +27,6 @@ CPU_FORMS = ("eager", "out")
 MODES = ("random", "fused_pairs", "allreduces")
 
 
-# Programs ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Product:
     """One right side: `[K, columns]`, or `[columns, K]` if `linear`; `split` shards its columns."""
@@ -239,7 +238,6 @@ def _product(random: Random, ranks: int, most: int) -> Product:
     return Product(columns, linear, linear and random.random() < 0.5, split)
 
 
-# Iterations -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Job:
     """Successive calls of one configuration on a stream of the caller.
@@ -311,7 +309,6 @@ def inputs_seed(seed: int, number: int, job: int, call: int) -> int:
     return ((seed * 1_000_003 + number) * 2 + job) * 8 + call
 
 
-# Checking ---------------------------------------------------------------------------------------------------------
 def share_of_allowed(result: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, depth: int) -> torch.Tensor:
     """Return the error of a result as a share of the allowed error: a scalar on its device, infinite for NaN.
 
@@ -344,7 +341,6 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
     return ((mixed * mixed.bitwise_right_shift(17)).sum() & (1 << 48) - 1).double()
 
 
-# Options ----------------------------------------------------------------------------------------------------------
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; exit with a message if options contradict each other."""
     parser = argparse.ArgumentParser(description="Random one-sided programs on all ranks of a torchrun job.")

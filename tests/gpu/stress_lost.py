@@ -61,7 +61,6 @@ CASES = {
 }
 
 
-# A rank -----------------------------------------------------------------------------------------------------------
 def rank_of(case: Case, device: str) -> None:
     """Call until rank 1 is lost, and then until this process ends."""
     from hostir.job.session import session
@@ -103,7 +102,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# The driver -------------------------------------------------------------------------------------------------------
 @dataclass
 class Ended:
     """The end of a rank: seconds after the loss (negative if it had to be killed), exit code, and output."""

@@ -29,7 +29,6 @@ SELDOM = 0.1  # the share of delayed statements
 Parts = Sequence[torch.Tensor | None]
 
 
-# Time -------------------------------------------------------------------------------------------------------------
 class Delays:
     """Delays of single streams of this rank.
 
@@ -104,7 +103,6 @@ class Streams:
             self.main.wait_stream(stream)
 
 
-# Calls ------------------------------------------------------------------------------------------------------------
 class Slot:
     """Tensors that keep their addresses over calls, and a CUDA graph of the caller."""
 

@@ -118,9 +118,9 @@ def test_a_waiting_kernel_sets_flags(blocks, waits):
         for early, split, local in [(0, 0, False), (1, 0, True), (1, 9, True), (2, 5, False)]:
             config = one_tile(use_descriptors, early_blocks=early, split=split, parts=2)
             ready = ReadyFlags(flags_of(waits, 1), 1, no_timeouts(waits, CUDA), first=1)
-            mine = a.chunk(waits)[1].clone() if local else None
+            own_rows = a.chunk(waits)[1].clone() if local else None
             flags, out = flags_of(blocks), torch.full((M, N), math.nan, dtype=BF16, device=CUDA)
-            options = {"use_descriptors": use_descriptors, "tile": config, "own": mine}
+            options = {"use_descriptors": use_descriptors, "tile": config, "own_rows": own_rows}
             matmul(a, b, out, ready=ready, done=DoneFlags(flags, 1), **options)
             assert torch.equal(out, exact)
             assert flags.tolist() == [1] * blocks
@@ -155,14 +155,14 @@ def test_a_waiting_sum_gives_the_bits_of_a_sum_without_flags(rows, N, results, s
     for source in x[1:]:
         total += source.to(wide)
     assert torch.equal(plain, total.float().to(dtype))
-    mine = x[1].clone()
+    own_rows = x[1].clone()
     x[1] = math.nan
     ready = ReadyFlags(flags_of(sources * results, 1), 1, no_timeouts(sources * results, CUDA), source=1)
     ready.flags.view(sources, results)[1] = 0
     flags = flags_of(2)
     for epoch in (1, 2):
         out, buffer = embedded([rows, N], dtype, pad=[1, 8], device=CUDA)
-        reduce_sum(x, out, 0, ready=ready, own=mine, done=DoneFlags(flags, epoch))
+        reduce_sum(x, out, 0, ready=ready, own_rows=own_rows, done=DoneFlags(flags, epoch))
         assert_only_view_written(out, buffer)
         assert torch.equal(out, plain)
         assert flags.tolist() == [epoch] * 2
@@ -171,18 +171,18 @@ def test_a_waiting_sum_gives_the_bits_of_a_sum_without_flags(rows, N, results, s
 
 @pytest.mark.parametrize("results", [1, 4])
 def test_a_waiting_sum_reads_sources_that_copies_bring_in_every_call(results):
-    sources, rows, N, mine = 4, 512, 4096, 2
+    sources, rows, N, own_rows = 4, 512, 4096, 2
     x = torch.empty(sources, rows, N, dtype=BF16, device=CUDA)
     flags, side = flags_of(sources * results), torch.cuda.Stream()
-    ready = ReadyFlags(flags, 0, no_timeouts(sources * results, CUDA), source=mine, polls=5_000_000)
+    ready = ReadyFlags(flags, 0, no_timeouts(sources * results, CUDA), source=own_rows, polls=5_000_000)
     out, expected = (torch.empty(rows, N, dtype=BF16, device=CUDA) for _ in range(2))
-    blocks = [(s, j) for s in range(sources) for j in range(results) if s != mine]
-    reduce_sum(x, out, 0, ready=dataclasses.replace(ready, epoch=-1), own=expected)  # compiles
+    blocks = [(s, j) for s in range(sources) for j in range(results) if s != own_rows]
+    reduce_sum(x, out, 0, ready=dataclasses.replace(ready, epoch=-1), own_rows=expected)  # compiles
     worst, height = torch.zeros((), dtype=torch.int64, device=CUDA), rows // results
     pool = [torch.randn(sources, rows, N).to(BF16).pin_memory() for _ in range(8)]
     for epoch in range(1, CALLS // 4):
         fresh = pool[epoch % 8]  # from pinned memory: a copy within the GPU would need SMs that the sum may hold
-        local, sources_on_gpu = fresh[mine].to(CUDA), fresh.to(CUDA)
+        local, sources_on_gpu = fresh[own_rows].to(CUDA), fresh.to(CUDA)
         x.fill_(math.nan)
         out.fill_(math.nan)
         side.wait_stream(torch.cuda.current_stream())
@@ -193,7 +193,7 @@ def test_a_waiting_sum_reads_sources_that_copies_bring_in_every_call(results):
                 x[source, part].copy_(fresh[source, part], non_blocking=True)
                 slot = flags.data_ptr() + 8 * (source * results + block)
                 in_batches([write(slot, epoch)])(side.cuda_stream)
-        reduce_sum(x, out, 0, ready=dataclasses.replace(ready, epoch=epoch), own=local)
+        reduce_sum(x, out, 0, ready=dataclasses.replace(ready, epoch=epoch), own_rows=local)
         torch.cuda.current_stream().wait_stream(side)
         worst += (out.view(torch.int16) != reduce_sum(sources_on_gpu, expected, 0).view(torch.int16)).sum()
     assert worst.item() == 0

@@ -321,7 +321,7 @@ def test_a_first_call_compiles_its_kernels_before_the_plan_runs(monkeypatch: pyt
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details["repr"])
     )
-    monkeypatch.setattr(matmul, "_calls", {})
+    monkeypatch.setattr(matmul, "_launches", {})
     matmul.matmul_kernel.device_caches.clear()
     run, compiled_before_run = CudaPlan.run, list[int]()
 

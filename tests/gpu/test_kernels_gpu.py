@@ -396,11 +396,11 @@ def test_a_tile_that_needs_more_than_the_gpu_has_makes_way_for_another(monkeypat
     fits = tiles_of(torch.bfloat16, descriptors=False)[-1]
     too_large = dataclasses.replace(tiles_of(torch.bfloat16, descriptors=False)[0], stages=12)
     monkeypatch.setattr(workspace, "candidates", lambda *_, **__: (too_large, fits))
-    monkeypatch.setattr(workspace, "_calls", {})
+    monkeypatch.setattr(workspace, "_launches", {})
     a, b = filled([2048, 512], torch.bfloat16, device=CUDA), filled([512, 2048], torch.bfloat16, device=CUDA)
     out, buffer = embedded([2048, 2048], torch.bfloat16, device=CUDA)
     check_matmul(a, b, out, buffer, use_descriptors=False)
-    (call,) = workspace._calls.values()
+    (call,) = workspace._launches.values()
     assert call.tile.unsplit == fits
     with pytest.raises(TooLargeError, match="bytes of shared memory, and the GPU has"):
         matmul(a, b, out, use_descriptors=False, tile=too_large)

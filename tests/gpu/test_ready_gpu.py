@@ -67,7 +67,7 @@ def test_own_rows_give_the_same_bits_as_rows_in_the_buffer(M, N, K, transpose_b)
             ready = raised(blocks, first=first)
             ready.flags[first] = 0
             for _ in range(2):  # the second is launched without Triton
-                matmul(rows, b, out.fill_(math.nan), ready=ready, own=local, **options)
+                matmul(rows, b, out.fill_(math.nan), ready=ready, own_rows=local, **options)
                 assert_only_view_written(out, buffer)
                 assert torch.equal(out, matmul(a, b, torch.empty_like(out), **options))
             assert timeout_error(ready.timeouts, 0, "%f") is None
@@ -91,19 +91,19 @@ def test_early_blocks_always_give_the_bits_of_tiles_split_in_two(M, N, K, transp
                            for i in range(0, N, tile.n)], 1)
                 for part in a.chunk(blocks)
             ]  # fmt: skip
-            for early, split, mine in [(1, 0, local), (3, 5, local), (3, 0, None)]:
+            for early, split, own_rows in [(1, 0, local), (3, 5, local), (3, 0, None)]:
                 config = dataclasses.replace(tile, early_blocks=early, split=split, parts=2)
                 out, buffer = embedded([M, N], dtype, pad=[1, 8], device=CUDA)
                 ready = raised(blocks, first=first)
-                ready.flags[first] = 0 if mine is not None else 1
-                gathered = a if mine is None else rows
+                ready.flags[first] = 0 if own_rows is not None else 1
+                gathered = a if own_rows is None else rows
                 seen = []
                 for _ in range(3):
-                    matmul(gathered, b, out.fill_(math.nan), ready=ready, own=mine, tile=config, **options)
+                    matmul(gathered, b, out.fill_(math.nan), ready=ready, own_rows=own_rows, tile=config, **options)
                     assert_only_view_written(out, buffer)
                     seen.append(out.clone())
                 assert all(torch.equal(seen[0], again) for again in seen[1:])
-                apart = mine is not None or M // blocks >= tile.m
+                apart = own_rows is not None or M // blocks >= tile.m
                 for block in range(early) if apart else ():
                     place = (first + block) % blocks
                     assert torch.equal(seen[0].chunk(blocks)[place], wanted[place])
@@ -124,13 +124,13 @@ def test_any_number_of_early_and_split_tiles_gives_the_product(M, N, K, bias):
         tile = one_tile(torch.bfloat16, use_descriptors)
         walks = [(0, 9, 2, local), (1, 9, 8, local), (3, 9, 2, local), (3, 30, 4, local), (8, 9, 2, local)]
         walks.append((3, 9, 2, None))
-        for early, split, parts, mine in walks:
+        for early, split, parts, own_rows in walks:
             config = dataclasses.replace(tile, early_blocks=early, split=split, parts=parts)
             ready = raised(blocks, first=first)
-            ready.flags[first] = 0 if mine is not None else 1
+            ready.flags[first] = 0 if own_rows is not None else 1
             options = {"bias": added, "use_descriptors": use_descriptors, "tile": config}
-            matmul(a if mine is None else rows, b, out.fill_(math.nan), ready=ready, own=mine, **options)
-            assert torch.equal(out, exact), (config, mine is None)
+            matmul(a if own_rows is None else rows, b, out.fill_(math.nan), ready=ready, own_rows=own_rows, **options)
+            assert torch.equal(out, exact), (config, own_rows is None)
             assert timeout_error(ready.timeouts, 0, "%f") is None
 
 

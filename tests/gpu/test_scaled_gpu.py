@@ -139,7 +139,8 @@ def test_waits_and_flags_change_no_bit(mode, local):
         plain = torch.empty(M, N, dtype=BF16, device=CUDA)
         scaled_matmul(plain, a, b, of_a, of_b, fast=True, tile=tile)
         out = torch.empty(M, N, dtype=BF16, device=CUDA)
-        arriving, mine, late_scale = torch.empty_like(a), a[first * height :][:height].clone(), torch.empty_like(of_a)
+        arriving, late_scale = torch.empty_like(a), torch.empty_like(of_a)
+        own_rows = a[first * height :][:height].clone()
         flags, raised = (torch.zeros(blocks, dtype=torch.int64, device=CUDA) for _ in range(2))
         side = torch.cuda.Stream()
         # From the host: a copy within the GPU may need SMs that the kernel holds.
@@ -155,7 +156,7 @@ def test_waits_and_flags_change_no_bit(mode, local):
                 late_scale.copy_(of_a)
             torch.cuda.synchronize()
             ready = ReadyFlags(flags, epoch, no_timeouts(blocks, CUDA), first=first)
-            options: dict[str, Any] = {"own": mine} if local else {}
+            options: dict[str, Any] = {"own_rows": own_rows} if local else {}
             with torch.cuda.stream(side):
                 torch.cuda._sleep(500_000)
                 for block in range(blocks):

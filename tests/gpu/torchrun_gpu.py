@@ -113,7 +113,6 @@ def cases() -> list[Case]:
     return every
 
 
-# Checking ---------------------------------------------------------------------------------------------------------
 def poison() -> None:
     """Leave NaN in the memory that the allocator hands out next."""
     blocks = [torch.full((1 << n,), NAN, device="cuda") for n in range(7, 24) for _ in range(3)]

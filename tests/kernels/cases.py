@@ -1,6 +1,6 @@
-"""The programs whose kernels are compiled without a GPU: all patterns by all strategies, and all rows of benchmarks.
+"""Programs whose kernels are compiled without a GPU: all patterns with all strategies, and all rows of the benchmarks.
 
-Fusions and programs are those of `examples.patterns` and of the benchmarks themselves, which make them without tensors.
+`examples.patterns` and the benchmarks themselves make the fusions and programs, without tensors.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from hostir.torch.ops.matmul_reduce_scatter import rows_fusion
 from tests.gpu.torchrun_patterns import every_pattern, names_of, sizes_for
 
 RANKS = (2, 8)
-EMULATED = 8  # ranks, of which two GPUs stand for one each
-# Only strategies whose kernels signal beside copies have other kernels with more worker streams.
+EMULATED = 8  # ranks of a job; each of two GPUs runs the part of one rank
+# More worker streams change kernels only of strategies in which kernels signal while other streams copy.
 STREAMS = [(s, n) for s, each in STRATEGIES.items() for n in each.stream_counts if n in (each.stream_counts[0], 2)]
-SCALES = (("rows", True), ("rows", False), ("tensor", True), ("blocks", False))  # and whether tensor cores add up
+SCALES = (("rows", True), ("rows", False), ("tensor", True), ("blocks", False))  # and True if tensor cores add up
 Source = Callable[[], hi.Fusion | hi.Program]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and what it runs with.
+    """A program, with its kernels, its lowering and its sizes.
 
     Fields:
-        name: the same in every run.
+        name: a name that is the same in every run.
         source: makes a fusion; without a strategy, a host program.
-        kernels: the policy, as of an executor.
+        kernels: the policy of kernels, as in an executor.
         strategy, streams: how the fusion is lowered.
-        columns: weights are stored by columns, as those of a linear layer.
+        columns: weights are stored by columns, like the weights of a linear layer.
         sizes: the values of its symbols.
     """
 
@@ -77,7 +77,7 @@ class Case:
 def lowered(
     name: str, source: Source, kernels: Sequence[str], strategies: Sequence[str] = tuple(STRATEGIES), **more: Any
 ) -> Iterator[Case]:
-    """A fusion by each of the strategies."""
+    """Yield a fusion with each of the strategies."""
     once = functools.cache(source)
     for (strategy, streams), policy in itertools.product(STREAMS, kernels):
         if strategy in strategies:
@@ -85,9 +85,8 @@ def lowered(
             yield Case(f"{name}: {how}", once, policy, strategy, streams, **more)
 
 
-# Patterns -------------------------------------------------------------------------------------------------------------
 def of_patterns() -> Iterator[Case]:
-    """Every pattern, with sizes of layers, and with its own small ones, of which TMA does not take all."""
+    """Yield every pattern, with sizes of layers and with its small default sizes. TMA cannot describe all of these."""
     every = [*every_pattern(), *((pattern.__name__, pattern) for pattern in patterns.NORMED)]
     for (name, pattern), ranks, large in itertools.product(every, RANKS, (True, False)):
         of_8_bits = name.split()[0] in {pattern.__name__ for pattern in patterns.SCALED}
@@ -98,25 +97,24 @@ def of_patterns() -> Iterator[Case]:
             yield from lowered(what, source, ("triton", "auto"), columns=of_8_bits)
 
 
-# Benchmarks -----------------------------------------------------------------------------------------------------------
-def subject(kind: type[Any], row: Row, ranks: int, **fields: Any) -> Any:
-    """What a benchmark compares on a row, without its tensors: it makes fusions and programs all the same."""
-    made = object.__new__(kind)
-    vars(made).update(row=row, ranks=ranks, dtype=torch.bfloat16, **fields)
-    return made
+def subject(benchmark: type[Any], row: Row, ranks: int, **fields: Any) -> Any:
+    """The comparison of a benchmark on one row, without tensors: only its fusions and programs are made."""
+    comparison = object.__new__(benchmark)
+    vars(comparison).update(row=row, ranks=ranks, dtype=torch.bfloat16, **fields)
+    return comparison
 
 
-def scaled(kind: type[Any], row: Row, ranks: int, scales: str, fast: bool, axis: int | None = None) -> Any:
-    """The same for fp8 products."""
+def scaled(benchmark: type[Any], row: Row, ranks: int, scales: str, fast: bool, axis: int | None = None) -> Any:
+    """The comparison of an fp8 benchmark on one row, without tensors."""
     groups = row.K // scaled_matmul.BLOCK if scales == "blocks" else 1
     columns = {"tensor": (1, 1), "rows": (1, row.N), "blocks": (groups, row.N // scaled_matmul.BLOCK)}[scales]
     lead = [row.M] if axis is None else [scaled_matmul.BATCH, row.M // scaled_matmul.BATCH]
     scaling = {"scales": scales, "fast": fast, "scale_b": SimpleNamespace(shape=columns)}
-    return subject(kind, row, ranks, **scaling, batched=axis is not None, axis=axis or 0, lead=lead)
+    return subject(benchmark, row, ranks, **scaling, batched=axis is not None, axis=axis or 0, lead=lead)
 
 
 def subjects(name: str, row: Row, ranks: int) -> Iterator[tuple[str, Any]]:
-    """All that a kind of benchmark compares on a row, each with a few words that tell it from the others."""
+    """Yield all programs that a benchmark compares on a row, each with a few words that distinguish it."""
     plain = {
         "allgather": allgather_matmul.Operands,
         "reduce_scatter": matmul_reduce_scatter.Operands,
@@ -133,15 +131,15 @@ def subjects(name: str, row: Row, ranks: int) -> Iterator[tuple[str, Any]]:
         rows = row.M if row.model == "all_reduce" else row.M // ranks
         yield "", subject(kinds[row.model], row, ranks, y=range(rows))
     else:
-        kind = scaled_matmul.Gathered if name == "scaled_gather" else scaled_matmul.Scattered
+        benchmark = scaled_matmul.Gathered if name == "scaled_gather" else scaled_matmul.Scattered
         for scales, fast in SCALES:
-            yield f" {scales}{' fast' * fast}", scaled(kind, row, ranks, scales, fast)
-        along = [scaled(kind, row, ranks, "rows", fast=True, axis=axis) for axis in (0, 1)]
+            yield f" {scales}{' fast' * fast}", scaled(benchmark, row, ranks, scales, fast)
+        along = [scaled(benchmark, row, ranks, "rows", fast=True, axis=axis) for axis in (0, 1)]
         yield from ((f" axis {each.axis}", each) for each in along if each.lead[each.axis] % ranks == 0)
 
 
 def of_rows() -> Iterator[Case]:
-    """Every row of the benchmarks that lower fusions."""
+    """Yield the programs of every row of the benchmarks that lower fusions."""
     texts = {"departures", "torch_operators", "scaled_gather_emulated", "scaled_scatter_emulated"}
     for name, ranks in itertools.product([name for name in BENCHMARKS if name not in texts], RANKS):
         policies = ("triton", "aten") if name.startswith("scaled") else ("triton",)
@@ -157,7 +155,7 @@ def of_rows() -> Iterator[Case]:
 
 
 def of_emulated_rows() -> Iterator[Case]:
-    """Rows as a rank of 8 meets them, on two GPUs."""
+    """Yield programs with the sizes that a rank of 8 has, for two GPUs."""
     for model, M in itertools.product(("8B", "70B", "405B"), LARGE):
         gathered, scattered = BENCHMARKS["allgather"].row(model, M), BENCHMARKS["departures"].row(model, M)
         for way in arrivals.WAYS:
@@ -178,12 +176,12 @@ def of_emulated_rows() -> Iterator[Case]:
 
 
 def text(name: str, kernels: str, program: str) -> Case:
-    """A host program as text."""
+    """Return the case of a host program in text form."""
     return Case(name, functools.cache(partial(hi.parse, program)), kernels)
 
 
 def of_operators() -> Iterator[Case]:
-    """Functions of hostir.torch, forward and backward: the number of rows is a symbol of their programs."""
+    """Yield programs of hostir.torch's functions, forward and backward. Their number of rows is a symbol."""
     for row, ranks in itertools.product(BENCHMARKS["torch_operators"].rows(), RANKS):
         if row.M % ranks:
             continue
@@ -200,5 +198,5 @@ def of_operators() -> Iterator[Case]:
 
 @functools.cache
 def every_case() -> Sequence[Case]:
-    """All cases."""
+    """Return all cases."""
     return [*of_patterns(), *of_rows(), *of_emulated_rows(), *of_operators()]

@@ -26,7 +26,7 @@ def embedded(
     offset: int = 0,
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A view of `shape` inside a larger buffer full of NaN, and that buffer.
+    """Return a view of `shape` inside a larger buffer full of NaN, and that buffer.
 
     `order` lists the axes from outermost to innermost in memory, `pad` adds unused elements to each axis, and `offset`
     comes before the first element.
@@ -44,7 +44,7 @@ def embedded(
 def filled(
     shape: Sequence[int], dtype: torch.dtype, *, integers: bool = False, device: str = "cpu", **layout: object
 ) -> torch.Tensor:
-    """A view laid out like `embedded`'s, filled with fresh random numbers (small integers when `integers`)."""
+    """Return a view with the layout of `embedded`, filled with random numbers (small integers if `integers`)."""
     view, _ = embedded(shape, dtype, device=device, **layout)
     if integers:
         return view.copy_(torch.randint(-4, 5, tuple(shape), device=device))
@@ -52,15 +52,15 @@ def filled(
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of `dtype` at `value`."""
+    """Return the distance between neighbouring numbers of `dtype` at `value`."""
     return 2.0 ** math.floor(math.log2(value)) * torch.finfo(dtype).eps if value else torch.finfo(dtype).tiny
 
 
 def assert_as_accurate(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """The largest error of `ours` is at most 1.1 times that of `torchs`, plus one unit in the last place.
+    """Assert that the largest error of `ours` is at most 1.1 times the largest error of `torchs`, plus one unit.
 
-    Where few sums cancel, luck decides whose float32 accumulation comes closer: a unit of float32 at the largest sum of
-    `magnitude`s is allowed for that.
+    If few sums cancel, luck decides which float32 accumulation is more accurate. So another unit of float32 at the
+    largest `magnitude` is allowed.
     """
     if exact.numel() == 0:
         return
@@ -71,14 +71,14 @@ def assert_as_accurate(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Te
 
 
 def assert_only_view_written(view: torch.Tensor, buffer: torch.Tensor) -> None:
-    """All of `view` is written and finite, and the rest of its `buffer` still holds NaN."""
+    """Assert that all of `view` is finite, and that the rest of its `buffer` still holds NaN."""
     assert view.isfinite().all()
     assert buffer.isnan().sum().item() == buffer.numel() - view.numel()
 
 
 @contextlib.contextmanager
 def user_allows(setting: str, allowed: bool) -> Iterator[None]:
-    """What torch's setting for cuBLAS is meanwhile."""
+    """Set one of torch's settings for cuBLAS within the context."""
     before = getattr(torch.backends.cuda.matmul, setting)
     setattr(torch.backends.cuda.matmul, setting, allowed)
     try:
@@ -88,31 +88,31 @@ def user_allows(setting: str, allowed: bool) -> Iterator[None]:
 
 
 def tiles_of(dtype: torch.dtype, *, descriptors: bool) -> tuple[Tile, ...]:
-    """The candidates for operands of a dtype of torch."""
+    """Return the candidate tiles for operands of a torch dtype."""
     names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
     return candidates(names[dtype], descriptors=descriptors)
 
 
 @contextlib.contextmanager
 def multiprocessors(sms: int) -> Iterator[None]:
-    """Within it, `matmul` counts on `sms` multiprocessors, so that a test says how many programs share tiles."""
+    """Make `matmul` use `sms` SMs within the context, and so that many programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_module, "limits", lambda device: dataclasses.replace(limits(device), sms=sms))
-        patch.setattr(matmul_module, "_calls", {})  # those prepared before count on others
+        patch.setattr(matmul_module, "_launches", {})  # launches prepared before use other SMs
         yield
 
 
 def parts() -> int:
-    """Into how many parts the matmul that was prepared last splits tiles; 0 where it splits none."""
-    call = [*matmul_module._calls.values()][-1]
+    """Return the number of parts of split tiles in the last prepared matmul; 0 if no tile is split."""
+    call = [*matmul_module._launches.values()][-1]
     count = 0 if call.schedule is None else call.schedule[2]
     assert (count > 0, count == 2) == (call.constants.SPLIT, call.constants.PAIRS)
     return count
 
 
 def programs_of_last() -> int:
-    """How many programs the matmul that was prepared last has."""
-    return [*matmul_module._calls.values()][-1].programs
+    """Return the number of programs of the last prepared matmul."""
+    return [*matmul_module._launches.values()][-1].programs
 
 
 def check_matmul(
@@ -126,11 +126,11 @@ def check_matmul(
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Run `matmul` into `out` and hold it against torch and float64."""
+    """Run `matmul` into `out` and compare it with torch and float64."""
     result = matmul(a, b, out, bias=bias, transpose_b=transpose_b, use_descriptors=use_descriptors, tile=tile)
     assert result is out
     assert_only_view_written(out, buffer)
-    # On copies: on a CPU, torch's bfloat16 product of padded matrices picks up the NaNs between their rows.
+    # torch gets copies: on a CPU, its bfloat16 product of padded matrices reads the NaN between their rows.
     weight = (b if transpose_b else b.t()).contiguous()
     plain = torch.nn.functional.linear(a.contiguous(), weight, bias)
     exact = matmul_reference(a, b, bias=bias, transpose_b=transpose_b)
@@ -139,7 +139,7 @@ def check_matmul(
 
 
 def check_reduce_sum(x: torch.Tensor, out: torch.Tensor, buffer: torch.Tensor, axis: int) -> None:
-    """Run `reduce_sum` into `out` and hold it against torch and float64."""
+    """Run `reduce_sum` into `out` and compare it with torch and float64."""
     assert reduce_sum(x, out, axis) is out
     assert_only_view_written(out, buffer)
     assert_as_accurate(out, x.sum(axis), reduce_sum_reference(x, axis), reduce_sum_reference(x.abs(), axis))

@@ -1,4 +1,4 @@
-"""Triton decides when it is imported whether it interprets, so those tests run in a process of their own."""
+"""Tests in Triton's interpreter run in a separate process: Triton reads TRITON_INTERPRET when it is imported."""
 
 from __future__ import annotations
 

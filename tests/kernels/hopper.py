@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: plans are bound for it, and the kernels that they load are collected and compiled.
+"""A fake Hopper GPU: plans are bound for it, and the kernels that they load are collected and compiled.
 
-Tensors of the GPU are stand-ins, and Triton's driver, streams, process groups and symmetric memory are replaced. What
-decides how a kernel is compiled is hostir's and Triton's own code.
+Tensors of the GPU are stand-ins. Triton's driver, streams, process groups and symmetric memory are fakes. The code that
+decides how a kernel is compiled is not replaced.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ REGISTERS = 64 << 10  # of an SM
 SMS = 132
 
 
-# Kernels ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Kernel:
-    """What Triton compiles: a function, and all that it is specialized for.
+    """A kernel to compile: a function, and everything that Triton specializes it for.
 
     Fields:
-        module, name: of the function.
-        signature, constants, attributes, options: as Triton compiles it.
+        module, name: the module and the name of the function.
+        signature, constants, attributes, options: the arguments of Triton's compiler.
     """
 
     module: str
@@ -70,7 +69,7 @@ class Kernel:
 
     @functools.cached_property
     def key(self) -> str:
-        """The same text for kernels that are the same."""
+        """A text that identifies the kernel: equal kernels have equal keys."""
         return repr([self.name, self.signature, self.constants, self.attributes, self.options])
 
     @property
@@ -78,54 +77,54 @@ class Kernel:
         return self.name == "matmul_kernel"
 
     @property
-    def kind(self) -> Any:
-        """The constants that it is compiled for, of kernels that have a tuple of them; else None."""
+    def settings(self) -> Any:
+        """The tuple of compile-time constants `C` of a matmul or a sum; None for other kernels."""
         last = self.constants.get((len(self.signature) - 1,))
         return last if hasattr(last, "_asdict") else None
 
     def __str__(self) -> str:
-        said = ", ".join(f"{n}={x}" for n, x in self.kind._asdict().items() if x) if self.kind else ""
-        return f"{self.name}({said}) stages={self.options['num_stages']} warps={self.options['num_warps']}"
+        text = ", ".join(f"{n}={x}" for n, x in self.settings._asdict().items() if x) if self.settings else ""
+        return f"{self.name}({text}) stages={self.options['num_stages']} warps={self.options['num_warps']}"
 
     def compiled(self) -> Any:
-        """The kernel for a Hopper GPU; its metadata have `spilled` and `registers` where these are `counted`."""
+        """Compile the kernel for a Hopper GPU. Within `counted`, its metadata have `spilled` and `registers`."""
         function = getattr(importlib.import_module(self.module), self.name)
         source = ASTSource(function, self.signature, self.constants, self.attributes)
         return triton.compile(source, target=TARGET, options=self.options)
 
     @property
     def estimate(self) -> int:
-        """The bytes of shared memory that it may take: of a matmul, no more than its tile is said to."""
+        """The most bytes of shared memory that it may need: for a matmul, the estimate of its tile."""
         if not self.is_matmul:
             return SHARED_MEMORY
-        kind = self.kind
+        settings = self.settings
         stages, warps = self.options["num_stages"], self.options["num_warps"]
-        tile = Tile(kind.BM, kind.BN, kind.BK, stages=stages, warps=warps, halves=kind.HALVES)
+        tile = Tile(settings.BM, settings.BN, settings.BK, stages=stages, warps=warps, halves=settings.HALVES)
         item, result = (_bytes(self.signature[name]) for name in ("a", "out"))
-        return tile.shared_memory(item, descriptors=kind.DESCRIPTORS, result=result, adds=kind.ADDS)
+        return tile.shared_memory(item, descriptors=settings.DESCRIPTORS, result=result, adds=settings.ADDS)
 
 
 def _bytes(of: str) -> int:
-    """The bytes of an element, by the type of a pointer or a descriptor."""
+    """Return the bytes of an element for the type of a pointer or a descriptor."""
     (bits,) = re.findall(r"^(?:\*|tensordesc<)[a-z]+(\d+)", of)
     return int(bits) // 8
 
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Kernels that Triton compiles have `spilled`, bytes of registers without room, and `registers` of a thread."""
+    """Add `spilled` (bytes of spilled registers) and `registers` (of a thread) to the metadata of compiled kernels."""
 
     def hook(*stages_of: Any) -> tuple[str, str] | None:
         if not stages_of:
-            return "registers counted", "registers counted"  # kernels in Triton's cache without these are others
+            return "registers counted", "registers counted"  # not equal to kernels in Triton's cache that lack these
         _, stages, *_ = stages_of
         assemble = stages["cubin"]
 
         def count(ptx: str, metadata: dict[str, Any]) -> bytes:
-            with contextlib.redirect_stdout(io.StringIO()) as said:
+            with contextlib.redirect_stdout(io.StringIO()) as output:
                 cubin: bytes = assemble(ptx, metadata)
-            spilled, used = (re.findall(word, said.getvalue()) for word in (r"(\d+) bytes spill", r"Used (\d+) reg"))
-            assert spilled, said.getvalue()
+            spilled, used = (re.findall(word, output.getvalue()) for word in (r"(\d+) bytes spill", r"Used (\d+) reg"))
+            assert spilled, output.getvalue()
             metadata["spilled"] = sum(map(int, spilled))  # of stores and of loads
             metadata["registers"] = max(map(int, used))
             return cubin
@@ -139,9 +138,8 @@ def counted() -> Iterator[None]:
         yield
 
 
-# The GPU ----------------------------------------------------------------------------------------------------------
 class _Driver:
-    """Triton's driver of the GPU."""
+    """A fake of Triton's driver for the GPU."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda index: {"multiprocessor_count": SMS, "max_shared_mem": SHARED_MEMORY}
@@ -158,7 +156,7 @@ class _Driver:
 
 
 class _Tensors(TorchFunctionMode):
-    """New tensors on the GPU are stand-ins; pinned memory is the CPU's."""
+    """Make new tensors on the GPU stand-ins, and pinned memory ordinary memory."""
 
     addresses = itertools.count(1 << 40, 1 << 40)
 
@@ -175,8 +173,8 @@ class _Tensors(TorchFunctionMode):
         device = options.get("device")
         if device is None or torch.device(device).type != "cuda":
             return func(*args, **options)
-        made = func(*args, **{**options, "device": "meta"})
-        return StandIn.of(made.shape, made.stride(), made.dtype, GPU, next(self.addresses))
+        result = func(*args, **{**options, "device": "meta"})
+        return StandIn.of(result.shape, result.stride(), result.dtype, GPU, next(self.addresses))
 
 
 class _Peers(PeerMemory):
@@ -195,12 +193,12 @@ class _Peers(PeerMemory):
 
 @dataclass
 class Hopper:
-    """The GPU, with what was done with kernels.
+    """The fake GPU, which records loaded kernels and launches.
 
     Fields:
-        kernels: those that were loaded, by key.
-        launches: how many launches there were.
-        lacks: why a kernel cannot be loaded; None if it can.
+        kernels: the loaded kernels, by key.
+        launches: the number of launches.
+        lacks: a function that returns the reason why a kernel cannot be loaded; None if it can.
     """
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -218,7 +216,7 @@ class Hopper:
         attributes: Any,
         _: bool,
     ) -> Any:
-        """Stands for Triton's: gives what can be loaded, and is not compiled."""
+        """Replaces Triton's `warmup`: returns a kernel that can be loaded, without compiling it."""
         kinds = dict(signature), dict(constants), dict(attributes), dict(vars(options))
         kernel = Kernel(function.__module__, function.__name__, *kinds)
 
@@ -245,7 +243,7 @@ class Hopper:
         inputs: Sequence[torch.Tensor | None],
         sizes: Mapping[str, int] | None = None,
     ) -> Any:
-        """A rank's plan for inputs, among ranks that are not there."""
+        """Return a rank's plan for inputs. The other ranks do not exist."""
 
         def exchange(key: str, mine: str) -> list[str]:
             if not mine:
@@ -255,11 +253,11 @@ class Hopper:
             ]
 
         unrolled = unroll(program, rank, sizes or {}, inputs)
-        made = CudaMachine(GPU, program, kernel_table(kernels, "cuda"), Groups(rank, GPU, exchange))
-        return made.plan(unrolled, first=inputs)
+        machine = CudaMachine(GPU, program, kernel_table(kernels, "cuda"), Groups(rank, GPU, exchange))
+        return machine.plan(unrolled, first=inputs)
 
     def offer(self, program: Program, peer: int, sizes: Mapping[str, int]) -> str:
-        """What a peer says of its symmetric memory."""
+        """Return the message of a peer about its symmetric memory."""
         theirs = unroll(program, peer, sizes)
         memory = SymmetricMemory(peer, lambda key, mine: [mine], _Peers(GPU, peer))
         with ExitStack() as stack:
@@ -267,7 +265,7 @@ class Hopper:
 
 
 class _Everything:
-    """Anything that is called, of which nothing comes."""
+    """An object that stands for anything: it can be called, has every attribute, and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -278,7 +276,7 @@ class _Everything:
 
 @contextmanager
 def hopper() -> Iterator[Hopper]:
-    """The GPU, until the end of the context."""
+    """Yield the fake GPU, which exists within the context."""
     gpu, nothing = Hopper(), _Everything()
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Driver())
@@ -312,10 +310,10 @@ def hopper() -> Iterator[Hopper]:
         (CudaMachine, "connect", lambda machine, teams: None),
         (Groups, "of", lambda groups, team: (nothing, tuple(sorted(team)))),
         (signals, "_compiled", {}),
-        (matmul, "_calls", {}),
+        (matmul, "_launches", {}),
         (workspaces, "_by_stream", {}),
         (workspaces, "_for_graphs", {}),
-        (reduce, "_sums", {}),
+        (reduce, "_launches", {}),
     ]
     devices.limits.cache_clear()
     try:
@@ -332,7 +330,7 @@ def hopper() -> Iterator[Hopper]:
 
 
 def _functions() -> Iterator[Any]:
-    """The kernels of Triton that hostir has: what was compiled for the GPU is forgotten with it."""
+    """Return the Triton kernels of hostir, which must forget what was compiled for the fake GPU."""
     from hostir.kernels import norm, quantize
     from hostir.kernels.matmul import kernel
 
@@ -343,16 +341,16 @@ def _functions() -> Iterator[Any]:
 def inputs_of(
     program: Program, rank: int, columns: bool = False, sizes: Mapping[str, int] | None = None
 ) -> list[torch.Tensor | None]:
-    """A rank's inputs; with `columns`, matrices that are not its first input are stored by columns."""
-    found: list[torch.Tensor | None] = []
+    """Return a rank's inputs. With `columns`, all matrices except the first input are stored by columns."""
+    tensors: list[torch.Tensor | None] = []
     for number, value in enumerate(program.inputs):
         type = value.tensor
         if type.mesh is not None and rank not in type.mesh.devices:
-            found.append(None)
+            tensors.append(None)
             continue
         shape = bind_shape(type.local_shape, sizes or {})
         dtype = machine.torch_dtype(type.dtype)
         x = torch.empty(shape, dtype=dtype, device=GPU)
         turned = columns and number > 0 and len(shape) == 2 and min(shape) > 1
-        found.append(torch.empty(shape[::-1], dtype=dtype, device=GPU).t() if turned else x)
-    return found
+        tensors.append(torch.empty(shape[::-1], dtype=dtype, device=GPU).t() if turned else x)
+    return tensors

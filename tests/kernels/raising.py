@@ -1,4 +1,4 @@
-"""What another process does while a kernel waits: fill rows and raise their flags. It needs no Triton and no torch."""
+"""A process that fills rows and raises their flags while a kernel waits. Needs neither Triton nor torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-PAUSE = 0.03  # seconds before each block, so that the kernel stands and waits for it
+PAUSE = 0.03  # seconds before each block, so that the kernel has to wait
 
 
 def fill_and_raise(rows: Array[Any], flags: Array[Any], rounds: Queue[Any]) -> None:
-    """For each (what to fill in, epoch, order of blocks) from `rounds`, until None: block by block, then its flag.
+    """For each (values, epoch, order of blocks) from `rounds`, until None: fill each block, then raise its flag.
 
-    `rows`: blocks of float32 one behind the other, a block for each of `flags`.
+    `rows`: blocks of float32, one after another; one block for each of `flags`.
     """
     blocks = np.frombuffer(rows, np.float32).reshape(len(flags), -1)
     while (task := rounds.get()) is not None:

@@ -29,7 +29,7 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.Tensor, float], torch.Tensor]]] = 
 
 
 def layout(draw: st.DrawFn, axes: int) -> dict[str, object]:
-    """Axes in any order in memory, padded, from any offset."""
+    """Draw a layout: axes in any order in memory, padding, and an offset."""
     return {
         "order": draw(st.permutations(range(axes))),
         "pad": [draw(st.integers(0, 2)) for _ in range(axes)],
@@ -39,7 +39,7 @@ def layout(draw: st.DrawFn, axes: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("users", [True, False])
 @pytest.mark.parametrize("dtype", list(aten.REDUCED_PRECISION))
-def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwards(
+def test_16_bit_sums_of_cublas_are_off_while_a_product_is_issued_and_then_restored(
     dtype: torch.dtype, users: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting, seen, multiply = aten.REDUCED_PRECISION[dtype], [], aten._multiply
@@ -62,7 +62,7 @@ def test_sums_of_halves_are_off_while_a_product_is_issued_and_as_before_afterwar
 
 @settings(max_examples=50)
 @given(st.data())
-def test_norms_of_rows_of_any_layout_are_torchs_rounded_once(data: st.DataObject) -> None:
+def test_norms_of_rows_of_any_layout_equal_torchs_norm_rounded_once(data: st.DataObject) -> None:
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 1 << 30)))
     dtype, weighted, eps = draw(st.sampled_from(DTYPES)), draw(st.booleans()), draw(st.sampled_from([0.1, 1e-6]))
@@ -112,9 +112,7 @@ def test_contractions_of_any_layout_are_as_accurate_as_torch(data: st.DataObject
         (torch.randn(2, 3, 4, 8), torch.empty(2, 3, 4, 5)),
     ],
 )
-def test_products_of_padded_turned_and_plain_rows_fill_the_output_where_it_is(
-    a: torch.Tensor, out: torch.Tensor
-) -> None:
+def test_products_of_padded_transposed_and_dense_rows_are_written_in_place(a: torch.Tensor, out: torch.Tensor) -> None:
     b, where, strides = torch.randn(8, 5), out.data_ptr(), out.stride()
     KERNELS["matmul"](out.fill_(torch.nan), a, b)
     assert (out.data_ptr(), out.stride()) == (where, strides)
@@ -127,11 +125,11 @@ def test_products_of_padded_turned_and_plain_rows_fill_the_output_where_it_is(
         (torch.randn(2, 3, 4, 8), ["matmul"]),
         (torch.randn(1, 2, 3, 8), ["matmul"]),
         (torch.randn(6, 8), ["matmul"]),
-        (torch.randn(1, 6, 8).transpose(0, 1), ["mm"]),  # of which torch.matmul would make six
+        (torch.randn(1, 6, 8).transpose(0, 1), ["mm"]),  # torch.matmul would make six products
         (torch.randn(2, 4, 8)[:, :3], ["bmm"]),
     ],
 )
-def test_rows_that_have_one_stride_are_one_product(
+def test_rows_with_a_single_stride_take_one_product(
     a: torch.Tensor, products: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -156,23 +154,23 @@ def test_rows_that_have_one_stride_are_one_product(
 def test_elementwise_kernels_of_any_layout_are_as_accurate_as_torch(data: st.DataObject) -> None:
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 1 << 30)))
-    dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([*ELEMENTWISE, *NUMBERS, "add", "mul"]))
+    dtype, name = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([*ELEMENTWISE, *NUMBERS, "add", "mul"]))
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     x = filled(shape, dtype, **layout(draw, len(shape)))
     out, buffer = embedded(shape, dtype, **layout(draw, len(shape)))
-    if kind in ELEMENTWISE:
-        f = ELEMENTWISE[kind]
-        KERNELS[kind](out, x)
+    if name in ELEMENTWISE:
+        f = ELEMENTWISE[name]
+        KERNELS[name](out, x)
         torchs, exact = f(x), f(x.double())
-    elif kind in NUMBERS:
-        (option, torchs_kernel), number = NUMBERS[kind], draw(st.sampled_from([0.1, -3.0, 1e-3, 0.0]))
-        KERNELS[kind](out, x, **{option: number})
+    elif name in NUMBERS:
+        (option, torchs_kernel), number = NUMBERS[name], draw(st.sampled_from([0.1, -3.0, 1e-3, 0.0]))
+        KERNELS[name](out, x, **{option: number})
         torchs, exact = torchs_kernel(x.float(), number).to(dtype), torchs_kernel(x.double(), number)
     else:
         short = [draw(st.sampled_from([1, size])) for size in shape[draw(st.integers(0, len(shape))) :]]
         y = filled(short, dtype, **layout(draw, len(short)))
-        KERNELS[kind](out, x, y)
-        torchs, exact = (x + y, x.double() + y.double()) if kind == "add" else (x * y, x.double() * y.double())
+        KERNELS[name](out, x, y)
+        torchs, exact = (x + y, x.double() + y.double()) if name == "add" else (x * y, x.double() * y.double())
     assert_only_view_written(out, buffer)
     assert_as_accurate(out, torchs, exact, exact.abs())
 
@@ -182,7 +180,7 @@ def test_elementwise_kernels_of_any_layout_are_as_accurate_as_torch(data: st.Dat
 @pytest.mark.parametrize("inner", [0, 1])
 def test_sums_are_accumulated_in_f32(dtype: torch.dtype, axis: int, inner: int) -> None:
     shape = (3000, 40) if axis == 0 else (40, 3000)
-    x = torch.rand(shape).to(dtype) + 1  # one sign: an f16 or bf16 sum would stand still long before the end
+    x = torch.rand(shape).to(dtype) + 1  # one sign: an f16 or bf16 sum would stop growing long before the end
     x = x if inner else x.t().contiguous().t()
     out, buffer = embedded((40,), dtype, pad=[3])
     KERNELS["sum"](out, x, axis=axis)
@@ -230,7 +228,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_multiplied_in_f32_and_rounded_once(dtype: torch.dtype) -> None:
+def test_16_bit_operands_are_multiplied_in_f32_and_rounded_once(dtype: torch.dtype) -> None:
     a, weight, bias = torch.randn(3, 5, 700).to(dtype), torch.randn(9, 700).to(dtype), torch.randn(9).to(dtype)
     out = torch.full((3, 2, 5, 9), torch.nan, dtype=dtype)[:, 1]
     kernels = kernel_table("aten", "cpu")
@@ -242,7 +240,7 @@ def test_halves_are_multiplied_in_f32_and_rounded_once(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 5, aten.IN_ORDER])
-def test_few_numbers_are_added_in_their_order_whatever_the_layout(dtype: torch.dtype, count: int) -> None:
+def test_few_numbers_are_added_in_order_in_any_layout(dtype: torch.dtype, count: int) -> None:
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         x = torch.randn(count, 7, 33).to(dtype).permute(order).contiguous().permute([order.index(i) for i in range(3)])
         expected = torch.zeros(7, 33)

@@ -1,4 +1,4 @@
-"""Blocks of rows, each by itself and all at once."""
+"""Blocks of rows: one at a time, and all at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ DENSE, PERMUTED, SLICES = (0, 1, 2, 3), (2, 1, 0, 3), (1, 0, 2, 3)
 
 
 def tensors(order: tuple[int, ...], rows: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, a, and the rows of one of two blocks."""
+    """Return out, a, and rows that replace one of two blocks."""
     a = torch.randn(2, 3, rows, 8).permute(order)
     return torch.zeros(2, 3, rows, 5).permute(order), a, torch.randn(a.shape[:-1].numel() // 2, 8)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own_rows", [False, True])
 @pytest.mark.parametrize("order", [DENSE, PERMUTED, SLICES])
-def test_all_blocks_at_once_are_the_blocks_one_by_one(order: tuple[int, ...], own: bool) -> None:
+def test_all_blocks_at_once_equal_the_blocks_one_by_one(order: tuple[int, ...], own_rows: bool) -> None:
     out, a, mine = tensors(order)
-    of_own = mine if own else None
+    of_own = mine if own_rows else None
     all_blocks = with_all_rows(out, a, 2, 1, of_own)
     for block, pairs in enumerate(all_blocks):
         wanted = with_rows(out, a, block, 2, of_own if block == 1 else None)
@@ -31,12 +31,12 @@ def test_all_blocks_at_once_are_the_blocks_one_by_one(order: tuple[int, ...], ow
     for pairs in all_blocks:
         for to, rows in pairs:
             to.copy_(rows @ b)
-    whole = a.reshape(2, -1, 8).clone()
-    if own:
-        whole[1] = mine
-    torch.testing.assert_close(out.reshape(2, -1, 5), whole @ b)
+    rows = a.reshape(2, -1, 8).clone()
+    if own_rows:
+        rows[1] = mine
+    torch.testing.assert_close(out.reshape(2, -1, 5), rows @ b)
 
 
-def test_no_rows_are_as_many_empty_blocks() -> None:
+def test_no_rows_give_empty_blocks() -> None:
     out, a, mine = tensors(DENSE, rows=0)
     assert [x.shape[0] for pairs in with_all_rows(out, a, 2, 0, mine) for pair in pairs for x in pair] == [0] * 4

@@ -1,4 +1,4 @@
-"""Triton compiles for a GPU that is not there: every tile must fit on a Hopper and use its matrix and copy units."""
+"""Kernels compiled for Hopper without a GPU: every tile must fit and use tensor cores and TMA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RAISING = ("raised_flags", "raised_epoch", "raised_height", "counts")
 
 @pytest.fixture(scope="module", autouse=True)
 def spills_counted() -> Iterator[None]:
-    """Kernels that Triton compiles here keep `spilled`: bytes of registers that ptxas has no room for."""
+    """Record `spilled` in compiled kernels: the bytes of spilled registers."""
     with counted():
         yield
 
@@ -41,7 +41,7 @@ def compiled(
     batched: bool = False,
     bias: bool = False,
     ready: dict[str, str] | None = None,
-    own: bool = False,
+    own_rows: bool = False,
     overlapped: bool = False,
     pairs: bool = False,
     done: int = 0,
@@ -52,10 +52,11 @@ def compiled(
     dtype_b: str | None = None,
     pushed: int = 0,
 ):
-    """The matmul kernel for one tile. `ready` gives the types of flags and epoch, where it waits for its rows.
+    """Compile the matmul kernel for one tile.
 
-    `done`: it raises flags behind blocks, of which a tile has rows of so many. `result`, `dtype_b`: the types of out
-    and b, if they are not `dtype`. `pushed`: it copies up to so many pieces to peers.
+    `ready`: the types of the flags and the epoch that it waits for. `done`: the number of blocks with completion flags
+    that a tile has rows of. `result`, `dtype_b`: the types of out and b, if they are not `dtype`. `pushed`: the largest
+    number of pieces that it copies to peers.
     """
     columns = tile.n // 2 if tile.halves else tile.n
     lead = "1," if batched else ""
@@ -63,24 +64,31 @@ def compiled(
         "a": f"{lead}{tile.m},{tile.k}",
         "b": f"{tile.n},{tile.k}" if b_is_nk else f"{tile.k},{tile.n}",
         "out": f"{lead}{tile.m},{columns}",
-        **({"own": f"{lead}{tile.m},{tile.k}"} if own else {}),
+        **({"own_rows": f"{lead}{tile.m},{tile.k}"} if own_rows else {}),
     }
     shares = tile.split > 0 or tile.early_blocks > 0
-    kind = Constants(
+    settings = Constants(
         *(tile.m, tile.n, tile.k, tile.halves, descriptors, b_is_nk, batched, bias, tile.split > 0, pairs),
-        *(ready is not None, ready is not None and own, 8 if ready else 1, tile.early_blocks > 0, done, overlapped),
+        *(
+            ready is not None,
+            ready is not None and own_rows,
+            8 if ready else 1,
+            tile.early_blocks > 0,
+            done,
+            overlapped,
+        ),
         *("ieee", dtype == "fp32", max(1, EXACT_RUN // tile.k), scales, stepwise, pushed, pushed > 0, adds),
     )
     result = result or dtype
     types = {"b": dtype_b or dtype, "out": result}
     absent = [*(() if bias else ["bias"]), *(() if scales else ["scales"]), *(() if ready else WAITING)]
-    absent += [] if own else ["own"]
+    absent += [] if own_rows else ["own_rows"]
     absent += [*(() if ready or done else ("first", "height")), *(() if done else RAISING)]
     absent += [] if pushed else ["pushed"]
-    absent += [] if shares else ["workspace", "whole", "split", "parts"]
-    constants = {"C": kind, **dict.fromkeys(absent)}
+    absent += [] if shares else ["workspace", "unsplit", "split", "parts"]
+    constants = {"C": settings, **dict.fromkeys(absent)}
     one, three = "constexpr", ("i32", "i32", "constexpr")  # rows of a and out, and of b, are contiguous: strides of 1
-    strides = Strides(three if own else one, three, (one, "i32") if b_is_nk else ("i32", one), three)
+    strides = Strides(three if own_rows else one, three, (one, "i32") if b_is_nk else ("i32", one), three)
     strides = Strides(one, one, one, one) if descriptors else strides
     names = matmul_kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
@@ -102,7 +110,7 @@ def compiled(
     if shares:
         signature["workspace"] = Workspace("*fp32", "*i32")
     leaves = dict(leaves_of(tuple(signature.values())))
-    tuples = names.index("strides")  # of it None stands for descriptors
+    tuples = names.index("strides")  # in this tuple, None means a descriptor
     constants |= {
         path: None if len(path) == 2 and path[0] == tuples else 1
         for path, type in leaves.items()
@@ -120,22 +128,24 @@ def compiled_sum(
     dtype: str,
     block: int,
     warps: int,
-    own: int = -1,
+    own_rows: int = -1,
     axes: int = 1,
     flags: bool = True,
     activation: str = "",
 ):
-    """The kernel that adds sources, and with an activation an addend. `flags`: it waits for them, and raises others."""
+    """Compile the kernel that sums up sources, and with an activation an addend; `flags`: it waits and raises flags."""
     vector, wide = 4 if dtype == "fp32" else 8, dtype == "fp32"
     waits = triton.next_power_of_2(sources) if flags else 0
-    kind = SumConstants(sources, sources <= 16, own, block, vector, axes, waits, flags, False, wide, activation)
+    settings = SumConstants(
+        sources, sources <= 16, own_rows, block, vector, axes, waits, flags, False, wide, activation
+    )
     absent = [] if flags else ["flags", "timeouts", "epoch", "waits", "polls"]
     absent += [] if flags else ["raised_flags", "raised_epoch", "raises", "counts"]
-    constants = {"C": kind, **dict.fromkeys(absent if activation else [*absent, "addend"])}
+    constants = {"C": settings, **dict.fromkeys(absent if activation else [*absent, "addend"])}
     signature = {name: "constexpr" if name in constants else "i32" for name in sum_kernel.arg_names}
     part = SumPart(f"*{dtype}", (*["i32"] * (axes - 1), "constexpr"))
     signature |= {"addend": part} if activation else {}
-    signature |= {"x": part, "own": part, "out": part, "sizes": ("i32",) * axes}
+    signature |= {"x": part, "own_rows": part, "out": part, "sizes": ("i32",) * axes}
     signature |= {name: "*i64" for name in ("flags", "timeouts", "raised_flags", "counts") if flags}
     varying = {
         sum_kernel.arg_names.index(name)
@@ -149,7 +159,7 @@ def compiled_sum(
 
 
 def leaves_of(types: tuple[object, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The types of a signature, and of the tuples in it, with their paths."""
+    """Yield the types in a signature and in its tuples, with their paths."""
     for i, type in enumerate(types):
         yield from leaves_of(type, (*path, i)) if isinstance(type, tuple) else [((*path, i), type)]
 
@@ -190,12 +200,12 @@ def test_float32_is_multiplied_exactly(tile):
     ids=["int32", "int64"],
 )
 @pytest.mark.parametrize("descriptors", [True, False])
-def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(descriptors, ready, width):
+def test_a_waiting_kernel_acquires_before_it_loads_and_keeps_its_pipeline(descriptors, ready, width):
     tile = candidates("bf16", descriptors=descriptors)[0]
     options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True}
     load = "global.mbarrier::complete_tx::bytes" if descriptors else "cp.async.cg.shared.global"
     plain, waiting = (compiled(tile, ready=r, **options).asm["ptx"] for r in (None, ready))
-    apart = compiled(tile, ready=ready, own=True, **options).asm["ptx"]
+    apart = compiled(tile, ready=ready, own_rows=True, **options).asm["ptx"]
     acquire, first_load = waiting.find(f"atom.global.sys.acquire.add.{width}"), waiting.find(load)
     assert 0 <= acquire < first_load
     assert ("fence.proxy.async.global" in waiting[acquire:first_load]) == descriptors
@@ -204,15 +214,15 @@ def test_a_kernel_that_waits_acquires_before_it_loads_and_pipelines_as_ever(desc
     assert apart.find(load) < apart.find(f"atom.global.sys.acquire.add.{width}")
 
 
-@pytest.mark.parametrize(("tile", "own"), [*zip(candidates("bf16"), [True, False] * 4, strict=True)], ids=str)
-def test_waiting_needs_no_more_shared_memory_than_a_tile_may_take(tile, own):
-    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "batched": True, "own": own}
+@pytest.mark.parametrize(("tile", "own_rows"), [*zip(candidates("bf16"), [True, False] * 4, strict=True)], ids=str)
+def test_waiting_needs_no_more_shared_memory_than_the_estimate(tile, own_rows):
+    options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "batched": True, "own_rows": own_rows}
     kernel = compiled(tile, ready={"flags": "*i32", "epoch": "i32"}, **options)
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
-def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(overlapped):
+def test_a_kernel_that_may_start_early_ends_after_the_previous_kernel(overlapped):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": True, "ready": {"flags": "*i64", "epoch": "i32"}}
     ptx = compiled(candidates("bf16")[0], overlapped=overlapped, **options).asm["ptx"]
     assert ptx.count("griddepcontrol.wait") == overlapped
@@ -221,7 +231,7 @@ def test_a_kernel_that_may_start_early_ends_after_the_one_before_it(overlapped):
 
 
 @pytest.mark.parametrize(("tile", "pairs"), [*zip(candidates("bf16"), [True, False] * 4, strict=True)], ids=str)
-def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, pairs):
+def test_split_tiles_are_pipelined_like_unsplit_tiles_and_need_no_more_memory(tile, pairs):
     split = dataclasses.replace(tile, split=1)
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
     plain, kernel = compiled(dataclasses.replace(tile, split=0), **options), compiled(split, pairs=pairs, **options)
@@ -231,29 +241,29 @@ def test_split_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(til
     assert kernel.metadata.spilled == 0
 
 
-# With a bias, some registers are short behind the pipeline, where a tile is stored: of 128 x 128, 9 are left and read.
+# With a bias, some registers spill after the pipeline, where a tile is stored: 9 for a tile of 128 x 128.
 @pytest.mark.parametrize(
     ("tile", "split", "bias", "spills"),
     [
-        (tile, *kind)
+        (tile, *settings)
         for n, tile in enumerate(candidates("bf16")[:4])
-        for kind in ((1, True, 96), *([(n, False, 0)] if n < 2 else []))
+        for settings in ((1, True, 96), *([(n, False, 0)] if n < 2 else []))
     ],
     ids=str,
 )
-def test_early_tiles_are_pipelined_as_whole_ones_are_and_need_no_more_memory(tile, split, bias, spills):
+def test_early_tiles_are_pipelined_like_unsplit_tiles_and_need_no_more_memory(tile, split, bias, spills):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True, "bias": bias}
     plain = compiled(tile, **options).asm["ptx"]
     early = dataclasses.replace(tile, early_blocks=3, split=split)
-    kernel = compiled(early, ready={"flags": "*i64", "epoch": "i32"}, own=True, pairs=split > 0, **options)
-    for instruction in ("wgmma.mma_async", "complete_tx::bytes"):  # own rows, the others early, whole tiles, split ones
+    kernel = compiled(early, ready={"flags": "*i64", "epoch": "i32"}, own_rows=True, pairs=split > 0, **options)
+    for instruction in ("wgmma.mma_async", "complete_tx::bytes"):  # loops of 4 kinds of tiles
         assert kernel.asm["ptx"].count(instruction) == (3 + split) * plain.count(instruction)
     assert kernel.metadata.shared <= early.shared_memory(2, descriptors=True) <= SHARED_MEMORY
     assert kernel.metadata.spilled <= spills
 
 
 @pytest.mark.parametrize("descriptors", [True, False])
-def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descriptors):
+def test_a_program_takes_a_ticket_after_it_writes_its_sum_and_before_it_reads_sums(descriptors):
     tile = dataclasses.replace(candidates("bf16", descriptors=descriptors)[0], split=1)
     ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False).asm["ptx"]
     ticket = ptx.find("atom.global.gpu.acq_rel.add.u32")
@@ -264,18 +274,18 @@ def test_a_ticket_is_drawn_after_the_sum_is_written_and_before_any_is_read(descr
 
 
 @pytest.mark.parametrize("descriptors", [True, False])
-def test_the_second_of_two_reads_a_sum_only_after_the_first_has_said_that_it_is_written(descriptors):
+def test_the_second_of_two_programs_reads_a_sum_only_after_the_first_has_released_it(descriptors):
     tile = dataclasses.replace(candidates("bf16", descriptors=descriptors)[0], split=1)
     ptx = compiled(tile, dtype="bf16", descriptors=descriptors, b_is_nk=False, pairs=True).asm["ptx"]
-    drawn, said = (ptx.find(f"atom.global.gpu.{order}.add.u32") for order in ("relaxed", "release"))
-    heard = [match.start() for match in re.finditer(r"(atom|ld)\.global\.gpu\.acquire\.", ptx)]
+    claimed, released = (ptx.find(f"atom.global.gpu.{order}.add.u32") for order in ("relaxed", "release"))
+    acquired = [match.start() for match in re.finditer(r"(atom|ld)\.global\.gpu\.acquire\.", ptx)]
     read = re.search(r"ld\.global\.cg\.v4", ptx)
     assert read
-    written = ptx.rfind("st.global.v4.b32", 0, said)
-    assert ptx.count(".gpu.relaxed.") == 1, "only that a sum is claimed orders nothing"
-    assert 0 <= drawn < written < ptx.rfind("bar.sync", 0, said) < said, "all threads have written"
-    assert drawn < min(heard)
-    assert max(heard) < ptx.rfind("bar.sync", 0, read.start()), "all threads read behind the one that has heard"
+    written = ptx.rfind("st.global.v4.b32", 0, released)
+    assert ptx.count(".gpu.relaxed.") == 1, "the claim of a ticket orders nothing"
+    assert 0 <= claimed < written < ptx.rfind("bar.sync", 0, released) < released, "a barrier orders the writes"
+    assert claimed < min(acquired)
+    assert max(acquired) < ptx.rfind("bar.sync", 0, read.start()), "all threads read after the thread that has acquired"
 
 
 E4M3 = {"dtype": "fp8e4nv", "result": "bf16", "b_is_nk": True, "descriptors": True}
@@ -288,7 +298,7 @@ STEPS = {"scales": "blocks", "stepwise": True}, {"scales": "rows", "stepwise": T
     + [(candidates("f8s", result=2)[i], STEPS[i]) for i in (0, 1)],
     ids=str,
 )
-def test_tiles_of_eight_bits_use_hopper(tile, how):
+def test_tiles_of_8_bit_operands_use_hopper(tile, how):
     kernel = compiled(tile, **E4M3, **how)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned" in ptx
@@ -299,8 +309,8 @@ def test_tiles_of_eight_bits_use_hopper(tile, how):
 
 
 @pytest.mark.parametrize(("tile", "how"), [*zip(candidates("f8s", result=2)[2:], STEPS, strict=True)], ids=str)
-def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, how):
-    """Triton's own way, `max_num_imprecise_acc`, adds the sum before it waits for it."""
+def test_the_sum_of_a_step_is_read_only_after_the_tensor_cores_have_ended(tile, how):
+    """Triton's `max_num_imprecise_acc` adds the sum before it waits for it."""
     ptx = compiled(tile, **E4M3, **how).asm["ptx"]
     for products in re.finditer(r"wgmma\.mma_async[^;]*;", ptx):
         following = re.search(r"wgmma\.(mma_async|wait_group\.sync\.aligned 0;)", ptx[products.end() :])
@@ -316,34 +326,34 @@ def test_the_sum_of_a_step_is_read_only_when_the_tensor_cores_have_ended(tile, h
     ],
     ids=str,
 )
-def test_scales_and_a_bias_of_batches_fit_where_flags_are_waited_for_and_raised(family, tile, result):
-    """The bias and the scales of columns have a layout of their own, which the tile of a batch must not take over."""
+def test_batches_with_scales_a_bias_and_flags_fit(family, tile, result):
+    """The tile of a batch must not take over the layout of the bias and of the scales of columns."""
     options = {"scales": "rows", "stepwise": family == "f8s", "result": "bf16" if result == 2 else "fp32"}
-    options |= {"batched": True, "bias": result == 4, "own": True, "done": 2}
+    options |= {"batched": True, "bias": result == 4, "own_rows": True, "done": 2}
     kernel = compiled(tile, ready={"flags": "*i64", "epoch": "i32"}, **{**E4M3, **options})
     assert kernel.metadata.shared <= tile.shared_memory(1, descriptors=True, result=result) <= SHARED_MEMORY
-    assert kernel.metadata.spilled <= 32, "behind the pipeline, where a tile is stored"
+    assert kernel.metadata.spilled <= 32, "spills are after the pipeline, where a tile is stored"
 
 
 @pytest.mark.parametrize("tile", candidates("f8", descriptors=False, result=2)[2:3], ids=str)
 @pytest.mark.parametrize("how", [{"scales": "rows"}, STEPS[0]], ids=str)
-def test_operands_of_eight_bits_by_pointers_and_of_two_types_use_hopper(tile, how):
+def test_8_bit_operands_of_two_types_by_pointers_use_hopper(tile, how):
     kernel = compiled(tile, **{**E4M3, "descriptors": False, "dtype_b": "fp8e5"}, **how)
     assert ".e4m3.e5m2" in kernel.asm["ptx"]
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= tile.shared_memory(1, descriptors=False)
 
 
-# Triton 3.6 and 3.7 wait behind a TMA store only until shared memory has been read; see `stores_ended`.
+# Triton 3.6 and 3.7 wait after a TMA store only until shared memory has been read; see `stores_ended`.
 @pytest.mark.parametrize("descriptors", [True, False])
 @pytest.mark.parametrize("span", [1, 4])
 @pytest.mark.parametrize("ready", [None, {"flags": "*i64", "epoch": "i32"}], ids=["ready", "waits"])
-def test_a_flag_rises_only_when_every_byte_before_it_is_in_memory(ready, span, descriptors):
+def test_a_flag_rises_only_after_its_block_is_in_memory(ready, span, descriptors):
     tile = candidates("bf16", descriptors=descriptors)[0]
     options = {"dtype": "bf16", "descriptors": descriptors, "b_is_nk": True, "batched": True, "ready": ready}
     ptx = compiled(tile, done=span, **options).asm["ptx"]
     stores = ["cp.async.bulk.commit_group"] if descriptors else ["st.global.v4.b32"]
-    raised = [found.start() for found in re.finditer(r"atom\.global\.sys\.release\.exch\.b64", ptx)]
+    raised = [match.start() for match in re.finditer(r"atom\.global\.sys\.release\.exch\.b64", ptx)]
     assert raised
     for flag in raised:
         counted = ptx.rfind("atom.global.gpu.acq_rel.add.u64", 0, flag)
@@ -356,7 +366,7 @@ def test_a_flag_rises_only_when_every_byte_before_it_is_in_memory(ready, span, d
 
 
 @pytest.mark.parametrize(("tile", "span"), [*zip(candidates("bf16"), [1, 8] * 4, strict=True)], ids=str)
-def test_raising_flags_leaves_the_pipeline_as_it_is_and_needs_no_more_memory_than_a_tile_may_take(tile, span):
+def test_raising_flags_keeps_the_pipeline_and_needs_no_more_memory_than_the_estimate(tile, span):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False}
     plain, kernel = compiled(tile, **options), compiled(tile, done=span, **options)
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
@@ -365,7 +375,7 @@ def test_raising_flags_leaves_the_pipeline_as_it_is_and_needs_no_more_memory_tha
     assert kernel.metadata.spilled == 0
 
 
-def test_what_a_product_is_added_to_fits_beside_the_pipeline():
+def test_the_old_output_that_a_product_is_added_to_fits_beside_the_pipeline():
     tile = candidates("bf16", adds=True)[0]
     kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, batched=True, done=1, adds=True)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -373,15 +383,15 @@ def test_what_a_product_is_added_to_fits_beside_the_pipeline():
     assert kernel.metadata.spilled == 0
 
 
-# With own rows, early and split tiles, a few registers are short behind the pipeline, where a tile is stored.
+# With own rows, early and split tiles, a few registers spill after the pipeline, where a tile is stored.
 @pytest.mark.parametrize(
     ("tile", "pairs", "spills"),
     [*((tile, True, 32) for tile in candidates("bf16")[:3]), (candidates("bf16")[0], False, 0)],
     ids=str,
 )
-def test_raising_flags_behind_early_and_split_tiles_leaves_the_pipeline_as_it_is(tile, pairs, spills):
+def test_raising_flags_after_early_and_split_tiles_keeps_the_pipeline(tile, pairs, spills):
     options = {"dtype": "bf16", "descriptors": True, "b_is_nk": False, "batched": True, "pairs": pairs}
-    options |= {"ready": {"flags": "*i64", "epoch": "i32"}, "own": True} if pairs else {}
+    options |= {"ready": {"flags": "*i64", "epoch": "i32"}, "own_rows": True} if pairs else {}
     tile = dataclasses.replace(tile, early_blocks=3 if pairs else 0, split=1)
     plain, kernel = compiled(tile, **options), compiled(tile, done=4, **options)
     for instruction in ("wgmma.mma_async", "complete_tx::bytes"):
@@ -403,32 +413,32 @@ def test_raising_flags_behind_early_and_split_tiles_leaves_the_pipeline_as_it_is
         (8, "fp32", 2048, 16, 2),
     ],
 )
-def test_a_sum_moves_16_bytes_at_a_time_and_spills_next_to_nothing(sources, dtype, block, warps, axes, flags):
-    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=warps, own=1, axes=axes, flags=flags)
+def test_a_sum_moves_16_bytes_at_a_time_and_hardly_spills(sources, dtype, block, warps, axes, flags):
+    kernel = compiled_sum(sources, dtype=dtype, block=block, warps=warps, own_rows=1, axes=axes, flags=flags)
     ptx, each = kernel.asm["ptx"], block * (4 if dtype == "fp32" else 2) // (32 * warps * 16)
     assert len(re.findall(r"ld\.global\.cg\.(v4\.b32|v2\.b64)", ptx)) == len(re.findall(r"ld\.global", ptx))
     assert len(re.findall(r"ld\.global", ptx)) == sources * each
     assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == each
-    assert kernel.metadata.spilled <= 16, "numbers that change from block to block"
+    assert kernel.metadata.spilled <= 16, "the numbers that vary between blocks may spill"
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_a_sum_with_an_addend_and_an_activation_moves_16_bytes_at_a_time(activation):
-    kernel = compiled_sum(8, dtype="bf16", block=4096, warps=16, own=1, axes=2, activation=activation)
+    kernel = compiled_sum(8, dtype="bf16", block=4096, warps=16, own_rows=1, axes=2, activation=activation)
     ptx = kernel.asm["ptx"]
     assert len(re.findall(r"ld\.global\.cg\.v4\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == 9
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
-    assert kernel.metadata.spilled <= 32, "numbers that change from block to block"
+    assert kernel.metadata.spilled <= 32, "the numbers that vary between blocks may spill"
 
 
-def test_a_sum_reads_behind_the_flags_and_raises_others_behind_its_stores():
-    ptx = compiled_sum(4, dtype="bf16", block=2048, warps=8, own=2).asm["ptx"]
+def test_a_sum_reads_after_it_waits_for_flags_and_raises_flags_after_its_stores():
+    ptx = compiled_sum(4, dtype="bf16", block=2048, warps=8, own_rows=2).asm["ptx"]
     acquire, load = ptx.find("atom.global.sys.acquire.add.u64"), ptx.find("ld.global.cg.v4")
     counted, raised = ptx.find("atom.global.gpu.acq_rel.add.u64"), ptx.find("atom.global.sys.release.exch.b64")
     assert 0 < acquire < ptx.find("bar.sync", acquire) < load
     assert ptx.count("atom.global.gpu.acq_rel.add.u64") == 1
     barrier = ptx.rfind("bar.sync", 0, counted)
-    assert not re.search(r"st\.global|\$L__BB", ptx[barrier:counted]), "in one block, behind all stores"
+    assert not re.search(r"st\.global|\$L__BB", ptx[barrier:counted]), "in one basic block, after all stores"
     assert counted < ptx.find("bar.sync", counted) < raised
 
 
@@ -448,31 +458,31 @@ def test_kernels_of_rows_move_16_bytes_at_a_time_round_in_hardware_and_spill_not
         signature = {name: "constexpr" if name in constants else {**floats, **types}.get(name, "i32") for name in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        made = triton.compile(source, target=TARGET, options={"num_warps": 8})
-        ptx = made.asm["ptx"]
+        kernel = triton.compile(source, target=TARGET, options={"num_warps": 8})
+        ptx = kernel.asm["ptx"]
         assert re.search(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)
         assert "div.rn.f32" in ptx
-        assert made.metadata.spilled == 0
+        assert kernel.metadata.spilled == 0
         if kernel is _quantize_kernel:
             assert f"cvt.rn.satfinite.{'e4m3' if out == 'fp8e4nv' else 'e5m2'}x2.f32" in ptx
             assert re.search(r"st\.global\.(v4\.b32|v2\.b32|b64|v2\.b64)", ptx)
 
 
-def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_behind_all_of_it():
+def test_a_product_stores_16_bytes_at_a_time_to_peers_and_raises_flags_after_all_stores():
     tile = dataclasses.replace(next(t for t in candidates("bf16") if (t.m, t.n) == (64, 128)), split=64)
     kernel = compiled(tile, dtype="bf16", descriptors=True, b_is_nk=True, pairs=True, pushed=8)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= tile.shared_memory(2, descriptors=True)
     assert kernel.metadata.spilled == 0
-    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "loads go on while tensor cores multiply, split or not"
-    stored = [found.start() for found in re.finditer(r"st\.global\.v4\.b32", ptx)]
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2, "loads overlap the tensor cores"
+    stored = [match.start() for match in re.finditer(r"st\.global\.v4\.b32", ptx)]
     arrival, raised = ptx.find("atom.global.sys.acq_rel.add.u32"), ptx.find("atom.global.sys.release.exch.b64")
     assert stored
     assert max(stored) < ptx.rfind("bar.sync", 0, arrival) < arrival < raised
-    assert arrival < ptx.find("bar.sync", arrival) < raised, "every thread knows before it raises a flag"
+    assert arrival < ptx.find("bar.sync", arrival) < raised, "a barrier comes before any thread raises a flag"
 
 
-def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flags_behind_them():
+def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_then_raise_flags():
     constants = {
         "UNIT": tl.int64,
         "BLOCK": 32 * WARPS * PER_THREAD // 8,
@@ -489,8 +499,8 @@ def test_copies_let_the_next_kernel_start_move_16_bytes_at_a_time_and_raise_flag
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"ld\.global\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32) .*st\.global\.\1 ", ptx, re.DOTALL)
     atomics = ("sys.acq_rel.add.u32", "gpu.acq_rel.add.u32", "sys.release.exch.b64")
-    arrival, handed_on, raising = (ptx.find(f"atom.global.{kind}") for kind in atomics)
-    assert ptx.rfind("bar.sync", 0, arrival) >= 0, "what all threads wrote comes before"
-    assert 0 < arrival < handed_on < raising, "flags cross over to peers while the next batch goes on"
+    arrival, handed_on, raising = (ptx.find(f"atom.global.{atomic}") for atomic in atomics)
+    assert ptx.rfind("bar.sync", 0, arrival) >= 0, "the writes of all threads come before"
+    assert 0 < arrival < handed_on < raising, "flags travel to peers while the next batch is copied"
     assert arrival < ptx.find("bar.sync", arrival) < handed_on
-    assert handed_on < ptx.find("bar.sync", handed_on) < raising, "every thread knows before it raises a flag"
+    assert handed_on < ptx.find("bar.sync", handed_on) < raising, "a barrier comes before any thread raises a flag"

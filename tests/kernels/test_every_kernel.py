@@ -1,4 +1,4 @@
-"""Kernels that the plans of patterns and benchmarks load on a Hopper GPU: every run draws some, and compiles them.
+"""Compile some kernels that plans of patterns and benchmarks load on a Hopper GPU. Every run draws other kernels.
 
 `make kernels` compiles all of them.
 """
@@ -14,7 +14,7 @@ from tests.kernels.compile_every import kernels_of, outcome
 from tests.kernels.hopper import Kernel
 
 DRAWN = 30
-# Programs of which a kernel took more shared memory than a program may have, or than its tile was said to take.
+# Cases with a kernel that once needed more shared memory than a program may have, or than the estimate of its tile.
 FAILED = (
     "scaled_gather 70B M=4096 rows fast on 2: fused triton",
     "scaled_gather 70B M=2048 rows fast on 2: fused triton",
@@ -28,7 +28,7 @@ FAILED = (
 
 
 @pytest.mark.parametrize("number", range(DRAWN))
-def test_a_kernel_drawn_from_all_that_plans_load_fits(number: int, testrun_uid: str) -> None:
+def test_a_random_kernel_of_all_plans_fits(number: int, testrun_uid: str) -> None:
     random = Random(f"{testrun_uid} {number}")
     kernels: list[Kernel] = []
     while not kernels:  # a strategy may refuse, and some programs only communicate
@@ -39,7 +39,7 @@ def test_a_kernel_drawn_from_all_that_plans_load_fits(number: int, testrun_uid: 
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_products_fit_of_programs_of_which_one_did_not(name: str) -> None:
+def test_kernels_of_cases_that_once_failed_fit(name: str) -> None:
     (case,) = [case for case in every_case() if case.name == name]
     products = [kernel for _, kernel in kernels_of([case]).values() if kernel.is_matmul]
     assert products

@@ -1,4 +1,4 @@
-"""Runs the kernels' own tests in a process where Triton interprets."""
+"""Runs the tests in `interpreted` in a process in which Triton interprets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_there_is_something_to_interpret():
     assert min(map(len, HALVES)) > 0
 
 
-@pytest.mark.slow  # and no pass is part of it: nothing that HOSTIR_SPEC would look at
+@pytest.mark.slow  # runs no compiler passes, so HOSTIR_SPEC has nothing to check
 @pytest.mark.parametrize("files", HALVES, ids=["one half", "the other half"])
-def test_the_kernels_hold_in_tritons_interpreter(files):
+def test_the_kernels_pass_in_tritons_interpreter(files):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     run = subprocess.run(

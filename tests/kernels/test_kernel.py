@@ -1,4 +1,4 @@
-"""Kernels that an operation of a plan calls again and again."""
+"""Repeated calls of a kernel by an operation of a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.call.small_programs import alone
 
 
 class Adding:
-    """A kernel that notes how it was called; it says what does the same again from its second call on."""
+    """A kernel that records its calls. From its second call on, it returns a function that repeats the call."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -34,7 +34,7 @@ class Adding:
         self.log.append(f"again at {address}")
 
 
-def test_what_a_kernel_says_does_the_same_again_is_all_that_is_called_at_the_same_addresses() -> None:
+def test_at_known_addresses_only_the_function_that_repeats_the_call_is_called() -> None:
     kernel, out, x = Adding(), torch.zeros(4), torch.zeros(4)
     call = repeating(kernel, by=3)
     for _ in range(4):
@@ -43,7 +43,7 @@ def test_what_a_kernel_says_does_the_same_again_is_all_that_is_called_at_the_sam
     assert out.tolist() == [3, 3, 3, 3]
 
 
-def test_other_addresses_are_looked_at_anew_and_an_operand_that_is_missing_is_another() -> None:
+def test_other_addresses_and_missing_operands_are_new_calls() -> None:
     kernel, outs, x = Adding(), [torch.zeros(4), torch.zeros(4)], torch.zeros(4)
     call = repeating(kernel, by=1)
     call(outs[0], x)
@@ -56,7 +56,7 @@ def test_other_addresses_are_looked_at_anew_and_an_operand_that_is_missing_is_an
     assert kernel.log[4:] == [f"again at {out.data_ptr()}" for out in reversed(outs)]
 
 
-def test_no_tensor_is_held_and_not_all_addresses_are_kept() -> None:
+def test_tensors_are_not_kept_and_addresses_are_bounded() -> None:
     kernel, x = Adding(), torch.zeros(4)
     call = repeating(kernel, by=1)
     call(x, None)
@@ -64,7 +64,7 @@ def test_no_tensor_is_held_and_not_all_addresses_are_kept() -> None:
     for out in many:
         call(out, None)
     call(many[0], None)
-    assert kernel.log == ["looked"] * (MAX_REPEATS + 4), "the first was forgotten"
+    assert kernel.log == ["looked"] * (MAX_REPEATS + 4), "the first addresses were forgotten"
     held = weakref.ref(many)
     del many, out
     gc.collect()
@@ -72,7 +72,7 @@ def test_no_tensor_is_held_and_not_all_addresses_are_kept() -> None:
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
-def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
+def test_an_operation_repeats_the_calls_of_repeatable_kernels(
     repeatable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Adding()
@@ -85,10 +85,10 @@ def test_an_operation_keeps_what_its_kernel_returns_where_that_is_repeatable(
     assert [what.split()[0] for what in kernel.log] == ["looked", "looked", "again" if repeatable else "looked"]
 
 
-def test_contractions_and_sums_in_triton_are_repeatable_and_those_in_aten_are_not() -> None:
+def test_contractions_and_sums_are_repeatable_in_triton_but_not_in_aten() -> None:
     triton, aten = kernel_table("triton", "cuda"), kernel_table("aten", "cuda")
-    kinds = {"matmul", "linear", "scaled_matmul", "sum", "sum_by_blocks"}  # a sum is one by blocks, without flags
-    assert {kind for kind, kernel in triton.items() if kernel in contractions.REPEATABLE} == kinds
-    assert {kind for kind, kernel in aten.items() if kernel in contractions.REPEATABLE} <= {
+    kinds = {"matmul", "linear", "scaled_matmul", "sum", "sum_by_blocks"}  # the sum is the sum by blocks, without flags
+    assert {name for name, kernel in triton.items() if kernel in contractions.REPEATABLE} == kinds
+    assert {name for name, kernel in aten.items() if kernel in contractions.REPEATABLE} <= {
         "scaled_matmul"
-    }  # partly Triton's
+    }  # some are in Triton

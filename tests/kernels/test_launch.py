@@ -15,18 +15,18 @@ from hostir.kernels.devices import Compiled
 from hostir.kernels.matmul.matmul import matmul
 
 
-def test_a_cpu_without_the_interpreter_is_said():
+def test_a_cpu_without_the_interpreter_is_reported():
     with pytest.raises(ValueError, match="need CUDA tensors, got cpu; on a CPU, set TRITON_INTERPRET=1"):
         matmul(torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4))
 
 
-def test_the_package_itself_loads_no_triton():
+def test_importing_the_package_does_not_load_triton():
     code = "import sys, hostir.kernels; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class Utils:
-    """What Triton's driver asks of the CUDA driver, without one."""
+    """A fake of the CUDA driver functions that Triton's driver calls."""
 
     def fill(self, address, swizzle, *rest):
         return ("map", address, *map(repr, rest))

@@ -27,7 +27,7 @@ def test_collapsed_axes_reach_the_same_elements_in_the_same_order(shape, data):
     [
         ((4, 5, 6), [(30, 6, 1)], [(120, 1)]),
         ((4, 5, 6), [(40, 6, 1)], [(4, 40), (30, 1)]),
-        ((4, 5), [(5, 1), (10, 1)], [(4, 5, 10), (5, 1, 1)]),  # one side does not merge
+        ((4, 5), [(5, 1), (10, 1)], [(4, 5, 10), (5, 1, 1)]),  # one operand does not merge
         ((1, 5, 1), [(99, 7, 99)], [(5, 7)]),
         ((4, 5), [(0, 0)], [(20, 0)]),
         ((1, 1), [(3, 3)], []),
@@ -35,7 +35,7 @@ def test_collapsed_axes_reach_the_same_elements_in_the_same_order(shape, data):
         ((3, 0), [(1, 1)], [(0, 0)]),
     ],
 )
-def test_neighbouring_axes_merge_where_all_strides_agree(shape, strides, levels):
+def test_neighbouring_axes_merge_if_all_strides_allow_it(shape, strides, levels):
     assert collapse(shape, *strides) == levels
 
 
@@ -49,7 +49,7 @@ def test_rows_are_a_view():
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=3), st.sets(st.integers(0, 40)), st.data())
-def test_pieces_of_rows_are_views_of_all_rows_alike_whatever_the_layouts(shapes, cuts, data):
+def test_pieces_of_rows_are_the_same_rows_of_all_tensors_in_any_layouts(shapes, cuts, data):
     order = st.permutations(range(4))
     parts = [
         (torch.rand(5, 5, 5, 5).permute(data.draw(order))[(0,) * (4 - len(shape))][tuple(slice(n) for n in shape)], 0)
@@ -62,10 +62,10 @@ def test_pieces_of_rows_are_views_of_all_rows_alike_whatever_the_layouts(shapes,
     assert starts == sorted({*starts})
     assert {cut for cut in cuts if cut < count} <= {0, *starts}
     for i, (t, first) in enumerate(parts):
-        found = [views[i] for _, views in pieces]
-        assert [view.shape[0] for view in found] == [b - a for a, b in itertools.pairwise([*starts, count])]
-        assert torch.equal(torch.cat(found), t.reshape(-1, t.shape[-1])[first : first + count])
-        assert {view.untyped_storage().data_ptr() for view in found} == {t.untyped_storage().data_ptr()}
+        parts = [views[i] for _, views in pieces]
+        assert [view.shape[0] for view in parts] == [b - a for a, b in itertools.pairwise([*starts, count])]
+        assert torch.equal(torch.cat(parts), t.reshape(-1, t.shape[-1])[first : first + count])
+        assert {view.untyped_storage().data_ptr() for view in parts} == {t.untyped_storage().data_ptr()}
     assert len(row_pieces([(torch.rand(2, 3, 8), 1)], 4)) == 1
 
 
@@ -79,7 +79,7 @@ def bf16(*shape: int) -> torch.Tensor:
         (bf16(4, 16), [16, 1]),
         (bf16(4, 24)[:, :13], [24, 1]),
         (bf16(3, 4, 16)[:, :2], [64, 16, 1]),
-        (bf16(1, 13), [16, 1]),  # a single row is never stepped over
+        (bf16(1, 13), [16, 1]),  # the stride of a single row is never used
         (bf16(4, 8)[:, :1], [8, 1]),
         (bf16(4, 13), "multiple of 16 bytes"),
         (bf16(4, 17)[:, 1:], "16-byte boundary"),
@@ -89,8 +89,8 @@ def bf16(*shape: int) -> torch.Tensor:
     ],
 )
 def test_tma_describes_aligned_nested_axes(t, expected):
-    found = descriptor_strides(t, t.shape, t.stride())
+    parts = descriptor_strides(t, t.shape, t.stride())
     if isinstance(expected, str):
-        assert expected in found
+        assert expected in parts
     else:
-        assert found == expected
+        assert parts == expected

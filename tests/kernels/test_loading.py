@@ -1,4 +1,4 @@
-"""When a plan is bound, its kernels are compiled and loaded; what does not fit makes way, or is said, before a call."""
+"""Binding a plan compiles and loads its kernels: tiles that are too large are replaced or reported before a call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.kernels.hopper import GPU, Hopper, Kernel, hopper, inputs_of
 
 @pytest.fixture
 def gpu() -> Iterator[Hopper]:
-    with hopper() as made:
-        yield made
+    with hopper() as fake:
+        yield fake
 
 
 def tiles(kernels: Any) -> list[tuple[int, int]]:
-    return [(kernel.kind.BM, kernel.kind.BN) for kernel in kernels if kernel.name == "matmul_kernel"]
+    return [(kernel.settings.BM, kernel.settings.BN) for kernel in kernels if kernel.name == "matmul_kernel"]
 
 
 def large(*shape: int, at: int = 0) -> StandIn:
@@ -49,7 +49,7 @@ FUSIONS = {
 @pytest.mark.parametrize("kernels", ["triton", "auto", "aten"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fusion", FUSIONS)
-def test_a_run_loads_nothing_that_was_not_loaded_when_its_plan_was_bound(
+def test_binding_a_plan_loads_all_kernels_that_its_calls_launch(
     fusion: str, strategy: str, kernels: str, gpu: Hopper
 ) -> None:
     program = hi.lower(FUSIONS[fusion](), strategy)
@@ -68,11 +68,11 @@ def test_kernels_are_loaded_for_the_addresses_of_the_first_call(gpu: Hopper) -> 
     a, b = inputs_of(program, 0)
     gpu.plan(program, 0, "triton", [a, b])
     gpu.plan(program, 0, "triton", [large(*a.shape, at=2), b])
-    assert [kernel.kind.DESCRIPTORS for kernel in gpu.kernels.values()] == [True, False]
+    assert [kernel.settings.DESCRIPTORS for kernel in gpu.kernels.values()] == [True, False]
 
 
 def too_large(*named: tuple[int, int]) -> Any:
-    """A GPU on which kernels with these tiles do not fit."""
+    """Return a function for `Hopper.lacks`: kernels with these tiles need too much shared memory."""
 
     def lacks(kernel: Kernel) -> OutOfResources | None:
         fits = not set(tiles([kernel])) & set(named)
@@ -81,44 +81,44 @@ def too_large(*named: tuple[int, int]) -> Any:
     return lacks
 
 
-def test_a_tile_that_is_too_large_makes_way_for_another_the_same_on_all_ranks() -> None:
+def test_a_tile_that_is_too_large_is_replaced_by_the_same_tile_on_all_ranks() -> None:
     program = hi.lower(patterns.allgather_matmul(2, S=1, M=4096, K=8192, N=3584, dtype="bf16"), "fused")
     gone: list[tuple[int, int]] = []
     shapes = {(tile.m, tile.n) for tile in candidates("bf16")}
     for _ in shapes:
-        found = []
+        chosen = []
         for rank in (0, 1):
             with hopper() as gpu:
                 gpu.lacks = too_large(*gone)
                 gpu.plan(program, rank, "triton", inputs_of(program, rank))
-                found += tiles(gpu.kernels.values())
-        assert len(set(found)) == 1
-        assert found[0] not in gone
-        gone += found[:1]
+                chosen += tiles(gpu.kernels.values())
+        assert len(set(chosen)) == 1
+        assert chosen[0] not in gone
+        gone += chosen[:1]
     assert {*gone} == shapes
 
 
-def test_a_product_that_fits_with_no_tile_is_said_at_its_statement_before_anything_is_issued(gpu: Hopper) -> None:
+def test_a_product_that_fits_with_no_tile_is_reported_at_its_statement_before_any_launch(gpu: Hopper) -> None:
     program = hi.lower(patterns.allgather_matmul(2, S=1, M=4096, K=8192, N=3584, dtype="bf16"), "fused")
     gpu.lacks = too_large(*((tile.m, tile.n) for tile in candidates("bf16")))
     with pytest.raises(HostIRError) as raised:
         gpu.plan(program, 0, "triton", inputs_of(program, 0))
-    (found,) = raised.value.diagnostics
-    assert found.message.startswith("rank 0, 'matmul %")
-    assert "ready %" in found.message
-    assert "the kernel needs 240000 bytes of shared memory, and the GPU has 232448" in found.message
-    assert "kernels='aten'" in found.message
+    (diagnostic,) = raised.value.diagnostics
+    assert diagnostic.message.startswith("rank 0, 'matmul %")
+    assert "ready %" in diagnostic.message
+    assert "the kernel needs 240000 bytes of shared memory, and the GPU has 232448" in diagnostic.message
+    assert "kernels='aten'" in diagnostic.message
     assert gpu.launches == 0
 
 
-def test_a_tile_that_was_asked_for_and_is_too_large_is_said(gpu: Hopper) -> None:
+def test_a_requested_tile_that_is_too_large_is_reported(gpu: Hopper) -> None:
     gpu.lacks = too_large((64, 64))
     tile = next(tile for tile in candidates("bf16") if (tile.m, tile.n) == (64, 64))
     with loading(), pytest.raises(HostIRError, match="needs 240000 bytes of shared memory"):
         matmul(large(64, 64), large(64, 64), large(64, 64), tile=tile)
 
 
-def test_threads_that_registers_do_not_suffice_for_are_said_as_well(gpu: Hopper) -> None:
+def test_a_lack_of_registers_is_reported(gpu: Hopper) -> None:
     program = hi.lower(patterns.quantized_rows(2, M=512, K=256, N=512), "sequential")
     gpu.lacks = lambda kernel: OutOfResources(512, 448, "threads") if kernel.name == "_quantize_kernel" else None
     with pytest.raises(HostIRError, match=r"'quantize [^']*': the kernel needs 512 threads, and the GPU has 448"):
@@ -137,7 +137,7 @@ def test_views_of_a_tensor_without_memory_have_addresses_within_it() -> None:
     assert x.transpose(0, 1).reshape(16, 16).data_ptr() == 0, "a copy is memory of its own"
 
 
-def test_what_writes_to_a_tensor_without_memory_does_nothing() -> None:
+def test_writes_to_a_tensor_without_memory_do_nothing() -> None:
     x, real = StandIn.of((4, 4), (4, 1), torch.float32, GPU), torch.ones(4, 4)
     x.zero_()
     x.copy_(real)

@@ -1,4 +1,4 @@
-"""Which copies by SMs are one kernel on CUDA, and which matmul starts beside it."""
+"""Plans on CUDA: copies by SMs that form one kernel, and the matmul that overlaps this kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ C = "%c: f32[4, 2, 5] = allocate"
 
 
 def kernels(unrolled: UnrolledProgram) -> list[tuple[int, int]]:
-    """Of each kernel that copies: how many copies, and how many signals."""
+    """Return the numbers of copies and signals of each kernel that copies."""
     return [(len(p.copies), sum(s is not None for _, s in p.copies)) for p in Pushes.of(unrolled)]
 
 
@@ -51,14 +51,14 @@ def reserved(unrolled: UnrolledProgram) -> list[int]:
     return [op.ready.reserved_sms if op.ready else 0 for op in unrolled.ops if isinstance(op, ComputeOp)]
 
 
-def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_starts_beside() -> None:
-    found = recorded(TO_ALL, C, MATMUL)
-    assert kernels(found) == [(4, 4)]
-    (pushes,) = Pushes.of(found)
+def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_overlaps() -> None:
+    ops = recorded(TO_ALL, C, MATMUL)
+    assert kernels(ops) == [(4, 4)]
+    (pushes,) = Pushes.of(ops)
     assert pushes.sms == 8
-    assert list(pushes.ops) == [op for op in found.ops if isinstance(op, CopyOp | SignalOp)]
+    assert list(pushes.ops) == [op for op in ops.ops if isinstance(op, CopyOp | SignalOp)]
     assert [signal.peer for _, signal in pushes.copies if signal] == [1, 2, 3, 0]
-    assert overlapped(found) == [8]
+    assert overlapped(ops) == [8]
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_copies_and_the_signals_between_them_are_one_kernel_that_the_matmul_star
         *("the stream itself", "a view"),
     ],
 )
-def test_a_matmul_starts_beside_copies_only_where_nothing_is_between(between: str, expected: int) -> None:
-    found = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
-    assert overlapped(found)[-1] == expected
+def test_a_matmul_overlaps_copies_only_if_it_directly_follows_them(between: str, expected: int) -> None:
+    ops = recorded("%b2: f32[8, 5] = allocate", "relu %b -> %b2", TO_ALL, C, between, MATMUL)
+    assert overlapped(ops)[-1] == expected
 
 
 @pytest.mark.parametrize(("between", "expected"), [("", 2), ("barrier of %a over x", 0), ("wait %done", 0)])
-def test_what_a_team_of_one_need_not_do_still_keeps_a_matmul_behind_the_copies(between: str, expected: int) -> None:
+def test_statements_that_do_nothing_in_a_team_of_one_still_prevent_overlap(between: str, expected: int) -> None:
     program = parse(f"""hostir 1
 mesh @mesh [x] = 0
 program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
@@ -103,16 +103,21 @@ program @p(%a: f32[1@x, 8], %b: f32[8, 5]) -> (%c) {{
     assert overlapped(unroll(program, 0, {}, [torch.zeros(1, 8), torch.zeros(8, 5)]))[-1] == expected
 
 
-def test_a_matmul_leaves_an_sm_to_the_signals_by_kernels_before_it_and_to_no_others() -> None:
+def test_a_matmul_reserves_an_sm_only_for_earlier_signals_by_kernels() -> None:
     signal, plain = "signal %more[0] = 1 at 0 over x by 1 sms", "signal %more[1] = 1 at 0 over x"
-    own, more = f"{MATMUL} own %a", "%more: flag[4] = allocate_symmetric"
-    assert reserved(recorded(more, plain, C, own, "relu %c -> %c", signal, own, own)) == [0, 0, 1, 1]
+    with_own_rows, more = f"{MATMUL} own %a", "%more: flag[4] = allocate_symmetric"
+    assert reserved(recorded(more, plain, C, with_own_rows, "relu %c -> %c", signal, with_own_rows, with_own_rows)) == [
+        0,
+        0,
+        1,
+        1,
+    ]
     aside = ["set_stream 0", "synchronize %user", signal, "set_stream %user"]
-    assert reserved(recorded(more, *aside, C, own)) == [1]
+    assert reserved(recorded(more, *aside, C, with_own_rows)) == [1]
     assert [op.sms for op in recorded(more, signal, plain, C).ops if isinstance(op, SignalOp)] == [1, 0]
 
 
-def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
+def test_a_kernel_copies_only_to_symmetric_memory_of_any_rank() -> None:
     with pytest.raises(HostIRError, match="%e is not symmetric"):
         recorded("%e: f32[4@x, 2, 8] = allocate", "put %a -> %e at %r over x by 8 sms", C, MATMUL)
 
@@ -179,7 +184,7 @@ def test_a_kernel_copies_only_to_symmetric_memory_whoever_has_it() -> None:
         *("to where another goes", "to where another comes from, and from where another goes"),
     ],
 )
-def test_a_kernel_ends_where_the_next_copy_is_of_another_kind(body: list[str], expected: list[tuple[int, int]]) -> None:
+def test_a_copy_of_another_kind_begins_another_kernel(body: list[str], expected: list[tuple[int, int]]) -> None:
     assert kernels(recorded(*body, C, "matmul %full, %b -> %c")) == expected
 
 
@@ -219,15 +224,15 @@ program @p(%a: f32[{rows}, 8@x], %b: f32[8@x, 6], %d: f32[{rows}, 6]) -> (%c) st
 
 
 @pytest.mark.parametrize("between", ["", BARRIER, "free %e", "%f: f32[2] = allocate", f"free %e\n  {BARRIER}"])
-def test_a_product_and_the_copies_of_its_rows_that_come_next_may_be_one_kernel(between: str) -> None:
-    (found,) = products(PRODUCT, between, SENT)
-    assert found.product.kind == "matmul"
-    assert len(found.pushes.copies) == 3
-    assert found.reader is not None
-    assert (found.reader.kind, found.reader.starts_early) == ("sum", True)
+def test_a_product_and_the_next_copies_of_its_rows_may_be_one_kernel(between: str) -> None:
+    (ops,) = products(PRODUCT, between, SENT)
+    assert ops.product.kind == "matmul"
+    assert len(ops.pushes.copies) == 3
+    assert ops.reader is not None
+    assert (ops.reader.kind, ops.reader.starts_early) == ("sum", True)
 
 
-def test_only_few_rows_and_whole_ones_are_stored_to_peers_by_their_product() -> None:
+def test_a_product_copies_only_few_and_complete_rows_to_peers() -> None:
     assert products(PRODUCT, SENT, rows=MAX_PUSHED_ROWS)
     assert not products(PRODUCT, SENT, rows=MAX_PUSHED_ROWS + 4)
     assert products(PRODUCT, BLOCKS.replace("AXIS", "0"))
@@ -254,5 +259,5 @@ def test_only_few_rows_and_whole_ones_are_stored_to_peers_by_their_product() -> 
         *("another stream's work", "rows that arrive", "blocks that are done", "what peers reach", "in its place"),
     ],
 )
-def test_a_product_is_a_kernel_of_its_own_where_one_for_both_might_tell(body: tuple[str, ...]) -> None:
+def test_a_product_is_a_separate_kernel_if_one_kernel_for_both_could_change_results(body: tuple[str, ...]) -> None:
     assert not products(*body)

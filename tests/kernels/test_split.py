@@ -19,7 +19,7 @@ SHAPES = {
 
 
 @given(parts=st.integers(1, 66), steps=st.integers(1, 5000))
-def test_parts_are_equal_but_for_a_step(parts, steps):
+def test_parts_differ_by_at_most_one_step(parts, steps):
     firsts = [first_step.fn(part, parts, steps) for part in range(parts + 1)]
     sizes = {stop - first for first, stop in itertools.pairwise(firsts)}
     assert (firsts[0], firsts[-1]) == (0, steps)
@@ -27,13 +27,13 @@ def test_parts_are_equal_but_for_a_step(parts, steps):
 
 
 @given(**SHAPES)
-def test_every_part_has_a_program_of_its_own_and_none_is_too_short(tiles, steps, sms, split, most):
+def test_every_part_has_its_own_program_and_is_long_enough(tiles, steps, sms, split, most):
     plan = schedule(tiles, steps, sms, split, most)
     assert 1 <= plan.programs <= sms
     if not plan.parts:
-        assert plan.whole == tiles
+        assert plan.unsplit == tiles
         return
-    left = tiles - plan.whole
+    left = tiles - plan.unsplit
     assert left == min(split, tiles)
     assert 2 <= plan.parts <= most
     assert left * plan.parts <= plan.programs
@@ -41,27 +41,27 @@ def test_every_part_has_a_program_of_its_own_and_none_is_too_short(tiles, steps,
 
 
 @given(**SHAPES)
-def test_programs_with_fewer_whole_tiles_take_parts_first(tiles, steps, sms, split, most):
+def test_programs_with_fewer_unsplit_tiles_take_parts_first(tiles, steps, sms, split, most):
     plan = schedule(tiles, steps, sms, split, most)
-    left = tiles - plan.whole
+    left = tiles - plan.unsplit
     mine = {program: part_of(program, plan, left) for program in range(plan.programs)}
     parts = [part for part in mine.values() if part[0] < left]
     assert sorted(parts) == [(tile, part) for tile in range(left) for part in range(plan.parts)]
-    busy = {program: len(range(program, plan.whole, plan.programs)) for program in mine}
+    busy = {program: len(range(program, plan.unsplit, plan.programs)) for program in mine}
     with_part = [busy[program] for program, part in mine.items() if part[0] < left]
     without = [busy[program] for program, part in mine.items() if part[0] >= left]
     assert not with_part or not without or max(with_part) <= min(without) + 1
-    if with_part and without and plan.whole % plan.programs:
+    if with_part and without and plan.unsplit % plan.programs:
         assert min(busy.values()) in with_part
 
 
 def part_of(program: int, plan: Schedule, split: int) -> tuple[int, int]:
-    """As `split.part_of`, on the host."""
-    number = (program - plan.whole % plan.programs) % plan.programs
+    """Compute `part_of` of the matmul kernel on the host."""
+    number = (program - plan.unsplit % plan.programs) % plan.programs
     return (number % split if number < split * plan.parts else split, number // max(split, 1))
 
 
-def test_the_last_wave_is_split_where_it_is_thin():
+def test_a_last_wave_of_few_tiles_is_split():
     assert schedule(416, 256, 132, 20) == Schedule(132, 396, 6)
     assert schedule(416, 256, 132, 52) == Schedule(132, 364, 2)
     assert schedule(416, 256, 132, 67) == Schedule(132, 416)  # too many to have two programs each
@@ -70,8 +70,8 @@ def test_the_last_wave_is_split_where_it_is_thin():
     assert schedule(7, 64, 132, 7) == Schedule(56, 0, 8)
 
 
-def test_of_a_thick_last_wave_as_many_tiles_are_split_as_leave_a_program_for_every_part():
+def test_in_a_last_wave_of_many_tiles_every_part_has_a_program():
     plan = schedule(224, 128, 132, 40, 2)
     assert plan == Schedule(132, 184, 2)
-    whole, parts = range(184 % 132), [p for p in range(132) if part_of(p, plan, 40)[0] < 40]
-    assert sorted([*whole, *parts]) == list(range(132)), "in the last wave every program has one of either"
+    unsplit, parts = range(184 % 132), [p for p in range(132) if part_of(p, plan, 40)[0] < 40]
+    assert sorted([*unsplit, *parts]) == list(range(132)), "in the last wave every program has one of either"

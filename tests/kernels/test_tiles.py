@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.kernels.matmul.estimate import TRITON, alike, choose, duration
+from hostir.kernels.matmul.estimate import TRITON, choose, duration, rounded_up
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import Gemm, Tile, candidates
 
@@ -27,7 +27,7 @@ def chosen_for(M: int, N: int, K: int, sms: int = 132, **how: object) -> Tile:
         (16, 8192, 4096, (64, 64)),
     ],
 )
-def test_tiles_are_as_large_as_keeps_the_multiprocessors_busy(M, N, K, tile):
+def test_tiles_are_small_enough_to_keep_all_sms_busy(M, N, K, tile):
     chosen = chosen_for(M, N, K)
     assert (chosen.m, chosen.n) == tile
 
@@ -45,46 +45,46 @@ def test_every_choice_fits_into_shared_memory(M, N, K, sms, batches, dtype, desc
 
 
 @given(st.integers(1, 4096), st.sampled_from([None, 1, 2, 7, 8]), st.booleans(), st.sampled_from([1, 3]))
-def test_gemms_for_which_one_stands_have_its_tiles(height, blocks, separate, batches):
+def test_gemms_that_are_rounded_to_one_gemm_have_its_numbers_of_tiles(height, blocks, separate, batches):
     tiles = candidates("bf16")
     block, rows = (None, height) if blocks is None else (height, blocks * height)
     gemm = Gemm(rows, 512, 256, "bf16", batches, block, blocks is not None and separate)
-    stands = alike(gemm, tiles)
-    assert alike(stands, tiles) == stands
+    stands = rounded_up(gemm, tiles)
+    assert rounded_up(stands, tiles) == stands
     for tile in (dataclasses.replace(t, early_blocks=early) for t in tiles for early in (0, 1)):
         of_gemm, of_other = Grid.of(tile, gemm), Grid.of(tile, stands)
         assert dataclasses.replace(of_gemm, rows=of_other.rows) == of_other
 
 
-def test_few_tiles_are_chosen_for_many_numbers_of_rows():
+def test_tiles_are_chosen_only_a_few_times_for_many_numbers_of_rows():
     tiles = candidates("bf16")
     gemms = [Gemm(8 * n, 3584, 8192, "bf16", block=n, separate=True) for n in range(1, 1025)]
-    assert len({alike(gemm, tiles) for gemm in gemms}) == 1024 // 64
+    assert len({rounded_up(gemm, tiles) for gemm in gemms}) == 1024 // 64
     for blocks in (2, 4, 8):  # which tiles may span
-        few = {alike(Gemm(blocks * n, 3584, 8192, "bf16", block=n), tiles) for n in range(1, 257)}
+        few = {rounded_up(Gemm(blocks * n, 3584, 8192, "bf16", block=n), tiles) for n in range(1, 257)}
         assert len(few) <= 256 * blocks // 64 + 3
     for gemm in (gemms[130], gemms[300]):
-        each = 2.5 + gemm.block * gemm.k * 2 / 390e3  # as is assumed for the choice, which other times may not suit
+        each = 2.5 + gemm.block * gemm.k * 2 / 390e3  # the arrivals that the choice assumes; for others it may be worse
         arrivals = [0.0, *(15.0 + each * i for i in range(1, 8))]
-        found, best = (
-            duration(choose(g, 132, tiles), gemm, 132, TRITON, arrivals)[0] for g in (alike(gemm, tiles), gemm)
+        chosen, best = (
+            duration(choose(g, 132, tiles), gemm, 132, TRITON, arrivals)[0] for g in (rounded_up(gemm, tiles), gemm)
         )
-        assert found <= 1.03 * best
+        assert chosen <= 1.03 * best
 
 
-def test_too_little_shared_memory_is_said():
+def test_too_little_shared_memory_is_reported():
     with pytest.raises(ValueError, match=r"no bf16 matmul tile fits into 1024 bytes"):
         candidates("bf16", shared_memory=1024)
 
 
 @given(st.integers(1, 64), EXTENTS, st.sampled_from([16, 64, 128]))
-def test_rows_in_blocks_are_all_there_and_no_tile_spans_two(blocks, height, m):
+def test_tiles_cover_all_rows_and_do_not_span_blocks(blocks, height, m):
     grid = Grid.of(Tile(m, 64), Gemm(blocks * height, 64, 64, "bf16", block=height))
     assert grid.batches * grid.rows == blocks * height
     assert grid.rows == height or height < m
 
 
-def test_batches_and_rows_without_blocks_stay_as_they_are():
+def test_batches_and_rows_without_blocks_are_not_regrouped():
     for gemm in (Gemm(256, 64, 64, "bf16", batches=4, block=128), Gemm(256, 64, 64, "bf16")):
         grid = Grid.of(Tile(64, 64), gemm)
         assert (grid.batches, grid.rows) == (gemm.batches, gemm.m)
@@ -93,14 +93,14 @@ def test_batches_and_rows_without_blocks_stay_as_they_are():
 @pytest.mark.parametrize(
     ("M", "N", "K", "tiles"), [(2048, 6656, 16384, 20), (4096, 6656, 16384, 40), (4096, 3584, 8192, 52)]
 )
-def test_the_tiles_of_a_thin_last_wave_are_split(M, N, K, tiles):
+def test_the_tiles_of_a_small_last_wave_are_split(M, N, K, tiles):
     assert chosen_for(M, N, K).split == tiles
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K"), [(4096, 1792, 4096), (8192, 3584, 8192), (512, 6656, 16384), (64, 3584, 8192)]
 )
-def test_waves_that_are_nearly_full_or_alone_are_not_split(M, N, K):
+def test_nearly_full_and_single_waves_are_not_split(M, N, K):
     assert chosen_for(M, N, K).split == 0
 
 
@@ -140,20 +140,20 @@ def test_rows_in_blocks_get_the_tile_that_was_fastest_on_h200s_as_eight_ranks_ha
     ("M", "N", "K", "block"),
     [(8, 4096, 8192, 1), (64, 4096, 8192, 1), (2048, 3584, 4 * 64, 256)],  # the last: parts would be short
 )
-def test_nothing_is_split_for_next_to_no_gain_or_into_short_parts(M, N, K, block):
+def test_tiles_are_not_split_for_a_tiny_gain_or_into_short_parts(M, N, K, block):
     tile = chosen_for(M, N, K, 131, block=block, separate=True)
     assert (tile.early_blocks, tile.split) == (0, 0)
 
 
 @given(st.integers(1, 16), st.integers(1, 4096), EXTENTS, EXTENTS, st.booleans(), st.sampled_from(FLOATS))
 @settings(deadline=None)
-def test_every_choice_for_rows_in_blocks_is_one_that_the_kernel_can_run(blocks, block, N, K, separate, dtype):
+def test_the_kernel_can_run_every_choice_for_rows_in_blocks(blocks, block, N, K, separate, dtype):
     gemm = Gemm(blocks * block, N, K, dtype, block=block, separate=separate)
     tile = choose(gemm, 131, candidates(dtype))
     grid = Grid.of(tile, gemm)
     assert grid.early_blocks == tile.early_blocks < blocks
     assert 0 <= tile.split <= grid.tiles - grid.first
-    assert not (tile.early_blocks and dtype == "f32"), "registers do not hold its sums"
+    assert not (tile.early_blocks and dtype == "f32"), "registers cannot hold the sums of this tile"
     if tile.split:
         assert grid.schedule(tile, 131).parts >= 2
 
@@ -169,33 +169,31 @@ def test_early_blocks_and_own_rows_come_before_the_tiles_that_may_be_split(block
     assert (spanning.early_blocks, spanning.early, spanning.first) == (0, 0, 0)
 
 
-def test_blocks_that_come_late_are_multiplied_with_smaller_tiles_than_rows_that_are_there():
+def test_late_blocks_get_smaller_tiles_than_rows_that_are_ready():
     here = chosen_for(4096, 1792, 4096)
     coming = chosen_for(4096, 1792, 4096, block=1024)
     assert coming.m * coming.n < here.m * here.n
 
 
 @pytest.mark.parametrize(("N", "K", "rows"), [(6656, 16384, 128), (3584, 8192, 128), (1792, 4096, 64)])
-def test_tiles_span_small_blocks_where_each_would_read_a_right_side_that_the_l2_does_not_hold(
-    N: int, K: int, rows: int
-) -> None:
+def test_tiles_span_small_blocks_if_the_right_operand_does_not_fit_into_l2(N: int, K: int, rows: int) -> None:
     assert chosen_for(512, N, K, 116, block=64).m == rows
 
 
-def test_where_all_tiles_read_for_longer_than_they_compute_the_one_that_computes_least_is_taken() -> None:
+def test_if_memory_limits_all_tiles_the_tile_with_least_arithmetic_is_chosen() -> None:
     apart = chosen_for(512, 6656, 16384, block=64, separate=True)
-    assert apart.m == 64, "no tile spans two blocks, so that half of a taller one would be empty"
+    assert apart.m == 64, "no tile spans two blocks, so half of a taller tile would be empty"
 
 
 def one_by_one(tile: Tile, gemm: Gemm, sms: int, arrivals: list[float]) -> float:
-    """When the last program ends, each unit of work taken in turn: `duration` without its arithmetic on whole waves."""
-    grid, whole = Grid.of(tile, gemm), TRITON.whole(tile, gemm)
+    """Return the end of the last program by a loop over all units of work, as a reference for `duration`."""
+    grid, tile_time = Grid.of(tile, gemm), TRITON.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
-    split = grid.tiles + grid.early - plan.whole
-    early = [(unit // 2, TRITON.part(tile, 2, whole)) for unit in range(2 * grid.early)]
-    alone = [(unit, whole) for unit in range(grid.early, grid.tiles - split)]
+    split = grid.tiles + grid.early - plan.unsplit
+    early = [(unit // 2, TRITON.part(tile, 2, tile_time)) for unit in range(2 * grid.early)]
+    alone = [(unit, tile_time) for unit in range(grid.early, grid.tiles - split)]
     parts = [
-        (unit, TRITON.part(tile, plan.parts, whole)) for unit in range(grid.tiles - split, grid.tiles)
+        (unit, TRITON.part(tile, plan.parts, tile_time)) for unit in range(grid.tiles - split, grid.tiles)
     ] * plan.parts
     free = [0.0] * plan.programs
     for number, (unit, takes) in enumerate([*early, *alone, *parts]):
@@ -209,7 +207,7 @@ def one_by_one(tile: Tile, gemm: Gemm, sms: int, arrivals: list[float]) -> float
     *(st.sampled_from(candidates("bf16")), st.integers(0, 3), st.integers(0, 60), st.sampled_from([2, 4, 8])),
 )
 @settings(deadline=None)
-def test_the_estimate_is_that_of_programs_which_take_tiles_in_turn(
+def test_the_estimate_equals_a_simulation_of_programs_that_take_tiles_in_turn(
     blocks, block, N, sms, data, tile, early, split, parts
 ):
     tile = dataclasses.replace(tile, early_blocks=early, split=split, parts=parts)

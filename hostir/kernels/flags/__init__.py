@@ -1,1 +1,1 @@
-"""Flags within kernels: waiting for blocks of rows, raising them, and storing to peers."""
+"""Flags in kernels: wait for flags of blocks, raise them, and copy rows to peers."""

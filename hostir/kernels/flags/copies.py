@@ -1,10 +1,8 @@
-"""One kernel that copies blocks to peers and signals behind each of them.
+"""A kernel on a few SMs that copies pieces of memory to other GPUs, and raises a flag after each piece.
 
-A kernel that copies to peers: a few SMs write pieces of memory to other GPUs, and raise flags behind them.
-
-A copy engine moves large pieces faster, but takes microseconds to begin each copy and to signal behind it. The next
-kernel of the stream may start while this one copies (programmatic dependent launch, see
-ReadyFlags.overlapped_sms), and use rows as soon as their flags rise.
+A copy engine moves large pieces faster, but takes microseconds to begin a copy and to signal after it. The next kernel
+of the stream may start while this one copies (programmatic dependent launch, see `ReadyFlags.overlapped_sms`), and use
+rows as soon as their flags rise.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ from hostir.kernels.layout import Words
 
 WARPS = 1 if INTERPRETED else 16
 PER_THREAD = 64  # bytes that a thread loads before it stores them
-BATCH = 2 << 20  # bytes per batch: at its end every program waits until all its writes have arrived
+BATCH = 2 << 20  # bytes per batch: at the end of a batch every program waits until all its writes have arrived
 MAX_PIECES = 32  # per batch
-GROUPS = 2  # of programs, which take turns with batches: while those of one wait, those of the other write
+GROUPS = 2  # groups of programs, which take turns with batches: while one group waits, the other writes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of the source to copy, and the flag to raise behind it.
+    """A contiguous range of the source to copy, and the flag to raise after it.
 
     Fields:
-        offset: of the first byte, in the source.
-        target: the address to copy it to. If that is where it already is, nothing is copied.
-        flag: the address of an int64 to set to `epoch`; 0 for none. No other piece of the kernel has the same flag.
+        offset: the offset of the first byte in the source.
+        target: the address to copy to. If it is the address of the piece itself, nothing is copied.
+        flag: the address of an int64 to set to `epoch`; 0: no flag. No other piece of the kernel has the same flag.
         epoch: the value that the flag is set to.
     """
 
@@ -56,7 +54,7 @@ class Piece:
 def push_kernel(
     source,  # pointer
     table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
-    arrived,  # [batches] of int32, 0 before and after: programs that are done, plus 1 once the batch before is complete
+    arrived,  # [batches] of int32, 0 before and after: programs that are done, plus 1 if the previous batch is complete
     units,  # elements of a piece
     pieces,
     together,  # pieces per batch
@@ -69,8 +67,9 @@ def push_kernel(
 ):
     """Copy the pieces, batch by batch, and raise their flags.
 
-    Each group takes every GROUPS-th batch, and each of its programs a part of it. A batch is complete once all programs
-    of its group are done with it and the batch before is complete. The program that completes it raises its flags.
+    Each group takes every GROUPS-th batch, and each program of the group copies a part of it. A batch is complete once
+    all programs of its group are done with it and the previous batch is complete. The program that completes a batch
+    raises its flags.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
@@ -80,7 +79,7 @@ def push_kernel(
     unit = tl.arange(0, BLOCK)
     for first in range(group * together, pieces, GROUPS * together):
         count = min(together, pieces - first)
-        # The pieces of a batch form one sequence of units, of which each program copies an equal part.
+        # The pieces of a batch form one sequence of units. Each program copies an equal part of the sequence.
         part = tl.cdiv(tl.cdiv(count * units, programs), BLOCK) * BLOCK
         at = program * part
         end = min(count * units, at + part)
@@ -114,10 +113,10 @@ def _programs_of(group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.constexpr, GROUPS: tl.constexpr):
-    """Mark a batch as complete for the next ones, and raise its flags and those of batches that it completes.
+    """Mark a batch as complete, complete the next batches that waited only for it, and raise the flags of all of them.
 
-    Flags are raised last: a release behind them would wait until they have reached the peers. So flags of two batches
-    may rise in either order, but none before all earlier pieces have arrived.
+    Flags are raised last, because a release after them would wait until they have reached the peers. So the flags of
+    two batches may rise in either order, but each flag rises after all earlier pieces have arrived.
     """
     end, complete = batch, True
     while complete:
@@ -127,29 +126,35 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
         if end * together < pieces:
             others = _programs_of(end % GROUPS, GROUPS)
             complete = tl.atomic_add(arrived + end, 1, sem="acq_rel", scope="gpu") == others
-    number = tl.arange(0, MAX_PIECES)
     for first in range(batch * together, end * together, together):
-        raised = number < min(together, pieces - first)
-        flags = tl.load(table + 2 * pieces + first + number, mask=raised, other=0)
-        epochs = tl.load(table + 3 * pieces + first + number, mask=raised, other=0)
-        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+        raise_piece_flags(table, pieces, first, min(together, pieces - first), MAX_PIECES)
+
+
+@triton.jit
+def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
+    """Raise the flags of `count` pieces, at most MAX_PIECES, from piece `first` of the `pieces` in a table."""
+    number = tl.arange(0, MAX_PIECES)
+    exists = number < count
+    flags = tl.load(table + 2 * pieces + first + number, mask=exists, other=0)
+    epochs = tl.load(table + 3 * pieces + first + number, mask=exists, other=0)
+    tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
 
 
 class PushKernel:
     """A kernel on the current stream that copies pieces and raises flags.
 
     A flag rises once its piece and all pieces before it have arrived. Pieces are copied in any order, so the target of
-    one must overlap neither the source nor the target of another.
+    a piece must overlap neither the source nor the target of another piece.
 
-    A matmul that makes the source can do all of this itself (`multiply`): see `Pushed`.
+    The matmul that computes the source can make these copies itself: see `multiply` and `Pushed`.
 
     Args:
         device: this rank's device.
-        pieces: what to copy where, in the order of the flags.
-        size: of each piece, in bytes.
+        pieces: the pieces to copy, in the order of their flags.
+        size: the size of each piece in bytes.
         sms: the number of SMs to use; all of them if the device has fewer.
-        words: where its table is; by default in memory of its own.
-        place: of the kernel in its plan, see `Words`.
+        words: the pool that holds the kernel's table; by default a new one.
+        place: the index of the kernel in its plan, see `Words`.
     """
 
     def __init__(
@@ -170,12 +175,12 @@ class PushKernel:
         numbers = [*(n for column in columns for n in column), *[0] * self.count]
         self.table = (words or Words(device, 1)).of(self, numbers, place)
         self.arrived = self.table[4 * self.count :].view(torch.int32)[: -(-self.count // self.together)]
-        self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would idle
+        self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would be idle
         self.alignment = size  # all sizes and addresses, ored: their common low zero bits
         for piece in pieces:
             self.alignment |= piece.offset | piece.target
-        self.offsets, self.kind = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
-        # The kernel and its arguments behind the source, by whether all is aligned to 16 bytes.
+        self.offsets, self.layout = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
+        # The kernel and its arguments after the source, by alignment: True if everything is aligned to 16 bytes.
         self.launches: dict[bool, tuple[Compiled | None, tuple[object, ...]]] = {}
 
     def __call__(self, source: torch.Tensor) -> None:
@@ -194,7 +199,7 @@ class PushKernel:
         compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *arguments))
 
     def _prepare(self, source: torch.Tensor, aligned: bool) -> None:
-        """Prepare launches for such a source; in the interpreter there is no compiled kernel."""
+        """Prepare launches for a source of this alignment. In the interpreter there is no compiled kernel."""
         width = 8 if aligned else source.element_size()
         unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
         block = 32 * WARPS * PER_THREAD // width
@@ -203,7 +208,7 @@ class PushKernel:
         constants = (unit, block, aligned, triton.next_power_of_2(self.together), self.groups, dependents)
         tensors = self.table, self.arrived
         key = self.device, sizes[0] < 1 << 31, source.data_ptr() % 16 == 0, *constants
-        given = source, *tensors, *sizes, *constants
-        compiled = loaded(key, self.device, push_kernel, given, {"num_warps": WARPS})
-        made = tensors if compiled is None else tuple(t.data_ptr() for t in tensors)
-        self.launches[aligned] = compiled, (*made, *sizes, *constants)
+        arguments = source, *tensors, *sizes, *constants
+        compiled = loaded(key, self.device, push_kernel, arguments, {"num_warps": WARPS})
+        leading = tensors if compiled is None else tuple(t.data_ptr() for t in tensors)
+        self.launches[aligned] = compiled, (*leading, *sizes, *constants)

@@ -1,4 +1,9 @@
-"""Completion flags: a kernel raises them as blocks of its rows are stored."""
+"""Completion flags: a kernel raises a flag as soon as it has stored a block of rows, and goes on with other blocks.
+
+The programs of the kernel count the pieces of a block that they have stored. The program that completes a block raises
+its flag with a release. Each count is a release too, and the last one acquires: so everything that the programs wrote
+before they counted happens before the flag rises.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +19,34 @@ from hostir.kernels.devices import (
     launch,
     launching,
 )
-from hostir.kernels.flags.ready import IN_INTERPRETER, block_height, check_flags
+from hostir.kernels.flags.ready import IN_INTERPRETER, block_height, check_flags, fits_32_bits
+from hostir.kernels.layout import launch_layout
+
+
+def done_layout(done: DoneFlags | None) -> tuple[object, ...] | None:
+    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    return None if done is None else (launch_layout(done.flags), fits_32_bits(done.epoch))
 
 
 def done_rows(done: DoneFlags, out: torch.Tensor) -> int:
-    """Return the rows per block of `out`. Raises TypeError or ValueError if `done` does not fit `out`."""
+    """Return the number of rows of a block of `out`. Raises TypeError or ValueError if `done` does not fit it."""
     check_device(out=out, flags=done.flags)
     check_flags(done.flags, done.first)
     return block_height(out, done.flags.numel())
 
 
-# Rows that a kernel has written while it goes on: it raises a flag behind each block of them.
-#
-# Programs count the pieces of a block that they have stored. The one that completes a block releases its flag: what the
-# others wrote before they counted happens before that, as each of them counts by a release, and the last one acquires.
-
-MISSED = tl.constexpr(1 << 32)  # what a count is increased by for a piece that lacks its operands: no flag will rise
+# Added to a block's count for a piece without its operands. The flag of the block then does not rise.
+MISSED = tl.constexpr(1 << 32)
 
 
 @dataclass(frozen=True)
 class DoneFlags:
-    """The flags that a kernel raises behind its result's rows, which are as many equal blocks as there are flags.
+    """Completion flags of one kernel. The rows of its output are split evenly into `len(flags)` blocks.
 
     Fields:
         flags: `[blocks]` of int32 or int64, contiguous; others may read them while the kernel runs.
-        epoch: `flags[i]` is set to it once block i is in memory, for whoever acquires the flag, anywhere in the system.
-            If the kernel gives up on rows that block i needs, it leaves `flags[i]` as it is.
+        epoch: the kernel sets `flags[i]` to it once block i is stored. Whoever acquires the flag, anywhere in the
+            system, sees the block. If the kernel gives up on rows that block i needs, it does not change `flags[i]`.
         first: the block to begin with, unless the kernel also waits for flags; the others follow in a circle.
     """
 
@@ -51,7 +58,8 @@ class DoneFlags:
 class Raised(NamedTuple):
     """The flags that a kernel raises: the fields of `DoneFlags` on the device.
 
-    `flags` is a pointer, `height` the rows of a block, `counts` points to `[blocks]` of int64, all 0 before and after.
+    `flags` is a pointer, `height` the number of rows of a block. `counts` points to `[blocks]` of int64, which are 0
+    before and after the launch.
     """
 
     flags: Any
@@ -62,10 +70,10 @@ class Raised(NamedTuple):
 
 @triton.jit
 def count(raised, block, exists, needed, more):
-    """Count `more` pieces of blocks of which `needed` are all, or MISSED for a piece that will be wrong.
+    """Count `more` stored pieces of each block, or MISSED for a piece that will be wrong. A block has `needed` pieces.
 
-    They must be in memory: call `stores_ended` before. Where that completes a block, its count becomes 0 again, for the
-    next launch, and its flag rises, unless a piece was missed.
+    The pieces must be in memory: call `stores_ended` before. When a block is complete, its flag rises, unless a piece
+    was missed, and its count becomes 0 again for the next launch.
     """
     before = tl.atomic_add(raised.counts + block, more, mask=exists, sem="acq_rel", scope="gpu")
     now = before + more
@@ -76,11 +84,11 @@ def count(raised, block, exists, needed, more):
 
 @triton.jit
 def stores_ended(x, wanted, TMA: tl.constexpr):
-    """Return `x`; if `wanted`, once what all threads of the program have stored is ordered before what each does next.
+    """Return `x`. If `wanted`, first wait until the stores of all threads of the program have ended.
 
-    A store by TMA only waits until shared memory has been read. The thread that issued it must wait, and the compiler
-    chooses that thread, so all threads do; then the bytes are in memory. The barrier is `tl.debug_barrier`, but Triton
-    pipelines no loop that contains that.
+    Triton waits after a TMA store only until shared memory has been read. The thread that issued the store must wait
+    until the bytes are in memory. The compiler chooses that thread, so all threads wait. The barrier is the instruction
+    of `tl.debug_barrier`; Triton would not pipeline a loop that contains `tl.debug_barrier` itself.
     """
     if IN_INTERPRETER:
         return x
@@ -107,7 +115,7 @@ def stores_ended(x, wanted, TMA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["epoch", "blocks", "words"])
 def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl.constexpr):
-    """Raise all flags of a row, unless there are timeouts."""
+    """Raise all flags, unless a timeout has been reported."""
     missing = 0
     if timeouts is not None:
         number = tl.arange(0, WORDS)
@@ -117,7 +125,7 @@ def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl
 
 
 def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
-    """Raise all flags behind the earlier work of the current stream, unless a kernel has reported timeouts."""
+    """Raise all flags after the earlier work of the current stream, unless a kernel has reported timeouts."""
     blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
     sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
     with launching(done.flags.device):

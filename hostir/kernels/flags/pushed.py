@@ -1,6 +1,6 @@
-"""Stores to peers by the matmul that makes the rows.
+"""Copies to peers by the matmul that computes the rows.
 
-A kernel that stores its result to peers as well: of few rows, that takes less time than a kernel behind it.
+For few rows, that takes less time than a second kernel that copies the output.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from hostir.kernels.flags.copies import PushKernel
+from hostir.kernels.flags.copies import PushKernel, raise_piece_flags
 
 
 class Pushed(NamedTuple):
-    """Copies of rows that the kernel makes itself: the fields of a `PushKernel` on the device.
+    """Copies of pieces to peers: the fields of a `PushKernel` on the device.
 
-    `table` and `arrived` are pointers, `count` is the number of pieces, `height` the rows of a piece.
+    `table` and `arrived` are pointers, `count` is the number of pieces, `height` the number of rows of a piece.
     """
 
     table: Any
@@ -28,10 +28,10 @@ class Pushed(NamedTuple):
 
 @triton.jit
 def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
-    """Store a tile `x`, rounded, to all pieces that have some of its rows.
+    """Store a rounded tile `x` to the targets of all pieces that have some of its rows.
 
-    The tile begins at row `row`, of which those before `end` exist, and at `column` of `N`. ALIGNED: targets are on 16
-    bytes.
+    The tile begins at row `row` and at column `column` of `N`. Its rows before `end` exist. ALIGNED: all targets are
+    aligned to 16 bytes.
     """
     r = (row + tl.arange(0, x.shape[0])).to(tl.int64)
     c = column + tl.arange(0, x.shape[1])
@@ -46,22 +46,18 @@ def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
 
 @triton.jit
 def raise_pushed(pushed, PIECES: tl.constexpr):
-    """Count this program as done; the last one of the launch raises the flags of all pieces.
+    """Count this program as done. The last program of the launch raises the flags of all pieces.
 
-    So whatever any program has stored to a peer is there before a flag rises: see `push_kernel`.
+    So all stores to peers have arrived before a flag rises: see `push_kernel`.
     """
     tl.debug_barrier()  # orders the writes of all threads before the arrival that one thread signals
     if tl.atomic_add(pushed.arrived, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
         tl.store(pushed.arrived, 0)
-        number = tl.arange(0, PIECES)
-        exists = number < pushed.count
-        flags = tl.load(pushed.table + 2 * pushed.count + number, mask=exists, other=0)
-        epochs = tl.load(pushed.table + 3 * pushed.count + number, mask=exists, other=0)
-        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int64)), epochs, mask=flags != 0, sem="release", scope="sys")
+        raise_piece_flags(pushed.table, pushed.count, 0, pushed.count, PIECES)
 
 
 def pushed_rows(pushed: PushKernel, out: torch.Tensor) -> int:
-    """Return the rows of each piece. Raises ValueError unless pieces are whole rows of `out`, which is dense."""
+    """Return the number of rows of a piece. Raises ValueError unless `out` is dense and pieces are complete rows."""
     row = out.shape[-1] * out.element_size()
     if not out.is_contiguous():
         raise ValueError(f"expected a dense result to copy to peers, got strides {list(out.stride())}")

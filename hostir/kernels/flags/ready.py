@@ -1,10 +1,8 @@
-"""Flags in kernels: waiting for blocks of rows, and small kernels that raise and reset flags.
-
-Rows that arrive while a kernel runs: each block of rows has a flag, and programs of the kernel wait for it.
+"""Ready flags: rows may arrive in blocks while a kernel runs, and its programs wait for the flag of each block.
 
 A flag holds the highest epoch that its block has reached. Whoever fills the block raises the flag afterwards: another
-stream, a copy engine, a peer, in the interpreter another process. The kernel waits by polling, so raising the flag
-must not need the SMs that the waiting kernel holds (in the interpreter: a kernel in the same process).
+stream, a copy engine, a peer, or in the interpreter another process. The kernel waits by polling. So raising the flag
+must not need the SMs that the waiting kernel holds, nor, in the interpreter, a kernel in the same process.
 """
 
 from __future__ import annotations
@@ -22,30 +20,31 @@ from hostir.kernels.devices import (
     INTERPRETED,
     check_device,
 )
+from hostir.kernels.layout import launch_layout
 
-MAX_POLLS = 20_000_000  # a poll is a round trip to the L2 cache, about a microsecond
+MAX_POLLS = 20_000_000  # a poll takes a round trip to the L2 cache, about a microsecond
 
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @dataclass(frozen=True)
 class ReadyFlags:
-    """The flags that a matmul polls for its rows, which are as many equal blocks as there are flags.
+    """The flags that a kernel polls for its rows. The rows are split evenly into `len(flags)` blocks.
 
     Fields:
         flags: `[blocks]` of int32 or int64, contiguous; others may write it while the kernel runs.
         epoch: block i may be read once `flags[i] >= epoch`.
         timeouts: `[blocks, 2]` of int64, contiguous and zero. When the kernel gives up on a block, it writes
             `(epoch, value seen)` into the block's row; see `timeout_error`. Any non-zero row means that `out` is
-            incomplete. May be in pinned host memory, which the host reads without waiting for the GPU; the values are
+            incomplete. May be in pinned host memory, which the host reads without waiting for the GPU. The values are
             final once the kernel has ended.
         first: the block to begin with; the others follow in a circle.
-        source: of a sum, the source that own rows stand for.
-        polls: how often a program polls flags that have not risen before it gives up. A program on whose part of a tile
-            others rely goes on all the same, and polls each later flag once.
-        overlapped_sms: SMs of the kernel right before on the same stream, which this one may overlap: it uses the other
-            SMs, and ends after that kernel. All earlier work of the stream has ended.
-        reserved_sms: SMs that it leaves to kernels of other streams, such as those that raise flags for peers.
+        source: in a sum, the index of the source that own rows replace.
+        polls: the number of polls after which a program gives up on flags that have not risen. If other programs need
+            its part of a tile, the program goes on nevertheless, and polls each later flag once.
+        overlapped_sms: SMs of the previous kernel on the same stream, if this kernel may overlap that kernel. This
+            kernel uses the other SMs, and ends after that kernel. All work of the stream before both has ended.
+        reserved_sms: SMs that the kernel leaves to other streams, for example to kernels that raise flags of peers.
     """
 
     flags: torch.Tensor
@@ -58,33 +57,50 @@ class ReadyFlags:
     reserved_sms: int = 0
 
 
+def fits_32_bits(epoch: int) -> bool:
+    """Return True if an epoch fits into 32 bits. Triton compiles another kernel for a larger one."""
+    return -(1 << 31) <= epoch < 1 << 31
+
+
+def ready_layout(ready: ReadyFlags | None) -> tuple[object, ...] | None:
+    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    if ready is None:
+        return None
+    timeouts = ready.timeouts
+    pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
+    return (
+        *(launch_layout(ready.flags), launch_layout(timeouts), pinned, fits_32_bits(ready.epoch)),
+        *(ready.first, ready.source, ready.polls, ready.overlapped_sms, ready.reserved_sms),
+    )
+
+
 def no_timeouts(blocks: int, device: torch.device | str) -> torch.Tensor:
     """Return a tensor for `ReadyFlags.timeouts` that holds no timeout."""
     return torch.zeros(blocks, 2, dtype=torch.int64, device=device)
 
 
 def timeout_error(timeouts: torch.Tensor, rank: int, name: str, results: int | None = None) -> HostIRError | None:
-    """Return the error for flags called `name` that a kernel on `rank` gave up on; None if there are none.
+    """Return the error for the flags of `name` that a kernel on `rank` gave up on; None without timeouts.
 
-    `results`: the flags are those of so many blocks of one source after another. Reading `timeouts` waits for the
-    current stream, on which the kernel must run, unless it is in pinned memory.
+    `results`: the number of blocks of a source, if the flags belong to several sources, one after another. The kernel
+    must run on the current stream: reading `timeouts` waits for that stream, unless `timeouts` is in pinned memory.
     """
     timed_out = [(block, *entry) for block, entry in enumerate(timeouts.tolist()) if any(entry)]
     if not timed_out:
         return None
 
-    def what(flag: int) -> str:
+    def location(flag: int) -> str:
         return "" if results is None else f", for block {flag % results} of source {flag // results},"
 
-    found = "; ".join(
-        f"flag {name}[{flag}]{what(flag)} did not reach epoch {epoch} (stands at {value})"
+    missing = "; ".join(
+        f"flag {name}[{flag}]{location(flag)} did not reach epoch {epoch} (stands at {value})"
         for flag, epoch, value in timed_out
     )
-    return error(f"rank {rank}: {found}", hint="look at whoever signals it: it is late, dead, or was never asked to")
+    return error(f"rank {rank}: {missing}", hint="look at whoever signals it: it is late, dead, or was never asked to")
 
 
 def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
-    """Return the rows per block of `out`. Raises TypeError or ValueError if `ready` does not fit `out`."""
+    """Return the number of rows of a block of `out`. Raises TypeError or ValueError if `ready` does not fit it."""
     timeouts = ready.timeouts
     pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
     check_device(out=out, flags=ready.flags, timeouts=None if pinned else timeouts)
@@ -100,7 +116,7 @@ def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
 
 
 def check_flags(flags: torch.Tensor, first: int) -> None:
-    """Raise TypeError or ValueError unless `flags` can be flags of blocks, polled from `first` on."""
+    """Raise TypeError or ValueError unless `flags` is a valid tensor of flags and `first` an index into it."""
     if flags.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected flags of int32 or int64, got {flags.dtype}")
     if flags.ndim != 1 or not flags.numel() or not flags.is_contiguous():
@@ -110,7 +126,7 @@ def check_flags(flags: torch.Tensor, first: int) -> None:
 
 
 def block_height(x: torch.Tensor, blocks: int) -> int:
-    """Return the rows of each block, if those of `x` are `blocks` equal blocks; else raise ValueError."""
+    """Return the number of rows of each of `blocks` equal blocks of `x`; raise ValueError if they are not equal."""
     rows = math.prod(x.shape[:-1])
     if rows % blocks:
         raise ValueError(f"{rows} rows do not make {blocks} equal blocks")
@@ -133,18 +149,19 @@ class Awaited(NamedTuple):
 
 @triton.jit
 def poll(awaited, polls, slot, exists, needed):
-    """Poll the flags at `slot`, if they exist, until all that are needed have reached the epoch, or no polls are left.
+    """Poll the flags at `slot` until all needed flags have reached the epoch, or no polls are left.
 
-    Returns which of them have not, and the polls that are left. Reports the needed flags that have not as timeouts.
+    `exists` masks the slots that have a flag, `needed` the flags to wait for. Returns a mask of the flags that have not
+    reached the epoch, and the polls that are left. Reports needed flags that have not reached it as timeouts.
     """
     value = tl.zeros(slot.shape, dtype=tl.int64)
     absent = exists
     missing = 1
     while (missing > 0) & (polls > 0):
-        # One thread polls a flag and passes the value to the others through a barrier. So all threads see the same
-        # value, and their later reads are ordered behind everything that was written, anywhere in the system, before
-        # the flag rose. It is an atomic because Triton gives no other access a memory order; it adds 0, so that it
-        # loses no write.
+        # One thread polls a flag and passes the value to the other threads through a barrier. So all threads see the
+        # same value, and their later reads see everything that was written, anywhere in the system, before the flag
+        # rose. The poll is an atomic because Triton gives no other access a memory order. It adds 0, so no write to the
+        # flag is lost.
         value = tl.atomic_add(awaited.flags + slot, 0, mask=exists, sem="acquire", scope="sys").to(tl.int64)
         absent = exists & (value < awaited.epoch)
         missing = tl.sum((absent & needed).to(tl.int32), 0)
@@ -156,13 +173,13 @@ def poll(awaited, polls, slot, exists, needed):
 
 @triton.jit
 def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr):
-    """Wait until all blocks that hold a row from `row` to before `end` have reached the epoch.
+    """Wait until the flags of all blocks with rows in `[row, end)` have reached the epoch.
 
-    With OWN, except the block `first`. FLAGS is the number of blocks, rounded up to a power of 2; with TMA, loads by
-    TMA may follow.
+    With OWN, block `first` needs no flag. FLAGS is the number of blocks, rounded up to a power of 2. TMA: TMA loads of
+    the rows may follow.
 
-    Returns the number, counted from `first` on, of the next block after that of `row` that is not ready yet, and the
-    polls that are left: 0 if the program has given up.
+    Returns the first block at or after the block of `row` that is not ready, as a number counted from `first` on, and
+    the polls that are left: 0 if the program has given up.
     """
     _, _, _, first, blocks, height = awaited
     number = tl.arange(0, FLAGS)
@@ -179,13 +196,12 @@ def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constex
 
 @triton.jit
 def _fence_async_proxy(x):
-    """Return `x`, and order later TMA loads behind what ordinary loads would see now.
+    """Return `x`. Later TMA loads see everything that ordinary loads would see now.
 
-    TMA reads through the async proxy, which the acquire of a flag by an ordinary atomic does not order: PTX's memory
-    model requires a proxy fence between the write and the read. It belongs here, on the reader's side and behind the
-    acquire, whoever wrote: a peer's kernel with ordinary stores, or a copy engine, which has no proxy and whose raised
-    flag says only that the bytes are in memory. The thread that issues a TMA load must have executed the fence; the
-    compiler chooses that thread, so all threads do.
+    TMA reads through the async proxy. An acquire by an ordinary atomic does not order such reads: PTX's memory model
+    requires a proxy fence between the write and the read. The fence belongs here, in the reader and after the acquire,
+    whether a peer's kernel wrote the rows with ordinary stores, or a copy engine, which has no proxy. The thread that
+    issues a TMA load must have executed the fence. The compiler chooses that thread, so all threads execute it.
     """
     return tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1

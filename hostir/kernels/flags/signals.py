@@ -1,10 +1,8 @@
-"""Kernels that set flags: signals to peers, and the reset of flags at the end of a call.
+"""Small kernels that set flags: a signal to a peer, and the reset of all flags at the end of a call.
 
-A small kernel that raises one flag of a peer.
-
-A stream can raise a flag without an SM, but then waits until everything that its GPU is sending to peers has arrived:
-it cannot overlap a copy, and between two copies it costs 3 us on an H200. This kernel is ordered only behind the
-earlier work of its own stream, and copies of other streams go on.
+A stream can raise a flag without an SM. But it then waits until everything that its GPU is sending to peers has
+arrived: such a signal cannot overlap a copy, and costs 3 us between two copies on an H200. The signal kernel waits only
+for the earlier work of its own stream, and copies of other streams go on.
 """
 
 from __future__ import annotations
@@ -30,11 +28,12 @@ def _signal(flag, epoch):
     tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), epoch.to(tl.int64), sem="release", scope="sys")
 
 
-_compiled: dict[tuple[object, ...], Compiled] = {}  # signals and pushes, by what they are compiled for, of all plans
+# Compiled signal and push kernels of all plans, by their device and everything that they are specialized for.
+_compiled: dict[tuple[object, ...], Compiled] = {}
 
 
 class SignalKernel:
-    """A kernel that sets the int64 at the address `flag` to `epoch`."""
+    """A kernel that sets the int64 at address `flag` to `epoch`."""
 
     def __init__(self, device: torch.device, flag: int, epoch: int) -> None:
         self.device, self.arguments = device, (flag, epoch)
@@ -42,7 +41,7 @@ class SignalKernel:
         self.compiled = loaded(key, device, _signal, self.arguments, {"num_warps": 1})
 
     def __call__(self, stream: torch.cuda.Stream | None) -> None:
-        """Launch on a stream; None in the interpreter, which has no streams."""
+        """Launch on a stream. In the interpreter `stream` is None."""
         if self.compiled is None or stream is None:
             with launching(self.device):
                 _signal[(1,)](*self.arguments, num_warps=1)
@@ -54,7 +53,7 @@ class SignalKernel:
 def loaded(
     key: tuple[object, ...], device: torch.device, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]
 ) -> Compiled | None:
-    """Return the compiled kernel with this key, and load it first if necessary; None in the interpreter."""
+    """Return the compiled kernel with this key. Load it first if necessary. Returns None in the interpreter."""
     if key in _compiled or INTERPRETED:
         return _compiled.get(key)
     with launching(device):
@@ -62,30 +61,27 @@ def loaded(
     return None if compiled is None else _compiled.setdefault(key, compiled)
 
 
-# The end of a call, as one small kernel: it resets this rank's flags to 0, and then grants each peer a credit.
-#
-# See hostir.machines.cuda.memory. A stream could do it without an SM, but takes almost a microsecond for each flag.
-
-
 @triton.jit(do_not_specialize=["flag_count", "credit_count"])
 def _reset_flags(flags, credits, flag_count, credit_count, FLAGS: tl.constexpr, CREDITS: tl.constexpr):
-    """Set the int64 at each address in `flags` to 0, then add 1 to that at each address in `credits`."""
+    """Set the int64 at each address in `flags` to 0, then add 1 to the int64 at each address in `credits`."""
     number = tl.arange(0, FLAGS)
     address = tl.load(flags + number, mask=number < flag_count, other=0).to(tl.pointer_type(tl.int64))
     tl.store(address, tl.zeros((FLAGS,), tl.int64), mask=number < flag_count)
-    tl.debug_barrier()  # orders the stores of all threads before the release of one
+    tl.debug_barrier()  # orders the stores of all threads before the release by one thread
     number = tl.arange(0, CREDITS)
     address = tl.load(credits + number, mask=number < credit_count, other=0).to(tl.pointer_type(tl.int64))
     tl.atomic_add(address, 1, mask=number < credit_count, sem="release", scope="sys")
 
 
 class FlagResetKernel:
-    """A kernel that resets flags and then grants credits, on the current stream.
+    """A kernel for the end of a call: it resets this rank's flags and then grants credits, on the current stream.
+
+    See hostir.machines.cuda.memory. A stream could do this without an SM, but takes almost a microsecond for each flag.
 
     Args:
         device: this rank's device.
-        flags: addresses of the int64 that are set to 0.
-        credits: addresses of the int64 counters, of peers, that are increased by 1 afterwards.
+        flags: addresses of int64 flags, which are set to 0.
+        credits: addresses of int64 counters of peers, which are then increased by 1.
     """
 
     def __init__(self, device: torch.device, flags: Sequence[int], credits: Sequence[int]) -> None:
@@ -98,6 +94,7 @@ class FlagResetKernel:
             self.compiled = load(_reset_flags, (*self.addresses, *self.rest), {"num_warps": 1})
 
     def __call__(self) -> None:
+        """Launch on the current stream."""
         if self.compiled is None:
             with launching(self.device):
                 _reset_flags[(1,)](*self.addresses, *self.rest, num_warps=1)

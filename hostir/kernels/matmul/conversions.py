@@ -1,10 +1,8 @@
-"""Conversions between a tensor's dtype and float32 within kernels.
+"""Conversions in kernels between float32 and narrower dtypes, on the GPU and in Triton's interpreter.
 
-Conversions between float32 and the operands' types that are correct on the GPU and in Triton's interpreter.
-
-The interpreter holds bfloat16 and 8-bit floats as raw integers: arithmetic on them is meaningless, widening loses
-subnormals or NaN, and narrowing truncates where the GPU rounds to nearest even. There the conversions are done on
-the bits.
+The interpreter holds bfloat16 and 8-bit floats as raw integers. Arithmetic on these is meaningless. Its conversion to
+float32 loses subnormals or NaN. Its conversion from float32 truncates, but the GPU rounds to nearest even. So in the
+interpreter these functions compute on the bits.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ def to_float32(x):
 
 @triton.jit
 def _from_float32_to_8_bits(x, MANTISSA: tl.constexpr):
-    """Return the bits of `x`, which is within the range of the 8-bit type, rounded to nearest even; NaN stays NaN."""
+    """Return the bits of `x` as an 8-bit float, rounded to nearest even. `x` is within its range, or NaN."""
     DROPPED: tl.constexpr = 23 - MANTISSA
-    LEAST: tl.constexpr = 121 if MANTISSA == 3 else 113  # exponent of the least normal number, as float32 has it
+    LEAST: tl.constexpr = 121 if MANTISSA == 3 else 113  # float32 exponent bits of the least normal number
     sign, bits = x.to(tl.uint32, bitcast=True) >> 31, x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
     normal = ((bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED) - ((LEAST - 1) << MANTISSA)
-    # Adding so large a number leaves the multiple of the least subnormal number in the lowest bits.
+    # After this addition the lowest bits hold the value as a multiple of the least subnormal number.
     size = bits.to(tl.float32, bitcast=True)
     subnormal = (size * 2.0 ** (127 - LEAST + MANTISSA) + 2.0**23).to(tl.uint32, bitcast=True) & 0xFF
-    made = tl.where(bits < (LEAST << 23), subnormal, normal)
-    made = tl.where(x == x, made, 0x7F)
-    return (made | (sign << 7)).to(tl.uint8)
+    rounded = tl.where(bits < (LEAST << 23), subnormal, normal)
+    rounded = tl.where(x == x, rounded, 0x7F)
+    return (rounded | (sign << 7)).to(tl.uint8)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""The time of a matmul with a tile, and the choice of the fastest tile.
+"""Estimates of the time that a matmul takes with a tile, and the choice of the fastest tile.
 
-How long a matmul takes with a tile, and with which tile it is fastest.
+The kernel and the cost model of strategies use the same estimate. Needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from hostir.kernels.matmul.schedule import Grid, schedule
 from hostir.kernels.matmul.tiles import MAX_PARTS, MIN_STEPS, Gemm, Tile
 
-# TFLOP/s of an H200 before power limits it.
+# TFLOP/s of an H200 before the power limit lowers its clock.
 PEAK = {"bf16": 820.0, "f16": 820.0, "f32": 14.0, "tf32": 410.0, "f8": 1500.0, "f8s": 1000.0}
 
 
@@ -25,9 +25,9 @@ class Rates:
 
     Fields:
         peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.
-        tile: time of a tile outside its K loop: filling the pipeline, storing.
-        split: three times that a part of a split tile adds: to start and synchronize; to read the partial sum of
-            another part; to store a partial sum, per element and warp. None if the family never splits.
+        tile: time of a tile outside its K loop: to fill the pipeline and to store the tile.
+        split: the times that each part of a split tile adds: to start and synchronize; to read a partial sum of another
+            part; to store its own partial sum, per element and warp. None if the family never splits tiles.
         read: GB/s at which all SMs together read a right operand that is not in L2.
     """
 
@@ -40,17 +40,17 @@ class Rates:
         """Return the same rates with a K loop that is `factor` times as fast."""
         return replace(self, peak={dtype: factor * peak for dtype, peak in self.peak.items()})
 
-    def whole(self, tile: Tile, gemm: Gemm) -> float:
-        """Return the time of a tile that is not split."""
+    def unsplit_time(self, tile: Tile, gemm: Gemm) -> float:
+        """Return the time of an unsplit tile."""
         rate = tile.rate if gemm.block is None else tile.rate_waiting or tile.rate
         steps = -(-gemm.k // tile.k)
         return self.tile + 2e-6 * steps * tile.m * tile.n * tile.k / (self.peak[gemm.dtype] * rate)
 
-    def part(self, tile: Tile, parts: int, whole: float) -> float:
-        """Return the time of the last of the `parts` parts of a tile that takes `whole` without a split."""
+    def part(self, tile: Tile, parts: int, tile_time: float) -> float:
+        """Return the time of the last part of a tile that is split into `parts`; unsplit, it takes `tile_time`."""
         assert self.split is not None
         start, read, store = self.split
-        return whole / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
+        return tile_time / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
 
 
 # The rates of the Triton kernel, measured on an H200 with 132 SMs, and used for every GPU.
@@ -61,23 +61,23 @@ IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB,
 def duration(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
 ) -> tuple[float, float]:
-    """Return when a matmul ends on `sms` SMs, in microseconds, and when it would end if memory were infinitely fast.
+    """Return the times in microseconds at which a matmul ends on `sms` SMs: as it is, and with infinitely fast memory.
 
-    Its blocks of rows arrive at the times `arrivals`, in the order in which it computes them. Programs take tiles, and
-    parts of tiles, in turn; a program begins one when it is free and the rows are there. The tiles of each block read
-    the right operand again if it does not fit into L2.
+    Blocks of rows arrive at the times `arrivals`, in the order in which the matmul computes them. Programs take tiles,
+    and parts of tiles, in turn. A program begins a tile when the program is free and the rows have arrived. The tiles
+    of each block read the right operand again if it does not fit into L2.
     """
-    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    grid, tile_time = Grid.of(tile, gemm), rates.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
     if grid.blocks == 1 and not grid.early:
-        part = rates.part(tile, plan.parts, whole) if plan.parts else 0.0
-        waves, more = divmod(plan.whole, plan.programs)
-        # Whether no program has a part after a tile of the last wave.
-        alone = (grid.tiles - plan.whole) * plan.parts <= plan.programs - more
-        end = max(arrivals) + waves * whole + (max(whole * (more > 0), part) if alone else whole + part)
+        part = rates.part(tile, plan.parts, tile_time) if plan.parts else 0.0
+        waves, more = divmod(plan.unsplit, plan.programs)
+        # True if no program has a part after a tile of the last wave.
+        alone = (grid.tiles - plan.unsplit) * plan.parts <= plan.programs - more
+        end = max(arrivals) + waves * tile_time + (max(tile_time * (more > 0), part) if alone else tile_time + part)
     else:
         _, ready, took = _work(tile, gemm, sms, rates, arrivals)
-        # A program ends when, from some tile on, it never waits: at that tile's arrival, plus all times from there on.
+        # From some tile on, a program never waits. It ends at the arrival of that tile plus all times from then on.
         end = float((ready + took[::-1].cumsum(0)[::-1]).max())
     return max(end, min(arrivals) + _loading(grid, tile, gemm, rates)), end
 
@@ -85,9 +85,9 @@ def duration(
 def block_ends(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float], blocks: int
 ) -> tuple[float, ...]:
-    """Return when each of `blocks` equal blocks of the result's rows has been written, in the matmul's own order.
+    """Return the times at which `blocks` equal blocks of the output have been written, in the order of computation.
 
-    The other arguments are those of `duration`. A block that waits for rows which arrive at `inf` ends there.
+    The other arguments are those of `duration`. A block ends at `inf` if rows that it needs arrive at `inf`.
     """
     tiles, ready, took = _work(tile, gemm, sms, rates, arrivals)
     count, sums = int(tiles[-1]) + 1, took.cumsum(0)
@@ -100,66 +100,66 @@ def block_ends(
 
 
 def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float]) -> tuple[Any, Any, Any]:
-    """Return the tile of each unit of work, and, by round and program, when its rows are there and how long it takes.
+    """Return the units of work: their tiles, and two arrays `[round, program]`: times of arrival, and durations.
 
-    A unit is a tile or a part of one.
+    A unit is a tile or a part of a tile.
     """
-    grid, whole = Grid.of(tile, gemm), rates.whole(tile, gemm)
+    grid, tile_time = Grid.of(tile, gemm), rates.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
-    half, part = (rates.part(tile, n, whole) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
-    last = grid.tiles + grid.early - plan.whole  # tiles that are split
+    half, part = (rates.part(tile, n, tile_time) if n else 0.0 for n in (2 if grid.early else 0, plan.parts))
+    last = grid.tiles + grid.early - plan.unsplit  # tiles that are split
     counts = 2 * grid.early, grid.tiles - last - grid.early, last * plan.parts
     halves, rest = np.arange(counts[0]) // 2, np.arange(grid.early, grid.tiles)
     tiles = np.concatenate([halves, rest[: counts[1]], np.tile(rest[counts[1] :], plan.parts)])
     work = np.zeros((2, -(-len(tiles) // plan.programs) * plan.programs))
     work[0, : len(tiles)] = np.asarray(arrivals)[((tiles + 1) * grid.blocks - 1) // grid.tiles]
-    work[1, : len(tiles)] = np.repeat([half, whole, part], counts)
+    work[1, : len(tiles)] = np.repeat([half, tile_time, part], counts)
     ready, took = work.reshape(2, -1, plan.programs)
     return tiles, ready, took
 
 
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
-    """Return how long memory takes to load the right side, as often as the L2 does not keep it between blocks."""
+    """Return the time to load the right operand from memory: once for each block if L2 does not keep it, else 0."""
     right = gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
     return times * right / rates.read / 1e3
 
 
-# How fast blocks are assumed to arrive: GB/s; and if copy engines send them one after another, the microseconds before
-# the first of them and between two.
+# Assumed arrival of blocks: GB/s; if copy engines send them, also microseconds before the first block and between two.
 _LINK, _FIRST, _PAUSE = 390.0, 15.0, 2.5
-EARLY_WAVES = 2  # the most waves that halves of early tiles fill: with more, all SMs are busy without a split
-FINE_WAVES = 8  # with more waves than this, it matters little how many of the last tiles are split
+EARLY_WAVES = 2  # the most waves that halves of early tiles fill: with more tiles, all SMs are busy without a split
+FINE_WAVES = 8  # with more waves, the number of split tiles matters little
 _SUSTAINED = 0.95  # the share of the peak that is left when power limits the clock in long calls
-_WORTH = 1.01  # a tile that is not split is preferred if its estimate is at most this many times as long
+_WORTH = 1.01  # an unsplit tile is preferred if its estimate is at most this many times as long
 SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
-def alike(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
-    """Return a gemm that stands for all with as many of each of these tiles; itself where none is known to.
+def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
+    """Round the rows of a gemm up, so that gemms with the same number of each of `tiles` become one gemm.
 
-    To choose a tile takes milliseconds, and numbers of rows may never repeat.
+    Choosing a tile takes milliseconds, and the number of rows may differ in every call. With the rounding, more calls
+    find their tile in the cache of `choose`. Returns the gemm itself if no such rounding is known.
     """
     heights, block = {tile.m for tile in tiles}, gemm.block
     step = min(heights)
     if block is None:
         return replace(gemm, m=-(-gemm.m // step) * step)
     blocks, rest = divmod(gemm.m, block)
-    spans = not gemm.separate and block < max(heights)  # tiles that are higher than a block span several
+    spans = not gemm.separate and block < max(heights)  # tiles higher than a block span several blocks
     if gemm.batches > 1 or rest or (spans and step % blocks):
         return gemm
     step //= blocks if spans else 1
     high = -(-block // step) * step
-    high -= spans and high > block and high in heights  # or these tiles would span no blocks any more
+    high -= spans and high > block and high in heights  # otherwise these tiles would no longer span blocks
     return replace(gemm, m=blocks * high, block=high)
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON) -> Tile:
-    """Return the one of `tiles`, with its best split, with which a matmul on `sms` SMs is fastest.
+    """Return the fastest of `tiles`, with its best split, for a matmul on `sms` SMs.
 
-    If rows arrive in blocks, the first block is there, and the others are assumed to come one by one over NVLink. Of
-    tiles with equal estimates the one with most early blocks is taken: it was faster on H200s.
+    If rows arrive in blocks, the estimate assumes that the first block is ready, and that the others come one by one
+    over NVLink. Among tiles with equal estimates, the tile with most early blocks is taken: it was faster on H200s.
     """
     rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
@@ -175,10 +175,10 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
 
 
 def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
-    """Yield the tile without a split, and with early and last tiles split in all ways that may be faster.
+    """Yield the unsplit tile, and the tile with early and last tiles split in all ways that may be faster.
 
-    If all rows are ready, only the tiles of a last wave that fills at most half of the SMs are split. Tiles of a single
-    wave are never split, as that was never faster.
+    If all rows are ready, only the last wave is split, if its tiles fill at most half of the SMs. A single wave is
+    never split: that was never faster.
     """
     yield tile
     grid = Grid.of(tile, gemm)
@@ -201,12 +201,12 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
 
 
 def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
-    """Yield the tile with various numbers of last tiles split, and of their parts; each part has its own program."""
+    """Yield the tile with several numbers of split last tiles and of parts. Each part has a program of its own."""
     units = grid.tiles + grid.early
     if grid.tiles <= sms:
         return
     last = units % sms
-    for parts in (2,) if grid.early else (2, 4, MAX_PARTS):  # with early tiles, registers suffice for two parts only
+    for parts in (2,) if grid.early else (2, 4, MAX_PARTS):  # early tiles leave registers for two parts only
         most = min(sms // parts, grid.tiles - grid.first)
         steps = range(SPLIT_STEP, most + 1, SPLIT_STEP) if units <= FINE_WAVES * sms else ()
         for split in sorted({*steps, last, sms - last, grid.tiles // grid.blocks}):

@@ -1,6 +1,6 @@
-"""A persistent Triton matmul: the device side.
+"""The device side of the persistent Triton matmul.
 
-Arguments that belong together. Tuples exist at compile time only: they cost no instruction.
+Arguments that belong together are tuples. Tuples exist at compile time only, so they cost no instruction.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ class Constants(NamedTuple):
     """The compile-time constants of the matmul kernel.
 
     Fields:
-        BM, BN, BK: the tile: rows, columns, and the step along K.
+        BM, BN, BK: rows and columns of a tile, and the step along K.
         HALVES: tiles are stored in two halves.
         DESCRIPTORS: matrices are TMA descriptors, not pointers.
-        B_IS_NK: the descriptor of b is that of its transpose.
+        B_IS_NK: the descriptor of b describes the transpose of b.
         BATCHED: the output has several batches.
         HAS_BIAS: a bias is added.
-        SPLIT: the last tiles are split; none of them is early or of own rows. PAIRS: in two parts.
-        READY: rows arrive while the kernel runs, in blocks.
+        SPLIT: the last tiles are split along K. They are neither early tiles nor tiles of own rows.
+        PAIRS: the last tiles are split in two parts each.
+        READY: rows arrive in blocks while the kernel runs.
         OWN: the rows of block `first` are ready.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks are split in two.
-        DONE: the most blocks with flags of `done` that a tile has rows of, rounded up to a power of 2; 0: there are no
-            such flags.
-        PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0: there are none. ALIGNED:
-            their targets are on 16 bytes.
-        OVERLAPS: it may have started before the previous kernel of the stream has ended.
+        DONE: the largest number of blocks with completion flags that a tile has rows of, rounded up to a power of 2; 0
+            without completion flags.
+        OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
-        EXACT: float32 on plain FMAs, of which it sums up RUN steps of BK at a time.
-        SCALES: of 8-bit operands: `rows`, a scale for each row of a and column of b (or for all of them); `blocks`, one
-            for SCALE_BLOCK elements of a row of a, and for SCALE_BLOCK^2 of b; BK and BN divide SCALE_BLOCK. Empty
-            without scales.
-        STEPWISE: the sum of each step along K is added to the others in float32, as with `blocks`; else tensor cores
-            add up all steps. Of 8-bit operands they keep fewer bits of a sum than float32 has.
-        ADDS: the product is added to what the output holds.
+        EXACT: float32 products by FMAs without tensor cores.
+        RUN: with EXACT, the number of steps along K after which a partial sum is added to the total.
+        SCALES: scales of 8-bit operands. `rows`: a scale for each row of a and each column of b, or one for all.
+            `blocks`: a scale for SCALE_BLOCK elements of a row of a, and for SCALE_BLOCK^2 elements of b; BK and BN
+            divide SCALE_BLOCK. Empty without scales.
+        STEPWISE: the sum of each step along K is added to the total in float32, as with `blocks`. Else tensor cores add
+            up all steps; for 8-bit operands, their sums have fewer bits than float32.
+        PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0 without copies.
+        ALIGNED: the targets of the pieces are aligned to 16 bytes.
+        ADDS: the product is added to the old values of the output.
     """
 
     BM: int
@@ -76,9 +78,9 @@ class Constants(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of each matrix in elements, from batches to columns (of b from rows on); None if it is a descriptor."""
+    """Strides in elements: batch, row and column of each matrix, row and column of b; None for descriptors."""
 
-    own: Any
+    own_rows: Any
     a: Any
     b: Any
     out: Any
@@ -95,8 +97,8 @@ class Scales(NamedTuple):
     """The scales of a and b, in float32: pointers and strides.
 
     Fields:
-        a_row, a_step: strides between rows, counted through all batches, and between blocks along K.
-        b_step, b_column: strides between blocks along K, and between columns, or blocks of them.
+        a_row, a_step: strides of the scales of a, between rows (counted through all batches) and blocks along K.
+        b_step, b_column: strides of the scales of b: between blocks along K, and between columns or blocks of columns.
     """
 
     a: Any
@@ -108,10 +110,11 @@ class Scales(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory that programs share.
+    """Memory that the programs of a launch share.
 
     Fields:
-        sums: of float32, with SPLIT or EARLY: [split, parts, BM, BN], of PAIRS [split, BM, BN]; then [early, BM, BN].
+        sums: of float32: with SPLIT [split, parts, BM, BN], or with PAIRS [split, BM, BN]; then with EARLY
+            [early, BM, BN].
         tickets: [split + early tiles] of int32, all 0.
     """
 
@@ -119,13 +122,13 @@ class Workspace(NamedTuple):
     tickets: Any
 
 
-class Left(NamedTuple):
-    """The rows that a part of the tiles multiplies: of `a`, or own ones.
+class LeftOperand(NamedTuple):
+    """The left operand of some tiles: `a`, or the own rows.
 
     Fields:
         base: a pointer or a descriptor.
-        above: batches of the output above the first one of `base`.
-        strides: of batches, rows and columns, with pointers.
+        above: the number of batches of the output above the first batch of `base`.
+        strides: batch, row and column strides of a pointer.
     """
 
     base: Any
@@ -134,13 +137,13 @@ class Left(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The rest of the matmul, the same for all tiles: matrices, sizes, and in which order tiles come.
+    """Everything of the matmul that all tiles share: matrices, sizes, and the order of tiles.
 
     Fields:
-        group: rows of tiles per group; first, height: the block to begin with and its rows, or None: see
-            `tile_position`.
-        raised: the flags that rise behind blocks, a Raised; None without DONE.
-        pushed: the copies of the result that are stored to peers, a Pushed; None without PUSHED.
+        group: rows of tiles per group, see `tile_position`.
+        first, height: the block to begin with and its number of rows, or None; see `tile_position`.
+        raised: the completion flags, a Raised; unused without DONE.
+        pushed: the copies to peers, a Pushed; None without PUSHED.
     """
 
     b: Any
@@ -164,7 +167,7 @@ class Product(NamedTuple):
 
 @triton.jit
 def load_pointers(base, row, column, height, width, row_stride, column_stride, BR: tl.constexpr, BC: tl.constexpr):
-    """Load the tile `[BR, BC]` at (row, column) of a `[height, width]` matrix, zero outside of it."""
+    """Load the tile `[BR, BC]` at (row, column) of a `[height, width]` matrix; elements outside are 0."""
     r = (row + tl.arange(0, BR)).to(tl.int64)[:, None]
     c = (column + tl.arange(0, BC)).to(tl.int64)[None, :]
     return tl.load(base + r * row_stride + c * column_stride, mask=(r < height) & (c < width), other=0.0)
@@ -172,7 +175,7 @@ def load_pointers(base, row, column, height, width, row_stride, column_stride, B
 
 @triton.jit
 def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Load the tile `[BR, BC]` at (row, column) of a TMA descriptor's matrix, zero outside of it."""
+    """Load the tile `[BR, BC]` at (row, column) of a TMA descriptor's matrix; elements outside are 0."""
     if BATCHED:
         return tl.reshape(desc.load([batch, row, column]), (BR, BC))
     else:
@@ -181,7 +184,7 @@ def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.cons
 
 @triton.jit
 def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Round the tile `x`, of `BC` columns, and store it, with PUSHED to peers as well."""
+    """Round the tile `x` of `BC` columns and store it; with PUSHED, also store it to peers."""
     batch, row, column = place
     out = product.out
     x = from_float32(x, out.dtype if C.DESCRIPTORS else out.dtype.element_ty)
@@ -203,7 +206,7 @@ def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _stored(product, place, BC: tl.constexpr, C: tl.constexpr):
-    """Load the tile, of `BC` columns, that `store` is about to overwrite."""
+    """Load the tile of `BC` columns that `store` is about to overwrite."""
     batch, row, column = place
     if C.DESCRIPTORS:
         return load_descriptor(product.out, batch, row, column, C.BATCHED, C.BM, BC)
@@ -230,10 +233,10 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 @triton.jit
 def _load_columns(base, column, width, step, BC: tl.constexpr):
-    """Load `[1, BC]` of a vector, from `column` on, zero behind its end.
+    """Load `[1, BC]` of a vector, from `column` on; elements after its end are 0.
 
-    The load is of one axis. Triton would else keep the layout of a load of `[1, BC]` for the tile of a batch as well,
-    and convert all of the tile to it through shared memory.
+    The load has one axis. If it loaded `[1, BC]`, Triton would use the layout of that load for the tile of a batch too,
+    and convert the complete tile to it through shared memory.
     """
     c = (column + tl.arange(0, BC)).to(tl.int64)
     return tl.load(base + c * step, mask=c < width, other=0.0)[None, :]
@@ -241,7 +244,7 @@ def _load_columns(base, column, width, step, BC: tl.constexpr):
 
 @triton.jit
 def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Scale the sums of a tile, or of `BC` of its columns, add the bias or what is there, and store them."""
+    """Scale the sums of `BC` columns of a tile, add the bias or the old output, and store them."""
     _, _, column = place
     if C.SCALES == "rows":
         of_columns = _load_columns(product.scales.b, column, product.N, product.scales.b_column, BC)
@@ -255,7 +258,7 @@ def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def finish(product, place, acc, C: tl.constexpr):
-    """Finish all columns of a tile, the two halves one after the other."""
+    """Finish all columns of a tile; with HALVES, one half after the other."""
     batch, row, column = place
     if C.HALVES:
         left, right = halves(acc, C.BM, C.BN)
@@ -267,28 +270,28 @@ def finish(product, place, acc, C: tl.constexpr):
 
 # Split tiles: several programs share the contraction of one tile, so that a last wave of few tiles fills all SMs.
 #
-# Whole tiles come first, one program each; then the last tiles, each cut along K into equal parts, a program per part:
-# split-K for the remainder only, as in the hybrid schedules of Stream-K (M. Osama, D. Merrill, C. Cecka, M. Garland,
-# J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU, PPoPP
-# 2023), but in parts that begin at the same steps in every tile: programs at the same step find each other's operands
-# in L2; with parts that begin anywhere the split tiles take 1.5 times as long.
+# Unsplit tiles come first, one program each. Then come the last tiles, each cut along K into equal parts, one program a
+# part. This is split-K for the remainder only, as in the hybrid schedules of Stream-K (M. Osama, D. Merrill, C. Cecka,
+# M. Garland, J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
+# GPU, PPoPP 2023). But parts begin at the same steps in every tile, so that programs at the same step find each other's
+# operands in L2. With parts that begin anywhere, the split tiles take 1.5 times as long.
 #
-# If rows arrive while the kernel runs, the tiles of the first blocks (early tiles) may be split in two as well; a
+# If rows arrive while the kernel runs, the tiles of the first blocks (early tiles) may be split in two as well. A
 # program may have several of those parts.
 #
-# Of two parts, the program that finishes first stores its sum in memory, and the other adds it to its own: either order
-# gives the same bits. Of more parts, each program stores its sum, and the last one adds them all up in the order of K.
-# So results are bitwise the same whichever program is last, and no program waits for one that is not storing its sum
-# already.
+# With two parts, the program that finishes first stores its sum in memory, and the other program adds that sum to its
+# own: either order gives the same bits. With more parts, each program stores its sum, and the last program adds all of
+# them up in the order of K. So results do not depend on which program is last. A program waits only for another program
+# that is already storing its sum.
 
 
 @triton.jit
-def part_of(program, programs, whole, split, parts):
-    """Return `(tile, part)` of a program; the tile is counted from the first split one, and `split` if it has none.
+def part_of(program, programs, unsplit, split, parts):
+    """Return `(tile, part)` of a program, the tile counted from the first split tile. `tile` is `split` without a part.
 
-    The programs with fewer whole tiles get parts first. Consecutive programs get the same part of different tiles.
+    The programs with fewer unsplit tiles get parts first. Consecutive programs get the same part of different tiles.
     """
-    number = (program - whole % programs + programs) % programs
+    number = (program - unsplit % programs + programs) % programs
     return tl.where(number < split * parts, number % split, split), number // split
 
 
@@ -300,14 +303,14 @@ def first_step(part, parts, steps):
 
 @triton.jit
 def claim_pair(tickets, tile):
-    """Mark one of a tile's two parts as computed; return whether the other part was marked before."""
+    """Mark one of a tile's two parts as computed; return True if the other part was marked before."""
     return tl.atomic_add(tickets + tile, 1, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
 def publish_sum(tickets, tile):
     """Signal, as the first of two programs, that the sum is in memory."""
-    tl.debug_barrier()  # orders the writes of all threads before the release of one
+    tl.debug_barrier()  # orders the writes of all threads before the release by one thread
     tl.atomic_add(tickets + tile, 1, sem="release", scope="gpu")
 
 
@@ -323,11 +326,11 @@ def wait_for_first_sum(tickets, tile):
 
 @triton.jit
 def arrive(tickets, tile, parts):
-    """Signal that this program's sum, one of `parts` of a split tile, is in memory; return whether it is the last.
+    """Signal that this program's sum, one of `parts` of a split tile, is in memory; return True if it is the last.
 
-    The last program sees all sums. It resets the ticket to 0, for the next launch.
+    The last program sees all sums. It resets the ticket to 0 for the next launch.
     """
-    tl.debug_barrier()  # orders the writes of all threads before the atomic of one
+    tl.debug_barrier()  # orders the writes of all threads before the atomic by one thread
     last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
         tl.store(tickets + tile, 0)
@@ -336,7 +339,7 @@ def arrive(tickets, tile, parts):
 
 @triton.jit
 def store_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
-    """Store the sum of a part of a tile in a slot, in the halves in which it is read again."""
+    """Store the sum of a part of a tile in a slot; with HALVES, the two halves one after the other."""
     COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
     at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums += slot.to(tl.int64) * (BM * BN)
@@ -355,21 +358,21 @@ def add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMN
     sums += slot.to(tl.int64) * (BM * BN) + half * (BM * COLUMNS)
     total = tl.zeros((BM, COLUMNS), dtype=tl.float32)
     for _ in tl.range(count, num_stages=1):
-        total += tl.load(sums + at, cache_modifier=".cg")  # from L2: other programs' stores are there, not in L1
+        total += tl.load(sums + at, cache_modifier=".cg")  # from L2, which has the stores of other programs
         sums += BM * BN
     return total
 
 
 @triton.jit
 def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Add the sum stored in a slot to the tile `acc`, half by half: registers do not hold two tiles."""
+    """Add the sum stored in a slot to the tile `acc`, half by half, as registers do not hold two tiles."""
     left, right = halves(acc, BM, BN)
     left = add_sums(sums, slot, 1, 0, BM, BN, BN // 2) + left
     right = add_sums(sums, slot, 1, 1, BM, BN, BN // 2) + right
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
 
 
-# The position of a tile, and the computation of a whole tile or of a part along K.
+# The position of a tile, and the computation of a tile or of a part along K.
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
@@ -377,9 +380,9 @@ _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 @triton.jit
 def tile_position(tile, product, C: tl.constexpr):
-    """Return the place of an output tile: down `group` rows of tiles, then one tile right.
+    """Return the place of an output tile. Tiles go down `group` rows of tiles, then one tile to the right.
 
-    If `first` is not None, tile 0 is in block `first` of `height` rows, and the last blocks wrap around.
+    If `first` is not None, tile 0 is in block `first` of `height` rows, and the order wraps around at the last block.
     """
     tiles_m = tl.cdiv(product.M, C.BM)
     tiles_n = tl.cdiv(product.N, C.BN)
@@ -398,7 +401,7 @@ def tile_position(tile, product, C: tl.constexpr):
 
 @triton.jit
 def _blocks_of(product, place, C: tl.constexpr):
-    """Return the first and the last block with a flag of `done` that a tile has rows of."""
+    """Return the first and the last block (of those with completion flags) that a tile has rows of."""
     batch, row, _ = place
     top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
     return top // product.raised.height, (end - 1) // product.raised.height
@@ -406,16 +409,16 @@ def _blocks_of(product, place, C: tl.constexpr):
 
 @triton.jit
 def count_tiles(product, place, more, wanted, C: tl.constexpr):
-    """If `wanted`, count as many tiles as `more` says, with rows in the same blocks as the one at `place`: see `count`.
+    """If `wanted`, count `more` tiles, in each block that the tile at `place` has rows of: see `count`.
 
-    What this program has stored is in memory first.
+    Before that, wait until the stores of this program are in memory.
     """
     M, height = product.M, product.raised.height
     begin, end = _blocks_of(product, place, C)
     begin = stores_ended(begin, wanted, C.DESCRIPTORS)
     block = begin + tl.arange(0, C.DONE)
     exists = (block <= end) & (wanted != 0)
-    # The tiles of a block are those from its first row to its last one.
+    # A block's tiles are all tiles from its first row to its last row.
     tiles_m, top, bottom = tl.cdiv(M, C.BM), block * height, block * height + height - 1
     top, bottom = top // M * tiles_m + top % M // C.BM, bottom // M * tiles_m + bottom % M // C.BM
     count(product.raised, block, exists, (bottom - top + 1) * tl.cdiv(product.N, C.BN), more)
@@ -433,13 +436,13 @@ def _dot(x, y, acc, C: tl.constexpr):
 def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
     """Add the products of the step at `k` to `acc`.
 
-    Triton's `max_num_imprecise_acc` is no way to sum up a step by itself: Triton 3.7 adds the sum to the others before
-    it waits for the tensor cores, which PTX leaves undefined.
+    Triton's `max_num_imprecise_acc` cannot be used to sum up a step separately: Triton 3.7 adds that sum to the total
+    before it waits for the tensor cores, which is undefined in PTX.
     """
     if C.SCALES == "blocks":
         block = k // _SCALE_BLOCK
         of_b = block * product.scales.b_step + place[2] // _SCALE_BLOCK * product.scales.b_column
-        # Loaded before the products, which hide what that takes, and first used behind them.
+        # Loaded before the products and used after them, so that the products hide the latency.
         scales_a, scale_b = scales_of_rows(product, place, block, C), tl.load(product.scales.b + of_b)
         part = _dot(x, y, None, C)
         return acc + part * (scales_a * scale_b)
@@ -451,7 +454,7 @@ def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
 
 @triton.jit
 def _contract(left, product, place, begin, stop, C: tl.constexpr):
-    """Sum up, in float32, the products of steps `begin` to before `stop` along K for a tile."""
+    """Sum up in float32 the products of a tile for steps `[begin, stop)` along K."""
     BM: tl.constexpr = C.BM
     BN: tl.constexpr = C.BN
     batch, row, column = place
@@ -482,15 +485,15 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 
 
 @triton.jit
-def whole_tiles(left, product, begin, stop, C: tl.constexpr):
-    """Compute this program's tiles from `begin`, which is its first, to before `stop`."""
-    stored = 0  # tiles that are stored and not counted
-    # With PUSHED there is another loop within this one.
+def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
+    """Compute this program's tiles in `[begin, stop)`. `begin` is its first tile."""
+    stored = 0  # tiles that are stored but not yet counted
+    # With PUSHED the loop contains another loop, so it is not flattened.
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS and C.PUSHED == 0):
         place = tile_position(tile, product, C)
         finish(product, place, _contract(left, product, place, 0, tl.cdiv(product.K, C.BK), C), C)
         if C.DONE:
-            # Only before a tile of other blocks does the program wait until its stores have ended.
+            # The program waits for its stores only when its next tile belongs to other blocks.
             stored += 1
             following = tile + tl.num_programs(0)
             begin_here, end_here = _blocks_of(product, place, C)
@@ -504,7 +507,7 @@ def whole_tiles(left, product, begin, stop, C: tl.constexpr):
 def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl.constexpr, C: tl.constexpr):
     """Compute one part along K of a tile; the program that finishes last stores the tile.
 
-    `number` is that of the tile among the split ones: the index of its ticket and its sums. PAIRS: of two parts.
+    `number` is the index of the tile among the split tiles, and so of its ticket and its sums. PAIRS: two parts.
     """
     COLUMNS: tl.constexpr = C.BN // 2 if C.HALVES else C.BN
     steps = tl.cdiv(product.K, C.BK)
@@ -544,11 +547,11 @@ def _wait_for_tile(awaited, polls, product, place, C: tl.constexpr):
 
 @triton.jit
 def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, WAIT: tl.constexpr, C: tl.constexpr):
-    """Compute this program's parts of the tiles to before `end`, two parts of each tile, block by block.
+    """Compute this program's parts of the tiles before `end`, block by block. Each tile is split in two parts.
 
-    A tile is two units, of which `unit` is the first of this program; a block has `of_block` tiles. Returns its next
-    unit and the polls left. A program that gives up multiplies rows that have not arrived all the same: another program
-    relies on its sum.
+    A tile is two units of work. `unit` is the first unit of this program; a block has `of_block` tiles. Returns the
+    next unit and the polls left. A program that gives up still multiplies rows that have not arrived, as another
+    program needs its sum.
     """
     while unit < 2 * end:
         block = unit // (2 * of_block)
@@ -565,39 +568,37 @@ def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, 
     return unit, polls
 
 
-# Triton specializes the integers of a tuple for 1 and for multiples of 16, whatever this list says; so those that vary
-# from call to call are arguments of their own.
-_VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "whole", "split", "parts"]
-
-
+# Integers that vary from call to call. They are separate arguments: Triton would specialize the integers of a tuple for
+# 1 and for multiples of 16, even if they were listed here.
+_VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "unsplit", "split", "parts"]
 _VARYING += ["early", "group", "batches", "M"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def matmul_kernel(
-    a,  # DESCRIPTORS: descriptors of a, b (B_IS_NK: of its transpose), out and own; else pointers
+    a,  # a, b, out and own_rows are descriptors with DESCRIPTORS (of b's transpose with B_IS_NK), else pointers
     b,
     out,
-    own,  # the rows of block `first`, if they are elsewhere; then each block consists of whole batches
+    own_rows,  # the rows of block `first`, if they are elsewhere; then each block consists of complete batches
     bias,  # a Bias, or None
     scales,  # Scales, with SCALES only
-    first,  # the block to begin with and the rows of a block, of those of READY, else of DONE; None without
-    height,
-    flags,  # flags, timeouts, epoch, polls: as in ReadyFlags, with READY only; blocks: the number of flags
+    first,  # the block to begin with: of READY, else of DONE; None without both
+    height,  # the rows of such a block
+    flags,  # from flags to polls: with READY only, fields of ReadyFlags, and blocks, the number of flags
     timeouts,
     epoch,
     blocks,
     polls,
-    raised_flags,  # the fields of Raised but the last, with DONE only
+    raised_flags,  # all fields of Raised except counts, with DONE only
     raised_epoch,
     raised_height,
     pushed,  # a Pushed, with PUSHED only
-    counts,  # the last field of Raised
+    counts,  # the last field of Raised, with DONE only
     workspace,  # a Workspace, with SPLIT or EARLY
-    whole,  # number of tiles that are not split, or early; whole, split and parts with SPLIT only
-    split,  # number of tiles behind them, which are split
-    parts,
-    early,  # number of blocks, the first ones, whose tiles are split in two, with EARLY; each is whole batches
+    unsplit,  # from unsplit to parts: with SPLIT only. Number of tiles before the split ones, early tiles included
+    split,  # number of split tiles
+    parts,  # parts of each split tile
+    early,  # number of first blocks in which tiles are split in two, with EARLY; each is complete batches
     group,  # rows of tiles per group, see tile_position
     batches,
     M,
@@ -606,19 +607,19 @@ def matmul_kernel(
     strides,  # Strides
     C: tl.constexpr,  # Constants
 ):
-    """Compute this program's parts of early tiles, then its whole tiles, then with SPLIT its part of a split tile."""
+    """Compute this program's parts of early tiles, then its unsplit tiles, then with SPLIT its part of a split tile."""
     tile = tl.program_id(0)
     tiles = batches * tl.cdiv(M, C.BM) * tl.cdiv(N, C.BN)
-    alone = whole if C.SPLIT else tiles
+    alone = unsplit if C.SPLIT else tiles
     raised = Raised(raised_flags, raised_epoch, raised_height, counts)
     product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised, pushed)
-    rows = Left(a, 0, strides.a)
-    before = alone  # pieces of work handed out, program by program, before the split tiles
+    left = LeftOperand(a, 0, strides.a)
+    before = alone  # units of work, dealt out to the programs in turn, before the split tiles
     if C.READY:
         awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
-        own_rows = Left(own, first * (height // M), strides.own)
-        # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of the blocks
-        # behind it that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop with a wait in it.
+        own_left = LeftOperand(own_rows, first * (height // M), strides.own_rows)
+        # If no tile spans two blocks, tiles are numbered block by block. Then the tiles of a block, and of all next
+        # blocks that are ready as well, run as one pipelined loop: Triton cannot pipeline a loop that contains a wait.
         tiles_of_block = tl.where(height % M == 0, tiles // blocks, 0)
         if C.EARLY:
             early_sums, early_tickets = workspace
@@ -626,42 +627,42 @@ def matmul_kernel(
                 early_sums += (split * (1 if C.PAIRS else parts)).to(tl.int64) * (C.BM * C.BN)
                 early_tickets += split
             of_early = Workspace(early_sums, early_tickets)
-            if own is not None:
+            if own_rows is not None:
                 tile, polls = _early_tiles(
-                    *(own_rows, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
+                    *(own_left, product, tile, tiles_of_block, tiles_of_block, of_early, awaited, polls), False, C
                 )
             tile, polls = _early_tiles(
-                *(rows, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
+                *(left, product, tile, early * tiles_of_block, tiles_of_block, of_early, awaited, polls), True, C
             )
             tile -= early * tiles_of_block  # from units to tiles
             before += early * tiles_of_block
-        elif own is not None:
-            whole_tiles(own_rows, product, tile, tiles_of_block, C)
+        elif own_rows is not None:
+            unsplit_tiles(own_left, product, tile, tiles_of_block, C)
             if tile < tiles_of_block:
                 tile += tl.cdiv(tiles_of_block - tile, tl.num_programs(0)) * tl.num_programs(0)
         while (tile < alone) & (polls > 0):
             place = tile_position(tile, product, C)
             next_missing, polls = _wait_for_tile(awaited, polls, product, place, C)
             stop = tl.where(polls > 0, min(max(next_missing * tiles_of_block, tile + 1), alone), tile)
-            whole_tiles(rows, product, tile, stop, C)
+            unsplit_tiles(left, product, tile, stop, C)
             tile += tl.cdiv(stop - tile, tl.num_programs(0)) * tl.num_programs(0)
         if C.DONE:
-            while tile < alone:  # given up
+            while tile < alone:  # the program has given up
                 count_tiles(product, tile_position(tile, product, C), 1 + MISSED, 1, C)
                 tile += tl.num_programs(0)
         polls = tl.maximum(polls, 1)  # so that a part of a split tile also reports what is missing
     else:
-        whole_tiles(rows, product, tile, alone, C)
+        unsplit_tiles(left, product, tile, alone, C)
     if C.SPLIT:
         number, part = part_of(tl.program_id(0), tl.num_programs(0), before, split, parts)
         if number < split:
-            place = tile_position(whole + number, product, C)
+            place = tile_position(unsplit + number, product, C)
             if C.READY:  # as with early tiles, another program relies on this one's sum
                 _, polls = _wait_for_tile(awaited, polls, product, place, C)
                 if C.DONE:
                     count_tiles(product, place, MISSED, (polls == 0).to(tl.int32), C)
-            part_of_tile(rows, product, place, number, part, parts, workspace, C.PAIRS, C)
+            part_of_tile(left, product, place, number, part, parts, workspace, C.PAIRS, C)
     if C.PUSHED:
         raise_pushed(pushed, C.PUSHED)
     if C.OVERLAPS and not _INTERPRETED:
-        gdc_wait()  # so that work behind this kernel is also behind the previous one
+        gdc_wait()  # so that later work of the stream also comes after the previous kernel

@@ -1,19 +1,20 @@
-"""A persistent Triton matmul on strided views, without copies: the host side.
+"""The host side of a persistent Triton matmul, which reads strided views without copies.
 
-A persistent Triton matmul on strided views, without copies.
+Each program loops over tiles of the output. Tiles are grouped so that neighbours share operands in L2; the grouped
+order and the persistent loop follow Triton's tutorials. Each of the last tiles may be split along K among several
+programs, and each tile of the first blocks of rows among two (hostir.kernels.matmul.kernel).
 
-Each program loops over tiles of the output, grouped so that neighbours share operands in L2 (the grouped ordering and
-the persistent loop are those of Triton's tutorials); the last tiles may be split along K among several programs each,
-and those of the first blocks of rows among two (hostir.kernels.matmul.kernel). On Hopper and later, tiles
-move through TMA descriptors; storing a large tile in two halves halves the staging buffer, which frees shared memory
-for one more pipeline stage. If a tensor breaks TMA's rules, masked loads through pointers serve any strides.
+On Hopper and later, tiles move through TMA descriptors. A large tile is stored in two halves: that halves the staging
+buffer, which leaves shared memory for one more pipeline stage. If a tensor breaks TMA's rules, the kernel uses masked
+loads through pointers, which take any strides.
 
-The rows of the first operand may still arrive while the kernel runs: see hostir.kernels.flags.ready.
+Rows of the first operand may still arrive while the kernel runs: see hostir.kernels.flags.ready.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,24 +27,24 @@ from hostir.kernels.devices import (
     only_loads,
 )
 from hostir.kernels.flags.copies import PushKernel
-from hostir.kernels.flags.done import DoneFlags, done_rows
+from hostir.kernels.flags.done import DoneFlags, done_layout, done_rows
 from hostir.kernels.flags.pushed import pushed_rows
-from hostir.kernels.flags.ready import ReadyFlags, block_rows
-from hostir.kernels.layout import rows_or_copy
-from hostir.kernels.matmul.estimate import alike, choose
+from hostir.kernels.flags.ready import ReadyFlags, block_rows, ready_layout
+from hostir.kernels.layout import launch_layout, rows_or_copy
+from hostir.kernels.matmul.estimate import choose, rounded_up
 from hostir.kernels.matmul.kernel import Constants, Strides
 from hostir.kernels.matmul.operands import (
     DTYPES_8_BIT,
     Described,
     Rows,
     check,
-    check_own,
+    check_own_rows,
     describe,
-    own_strides,
-    place_own,
+    own_row_strides,
+    place_own_rows,
     rows_of,
 )
-from hostir.kernels.matmul.prepared import MatmulLaunch, Matrices, Vectors
+from hostir.kernels.matmul.prepared import MatmulCall, MatmulLaunch
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import INTERPRETER, MIN_OWN_ROWS, SCALE_BLOCK, Gemm, Tile, candidates
 from hostir.kernels.matmul.workspaces import LINE
@@ -52,8 +53,17 @@ from hostir.kernels.scales import FlatScales, of_blocks
 
 EXACT_RUN = 64  # float32 products per partial sum
 
-_MAX_CALLS = 4096
-_calls: dict[tuple[object, ...], MatmulLaunch] = {}
+_MAX_LAUNCHES = 4096
+_launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by all that they depend on
+
+
+class _Options(NamedTuple):
+    """Options of a product: arguments of `multiply` other than tensors and flags; `tf32`: multiply float32 in TF32."""
+
+    use_descriptors: bool | None
+    tile: Tile | None
+    tf32: bool
+    adds: bool
 
 
 def matmul(
@@ -65,49 +75,50 @@ def matmul(
     transpose_b: bool = False,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Compute `out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; return `out`.
 
     Args:
-        a: `[..., K]`. Its leading axes, together with those of `out`, must merge into rows of one stride, or into two
-            axes `[batch, rows]` of any strides; neither is copied. K may have any stride.
+        a: `[..., K]`. The leading axes of `a` and `out` must merge, in both tensors alike, into rows of one stride or
+            into two axes `[batch, rows]` of any strides. Neither is copied. K may have any stride.
         b: `[K, N]`, or the weight `[N, K]` if `transpose_b`; any strides.
         out: `[..., N]` with the leading axes of `a`, overwritten; must overlap neither itself nor another argument.
         bias: `[N]`, added before rounding.
-        ready: flags for equal blocks of the flattened rows of `a`, which may still arrive: a tile begins when its rows
-            are ready, and tiles follow the order of blocks, from `ready.first` on. A tile spans several blocks only if
-            they are smaller than it, or `a` is a batch; it waits for all of them. Results are bitwise equal to those
-            of the same tile without flags, if it is split in the same way. If a block does not arrive, that is in
-            `ready.timeouts` in the end, and tiles are not written: all that need the block, and others that the same
-            programs had yet to compute. Split tiles multiply whatever is in the rows of the block.
-        done: flags for equal blocks of the flattened rows of `out`, each of which rises behind its block. Tiles follow
-            the order of blocks, from `done.first` on, or with `ready` the order of that; a tile may span several
-            blocks. Bits are those of the same tile without flags, if it is split in the same way. If rows of `ready` do
-            not arrive, the flags of blocks that need them do not rise.
-        own: `[..., K]`, the rows of block `ready.first`, which is not waited for. If they are few, or no TMA descriptor
-            fits them alone, they are copied to their place in `a`, over what was there; else they are read in place,
-            no tile spans several blocks, and each block must consist of whole batches of rows, or all rows must be one
-            batch.
+        ready: flags for equal blocks of the flattened rows of `a`, which may still arrive. A tile begins when its rows
+            are ready. Tiles follow the order of blocks, from `ready.first` on. If blocks are lower than a tile, or `a`
+            has several batches, a tile may span several blocks: it waits for all of them. With the same tile and the
+            same splits, results are bitwise equal to a matmul without flags. If a block does not arrive,
+            `ready.timeouts` says so in the end. Then the tiles that need the block are not written, nor those that the
+            same programs had yet to compute. Split tiles are written, from whatever is in the rows of the block.
+        done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
+            block is stored. Tiles follow the order of blocks, from `done.first` on; with `ready`, they follow the order
+            of `ready`. A tile may span several blocks. With the same tile and the same splits, results are bitwise
+            equal to a matmul without flags. If rows of `ready` do not arrive, the flags of blocks that need them do not
+            rise.
+        own_rows: `[..., K]`. They replace block `ready.first`, which the kernel does not wait for. A few rows, or rows
+            that no TMA descriptor can describe, are copied to their place in `a` and overwrite it. Otherwise they are
+            read in place: then no tile spans several blocks, and either each block must consist of complete batches of
+            rows, or all rows must be one batch.
         use_descriptors: move tiles with TMA descriptors. None: if the device and the layouts allow it. True: always, or
             raise. False: never.
         tile: the tile to use instead of the one that `choose` returns.
 
     All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
-    `torch.backends.cuda.matmul` says so when called. An empty `out` waits for no flags, and raises none.
+    `torch.backends.cuda.matmul` says so when called. If `out` is empty, the kernel waits for no flags and raises none.
     Results repeat bit for bit.
 
-    Raises TypeError for a dtype, ValueError for a shape, a layout, a device, flags or a tile that do not fit, and
-    TooLargeError if the kernel needs more than the GPU has, with the `tile` or with all tiles.
+    Raises TypeError for a dtype, and ValueError for a shape, a layout, a device, flags or a tile that do not fit.
+    Raises TooLargeError if the kernel needs more than the GPU has, with the given `tile`, or else with every tile.
     """
     multiply(
         *(a, b.transpose(0, -1) if transpose_b else b, out),
         bias=bias,
         ready=ready,
         done=done,
-        own=own,
+        own_rows=own_rows,
         use_descriptors=use_descriptors,
         tile=tile,
     )
@@ -122,7 +133,7 @@ def multiply(
     bias: torch.Tensor | None = None,
     ready: ReadyFlags | None = None,
     done: DoneFlags | None = None,
-    own: torch.Tensor | None = None,
+    own_rows: torch.Tensor | None = None,
     use_descriptors: bool | None = None,
     tile: Tile | None = None,
     scales: FlatScales | None = None,
@@ -131,146 +142,108 @@ def multiply(
 ) -> Again | None:
     """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
 
-    None if more than one launch was needed, if a setting may change what is launched, or in the interpreter.
+    Returns None in the interpreter, if the call took more than one launch, and for float32, as torch's setting for TF32
+    may change.
 
-    With `adds` the product is added to what `out` holds, and the sum rounded once. `scales` are for 8-bit operands.
+    With `adds`, the product is added to the old values of `out`, and the sum is rounded once. `scales` are for 8-bit
+    operands.
 
-    `pushed`: copies of pieces of `out`, of whole rows each, which the kernel makes itself, from registers; at its end
-    it raises their flags. `out` must be dense, and there are no flags of `ready` or `done`.
+    `pushed`: copies of pieces of `out` to peers. A piece consists of complete rows. The kernel stores them from
+    registers, and raises their flags at its end. `out` must be dense, and `ready` and `done` must be None.
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    if own is not None and not own.is_contiguous():
-        own, moved = rows_or_copy(own), True
-    kind = (
-        *(_layout(a), _layout(b), _layout(out), None if bias is None else _layout(bias)),
-        *(None if ready is None else _waits(ready), None if own is None else _layout(own)),
-        None if done is None else (_layout(done.flags), _narrow(done.epoch)),
-        None if scales is None else (_layout(scales.of_a), _layout(scales.of_b), scales.fast),
-        *(use_descriptors, tile, tf32, adds, None if pushed is None else pushed.kind),
+    if own_rows is not None and not own_rows.is_contiguous():
+        own_rows, moved = rows_or_copy(own_rows), True
+    call = MatmulCall(a, b, out, own_rows, bias, scales, ready, done, pushed)
+    options = _Options(use_descriptors, tile, tf32, adds)
+    layouts = (
+        *(launch_layout(a), launch_layout(b), launch_layout(out), launch_layout(own_rows), launch_layout(bias)),
+        None if scales is None else (launch_layout(scales.of_a), launch_layout(scales.of_b), scales.fast),
+        *(ready_layout(ready), done_layout(done), None if pushed is None else pushed.layout, options),
     )
-    call = _calls.get(kind)
-    if call is None:
-        how = use_descriptors, tile, tf32, adds
-        call = _loaded((a, b, out, own), (bias, scales), ready, done, *how, pushed)
-        if call is None:
-            if adds:
-                return None
-            if bias is None:
-                out.zero_()
-            else:
-                out.copy_(bias.expand_as(out))
-            if pushed is not None:
-                pushed(out)
+    launch = _launches.get(layouts)
+    if launch is None:
+        launch = _loaded(call, options)
+        if launch is None:
+            if not adds:
+                _write_empty_product(out, bias, pushed)
             return None
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[kind] = call
-    if own is not None and call.copies_own:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[layouts] = launch
+    if own_rows is not None and launch.copies_own:
         assert ready is not None
-        place_own(own, a, ready)
-        own, moved = None, True
+        place_own_rows(own_rows, a, ready)
+        call, moved = call._replace(own_rows=None), True
     if only_loads():
         return None
-    again = call.launch((a, b, out, own), (bias, scales), ready, done, pushed)
+    again = launch.launch(call)
     return None if wide or moved else again
 
 
+def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None, pushed: PushKernel | None) -> None:
+    """Write a product that sums up nothing: zeros or the bias; copy it to peers."""
+    if bias is None:
+        out.zero_()
+    else:
+        out.copy_(bias.expand_as(out))
+    if pushed is not None:
+        pushed(out)
+
+
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
-    """Return the dtype of an operand as `Gemm` names it."""
+    """Return the name that `Gemm` has for the dtype of an operand."""
     if t.dtype in DTYPES_8_BIT:
         return "f8s" if stepwise else "f8"
     return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")
 
 
-def _layout(t: torch.Tensor) -> tuple[object, ...]:
-    """Return everything about a tensor that a launch depends on, except its address."""
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
+def _loaded(call: MatmulCall, options: _Options) -> MatmulLaunch | None:
+    """Prepare a launch and load its kernel. Returns None if only a bias or zeros are written.
 
-
-def _waits(ready: ReadyFlags) -> tuple[object, ...]:
-    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
-    timeouts = ready.timeouts
-    pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
-    sms = (ready.overlapped_sms, ready.reserved_sms)
-    return _layout(ready.flags), _layout(timeouts), pinned, _narrow(ready.epoch), ready.first, ready.polls, sms
-
-
-def _narrow(epoch: int) -> bool:
-    """Whether an epoch fits into 32 bits: Triton compiles another kernel for an int64."""
-    return -(1 << 31) <= epoch < 1 << 31
-
-
-def _loaded(
-    matrices: Matrices,
-    vectors: Vectors,
-    ready: ReadyFlags | None,
-    done: DoneFlags | None,
-    use_descriptors: bool | None,
-    tile: Tile | None,
-    tf32: bool,
-    adds: bool,
-    pushed: PushKernel | None,
-) -> MatmulLaunch | None:
-    """Prepare the launch of such a matmul, and load its kernel; None if only a bias or zeros are written.
-
-    If the kernel is too large, the best of the other tiles is taken: the same one on all ranks with such layouts.
-    Raises TooLargeError if it is too large with every tile.
+    If the kernel is too large, the best of the other tiles is taken. All ranks with such layouts take the same tile.
+    Raises TooLargeError if the kernel is too large with every tile.
     """
     too_large: dict[Tile, TooLargeError] = {}
     while True:
-        how = use_descriptors, tile, tf32, adds
-        call = _prepare(matrices, vectors, ready, done, *how, pushed, too_large)
-        if call is None or INTERPRETED:
-            return call
-        assert call.tile.unsplit not in too_large, "a tile that is too large is not taken again"
-        a, b, out, own = matrices
+        launch = _prepare(call, options, too_large)
+        if launch is None or INTERPRETED:
+            return launch
+        assert launch.tile.unsplit not in too_large, "a tile that is too large is not taken again"
         try:
-            call.load((a, b, out, None if call.copies_own else own), vectors, ready, done, pushed)
+            launch.load(call._replace(own_rows=None) if launch.copies_own else call)
         except TooLargeError as problem:
-            if tile is not None:
+            if options.tile is not None:
                 raise
-            too_large[call.tile.unsplit] = problem
+            too_large[launch.tile.unsplit] = problem
         else:
-            return call
+            return launch
 
 
-def _prepare(
-    matrices: Matrices,
-    vectors: Vectors,
-    ready: ReadyFlags | None,
-    done: DoneFlags | None,
-    use_descriptors: bool | None,
-    tile: Tile | None,
-    tf32: bool,
-    adds: bool,
-    pushed: PushKernel | None,
-    too_large: Mapping[Tile, TooLargeError],
-) -> MatmulLaunch | None:
-    """Prepare the launch of such a matmul, without the tiles that are known to be too large.
-
-    None if nothing is multiplied, and only a bias or zeros are written.
-    """
-    (a, b, out, own), (bias, scales) = matrices, vectors
+def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLargeError]) -> MatmulLaunch | None:
+    """Prepare a launch, with none of the tiles in `too_large`. Returns None if only a bias or zeros are written."""
+    a, b, out, own_rows, bias, scales, ready, done, pushed = call
+    use_descriptors, tile, tf32, adds = options
     scale_a, scale_b, fast = scales or (None, None, False)
-    device = check_device(a=a, b=b, out=out, bias=bias, own=own, scale_a=scale_a, scale_b=scale_b)
+    device = check_device(a=a, b=b, out=out, bias=bias, own_rows=own_rows, scale_a=scale_a, scale_b=scale_b)
     check(a, b, out, bias, scales is not None)
     block = None if ready is None else block_rows(ready, out)
     raised_block = None if done is None else done_rows(done, out)
     if pushed is not None and (ready is not None or done is not None):
-        raise ValueError("a matmul that copies to peers waits for no flags, and raises none but theirs")
+        raise ValueError("a matmul that copies to peers cannot wait for flags (ready), or raise flags of blocks (done)")
     pushed_block = None if pushed is None else pushed_rows(pushed, out)
-    has_own = own is not None
-    if own is not None:
-        check_own(own, a, block)
-        if own.shape[:-1].numel() < MIN_OWN_ROWS:
-            own = None
+    has_own = own_rows is not None
+    if own_rows is not None:
+        check_own_rows(own_rows, a, block)
+        if own_rows.shape[:-1].numel() < MIN_OWN_ROWS:
+            own_rows = None
     K, N = b.shape
     if out.numel() == 0 or (K == 0 and ready is None and done is None):
         return None
     rows = rows_of(a, out)
-    if own is not None and block and rows.batches > 1 and block % rows.M:
-        raise ValueError(f"own rows of {block} are no whole batches of {rows.M}")
+    if own_rows is not None and block and rows.batches > 1 and block % rows.M:
+        raise ValueError(f"expected own rows that are complete batches of {rows.M} rows, got {block} rows")
     bounds = limits(device)
     if scales is not None and not bounds.fp8:
         raise ValueError(f"a scaled matmul needs tensor cores for 8-bit floats: {device} has none")
@@ -278,18 +251,18 @@ def _prepare(
         if use_descriptors:
             raise ValueError(f"matmul cannot use TMA descriptors: {device} has no TMA")
         use_descriptors = False
-    described = _described((a, b, out, own), rows, use_descriptors)
-    if described is None and own is not None and use_descriptors is None:
+    described = _described((a, b, out, own_rows), rows, use_descriptors)
+    if described is None and own_rows is not None and use_descriptors is None:
         described = _described((a, b, out, None), rows, None)
-        own = own if described is None else None
-    copies_own = has_own and own is None
-    # Programmatic dependent launch came with TMA, on Hopper; a copy would be between the previous kernel and this one.
+        own_rows = own_rows if described is None else None
+    copies_own = has_own and own_rows is None
+    # Programmatic dependent launch came with TMA, on Hopper. A copy would run between the previous kernel and this one.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
     blockwise = scales is not None and of_blocks(scales, N)
     stepwise = scales is not None and not fast
     name, result = _dtype_name(a, tf32, stepwise or blockwise), out.element_size()
-    gemm = Gemm(rows.M, N, K, name, rows.batches, block, own is not None, overlapped > 0, result)
+    gemm = Gemm(rows.M, N, K, name, rows.batches, block, own_rows is not None, overlapped > 0, result)
     if tile is None and INTERPRETED:
         tile = INTERPRETER
     elif tile is None:
@@ -303,27 +276,29 @@ def _prepare(
         fitting = tuple(t for t in every if t not in too_large)
         if not fitting:
             raise too_large[every[-1]]
-        tile = choose(alike(gemm, fitting), sms, fitting)
+        tile = choose(rounded_up(gemm, fitting), sms, fitting)
     if blockwise and (SCALE_BLOCK % tile.n or SCALE_BLOCK % tile.k):
         raise ValueError(f"scales of blocks need tiles whose columns and steps divide {SCALE_BLOCK}, got {tile}")
     grid = Grid.of(tile, gemm)
     if grid.rows != rows.M:
         rows = rows.in_batches(grid.rows)
-        described = _described((a, b, out, own), rows, use_descriptors)
+        described = _described((a, b, out, own_rows), rows, use_descriptors)
     plan = grid.schedule(tile, sms)
-    left = grid.tiles + grid.early - plan.whole
+    left = grid.tiles + grid.early - plan.unsplit
     slots = left * (1 if plan.parts == 2 else plan.parts) + grid.early
     strides = Strides(None, None, None, None)
     if described is None:
         of_a, of_out = (rows.a_batch, rows.a_row, a.stride(-1)), (rows.out_batch, rows.out_row, out.stride(-1))
-        strides = Strides(None if own is None else own_strides(own, rows), of_a, tuple(b.stride()), of_out)
+        strides = Strides(
+            None if own_rows is None else own_row_strides(own_rows, rows), of_a, tuple(b.stride()), of_out
+        )
     halved = tile.n // 2 if tile.halves else tile.n
     tickets, group = left + grid.early, tile.group
     counts = -(-tickets // LINE) * LINE
     if done is not None:
         assert raised_block is not None
         tickets = counts + 2 * len(done.flags)
-        high = -(-raised_block // tile.m)  # tiles of a block in a column; those of other blocks come later
+        high = -(-raised_block // tile.m)  # tiles of a block in a column; its groups get about equal heights
         group = -(-high // -(-high // group))
     return MatmulLaunch(
         tile=tile,
@@ -366,15 +341,20 @@ def _prepare(
             SCALES="" if scales is None else "blocks" if blockwise else "rows",
             STEPWISE=stepwise,
             PUSHED=0 if pushed is None else triton.next_power_of_2(pushed.count),
-            ALIGNED=pushed is not None and pushed.kind[2],
+            ALIGNED=pushed is not None and pushed.layout[2],
             ADDS=adds,
         ),
         options={"num_stages": tile.stages, "num_warps": tile.warps, **({"launch_pdl": True} if overlapped else {})},
     )
 
 
-def _described(matrices: Matrices, rows: Rows, wanted: bool | None) -> list[Described] | None:
-    """Return the TMA layouts of a, `[K, N]`, out and own; None to use pointers. ValueError if `wanted` but illegal."""
+def _described(
+    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], rows: Rows, wanted: bool | None
+) -> list[Described] | None:
+    """Return the TMA layouts of a, b, out and own rows; None to use pointers.
+
+    Raises ValueError if descriptors are `wanted`, and TMA's rules do not allow them.
+    """
     if wanted is False:
         return None
     described = describe(*matrices, rows)
@@ -388,6 +368,6 @@ def _described(matrices: Matrices, rows: Rows, wanted: bool | None) -> list[Desc
 def matmul_reference(
     a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, transpose_b: bool = False
 ) -> torch.Tensor:
-    """Return `[..., K] @ [K, N] (+ [N])` (or `[N, K]` if `transpose_b`) in float64: the reference for `matmul`."""
+    """Return `a @ b (+ bias)` in float64, the reference for `matmul`. `b` is `[N, K]` if `transpose_b`."""
     product = a.double() @ (b.t() if transpose_b else b).double()
     return product if bias is None else product + bias.double()

@@ -1,7 +1,4 @@
-"""Operands of a matmul: their checks, and the rows and strides that kernels read.
-
-The operands of a matmul: checks, rows as batches, and TMA descriptors.
-"""
+"""Operands of a matmul: their checks, their rows as batches, and their TMA descriptors."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ DTYPES_8_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Rows:
-    """The leading axes of `a` and `out` as `batches` times `M` rows, with the strides (in elements) of both."""
+    """The leading axes of `a` and `out` as `batches` of `M` rows each, with the strides of both in elements."""
 
     batches: int
     M: int
@@ -29,7 +26,7 @@ class Rows:
     out_row: int
 
     def in_batches(self, height: int) -> Rows:
-        """Return a single batch as batches of `height` rows."""
+        """Split the rows of a single batch into batches of `height` rows."""
         return replace(
             self,
             batches=self.M // height,
@@ -40,15 +37,15 @@ class Rows:
 
 
 def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, scaled: bool) -> None:
-    """Raise TypeError or ValueError unless dtypes and shapes are those of a matmul, of 8-bit operands if `scaled`."""
+    """Raise TypeError or ValueError unless dtypes and shapes fit a matmul, or a scaled matmul if `scaled`."""
     dtypes = {name: t.dtype for name, t in (("a", a), ("b", b), ("out", out), ("bias", bias)) if t is not None}
-    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    dtype_names = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
     fits = {name: dtype in (DTYPES_8_BIT if name in "ab" else DTYPES) for name, dtype in dtypes.items()}
     if scaled and not all(fits.values()):
         expected = f"{', '.join(map(str, DTYPES_8_BIT))}, and out and bias of {', '.join(map(str, DTYPES))}"
-        raise TypeError(f"a scaled matmul expects a and b of {expected}; got {found}")
+        raise TypeError(f"a scaled matmul expects a and b of {expected}; got {dtype_names}")
     if not scaled and (a.dtype not in DTYPES or set(dtypes.values()) != {a.dtype}):
-        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {found}")
+        raise TypeError(f"matmul expects one dtype of {', '.join(map(str, DTYPES))}; got {dtype_names}")
     if b.ndim != 2:
         raise ValueError(f"matmul expects b to have 2 axes, got shape {list(b.shape)}")
     K, N = b.shape
@@ -63,30 +60,30 @@ def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tenso
         raise ValueError(f"out overlaps itself: shape {list(out.shape)}, strides {list(out.stride())}")
 
 
-def check_own(own: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
-    """Raise TypeError or ValueError unless `own` can be the rows of one block of `a`."""
-    if own.dtype != a.dtype:
-        raise TypeError(f"expected own rows of {a.dtype}, as the others, got {own.dtype}")
+def check_own_rows(own_rows: torch.Tensor, a: torch.Tensor, block: int | None) -> None:
+    """Raise TypeError or ValueError unless `own_rows` can replace one block of `a`."""
+    if own_rows.dtype != a.dtype:
+        raise TypeError(f"expected own rows of {a.dtype}, the dtype of a, got {own_rows.dtype}")
     if block is None:
-        raise ValueError("own rows are those of a block: expected flags for blocks too")
-    if own.shape[-1:] != a.shape[-1:] or own.shape[:-1].numel() != block:
-        raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own.shape)}")
+        raise ValueError("own rows replace a block: expected flags of blocks (ready) as well")
+    if own_rows.shape[-1:] != a.shape[-1:] or own_rows.shape[:-1].numel() != block:
+        raise ValueError(f"expected own rows {[block, a.shape[-1]]}, got shape {list(own_rows.shape)}")
 
 
-def place_own(own: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
-    """Copy own rows to where block `first` of `a` is, on the current stream."""
-    for place, rows in with_rows(a, a, ready.first, len(ready.flags), own):
+def place_own_rows(own_rows: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
+    """Copy own rows into block `ready.first` of `a`, on the current stream."""
+    for place, rows in with_rows(a, a, ready.first, len(ready.flags), own_rows):
         place.copy_(rows)
 
 
-def own_strides(own: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
-    """Return the batch, row and column strides of own rows, whose leading axes merge."""
-    row, column = rows_or_copy(own).stride()
+def own_row_strides(own_rows: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
+    """Return the batch, row and column strides of own rows. Their leading axes must merge."""
+    row, column = rows_or_copy(own_rows).stride()
     return rows.M * row, row, column
 
 
 def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
-    """Return the leading axes of `a` and `out` as few batches of rows; ValueError if they do not merge."""
+    """Return the leading axes of `a` and `out` as batches of rows. Raises ValueError if they do not merge."""
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     if len(levels) > 2:
         raise ValueError(
@@ -100,7 +97,7 @@ def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
 
 @dataclass(frozen=True)
 class Described:
-    """The layout of a TMA descriptor of a matrix or a batch of them; `transposed` if it describes the transpose."""
+    """The layout of a TMA descriptor of a matrix or a batch of matrices; `transposed`: it describes the transpose."""
 
     shape: list[int]
     strides: list[int]
@@ -114,9 +111,9 @@ class Described:
 
 
 def describe(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, own: torch.Tensor | None, rows: Rows
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, own_rows: torch.Tensor | None, rows: Rows
 ) -> list[Described] | str:
-    """Return the TMA layouts of `a`, `b` `[K, N]`, `out` and `own`, or the reason why there are none."""
+    """Return the TMA layouts of `a`, `b` `[K, N]`, `out` and `own_rows`, or the reason why TMA cannot describe them."""
     K, N = b.shape
     transposed = isinstance(descriptor_strides(b, b.shape, b.stride()), str)
     seen = b.t() if transposed else b
@@ -127,9 +124,9 @@ def describe(
         "b": (seen, seen.shape, seen.stride()),
         "out": (out, (*leading, N), (*(rows.out_batch, rows.out_row)[single:], out.stride(-1))),
     }
-    if own is not None:
-        mine = (own.shape[:-1].numel() // rows.M, rows.M)[single:] if rows.M else (0,)
-        matrices["own"] = (own, (*mine, K), own_strides(own, rows)[single:])
+    if own_rows is not None:
+        own_shape = (own_rows.shape[:-1].numel() // rows.M, rows.M)[single:] if rows.M else (0,)
+        matrices["own_rows"] = (own_rows, (*own_shape, K), own_row_strides(own_rows, rows)[single:])
     described = []
     for name, (tensor, shape, strides) in matrices.items():
         legal = descriptor_strides(tensor, shape, strides) if 0 not in shape else "it holds nothing"

@@ -1,7 +1,6 @@
-"""The order in which a persistent matmul visits its tiles.
+"""Schedules of a persistent matmul: its tiles in order, and the program that computes each tile or part of a tile.
 
-The tiles of a matmul, and which program computes which tile or part of one. The kernel that does so is in
-hostir.kernels.matmul.kernel.
+The kernel that follows them is in hostir.kernels.matmul.kernel. Needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -20,19 +19,21 @@ class Schedule:
 
     Fields:
         programs: the number of programs.
-        whole: how many tiles, the first ones, are computed by one program each. Each half of an early tile counts.
-        parts: the number of parts of each of the other tiles; a program has at most one part. 0 if there are none.
+        unsplit: the number of tiles at the beginning that are computed by one program each. A half of an early tile
+            counts as one.
+        parts: the number of parts of each of the other tiles. A program has at most one part. 0 if no tile is split.
     """
 
     programs: int
-    whole: int
+    unsplit: int
     parts: int = 0
 
 
 def schedule(tiles: int, steps: int, sms: int, split: int, max_parts: int = MAX_PARTS) -> Schedule:
-    """Assign `tiles` of `steps` along K to `sms` programs, the last `split` of them in up to `max_parts` parts each.
+    """Assign `tiles` with `steps` steps along K to `sms` programs. The last `split` tiles have up to `max_parts` parts.
 
-    There are fewer parts if programs do not suffice, or parts would be too short; nothing is split in fewer than two.
+    They have fewer parts if there are too few programs, or if parts would be too short. If that leaves fewer than two
+    parts, no tile is split.
     """
     split = min(split, tiles)
     parts = min(sms // split, steps // MIN_STEPS, max_parts) if split else 0
@@ -46,14 +47,15 @@ class Grid:
     """The tiles that cover an output, in the order in which programs take them: batch by batch, block by block.
 
     Fields:
-        batches: the number of batches. No tile spans two. Each block is a batch if it is at least as high as a tile, or
-            if no tile may span two blocks; lower blocks would leave tiles partly empty.
+        batches: the number of batches. No tile spans two batches. Each block is a batch if it is at least as high as a
+            tile, or if no tile may span two blocks. Lower blocks are not: tiles would be partly empty.
         rows: the number of rows of a batch.
         tiles: the number of tiles.
         steps: the number of steps along K of each tile.
         blocks: the number of blocks that arrive one after another; 1 if all rows are ready.
-        early_blocks, early: the number of early blocks, and of their tiles, each split in two; 0 if tiles span blocks.
-        first: the number of tiles that are early, or hold own rows: these are never among the last ones that are split.
+        early_blocks: the number of early blocks; 0 if tiles span blocks.
+        early: the number of tiles of early blocks. Each is split in two.
+        first: the number of tiles that are early or hold own rows. They come first, and are never split as last tiles.
     """
 
     batches: int
@@ -83,7 +85,7 @@ class Grid:
         return cls(batches, rows, tiles, steps, blocks, early, early * of_block, first)
 
     def span(self, tile: Tile, height: int) -> int:
-        """Return of how many blocks of `height` rows, counted through all batches, a tile has rows at most."""
+        """Return the most blocks that a tile has rows of. Blocks of `height` rows are counted through all batches."""
         tops = np.arange(0, self.rows, tile.m) + self.rows * np.arange(self.batches)[:, None]
         ends = np.minimum(tops + tile.m, tops - tops % self.rows + self.rows)
         return int(((ends - 1) // height - tops // height).max()) + 1

@@ -1,9 +1,6 @@
-"""Choose the tile of a matmul: the candidates, how the programs of a launch share the tiles, and how long they take.
+"""Tiles that a matmul can run with, and the memory that they need.
 
-A program is an instance of the Triton kernel: one thread block on one SM. The kernel and the cost model use the same
-estimate. Needs neither torch nor Triton.
-
-A matmul, and the tiles that it can run with.
+A program is an instance of the Triton kernel: one thread block on one SM. Needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -14,10 +11,10 @@ from typing import Any
 
 from hostir.ir.types import DTYPES
 
-MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: fewer do not pay for summing the parts
+MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: shorter parts cost more than they save
 MAX_PARTS = 8  # the most parts of a split tile: the last program reads the partial sums of all others
-SCALE_BLOCK = 128  # elements along K, and columns of the right side, that share a scale of blocks
-MIN_OWN_ROWS = 64  # fewer own rows are copied to their block: with tiles of their own, B would be read once more
+SCALE_BLOCK = 128  # with block-wise scales, elements along K, and columns of b, that share a scale
+MIN_OWN_ROWS = 64  # fewer own rows are copied into their block: separate tiles for them would read b once more
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,13 @@ class Gemm:
     """A matmul `[batches, m, k] @ [k, n]`, and how its rows arrive.
 
     Fields:
-        dtype: `bf16`, `f16`, `f32`, `tf32` for f32 on tensor cores, `f8` for 8-bit operands whose products tensor cores
-            add up, or `f8s` where each step along K is scaled, or added to the others in f32.
-        block: the number of rows of a block, if they arrive block by block while the kernel runs; None: all are ready.
-        separate: whether no tile may span two blocks, as the rows of one block are elsewhere in memory.
-        overlapped: whether a kernel directly before this one copies the blocks, and overlaps it; else copy engines do.
-        result: the bytes of an element of the result; None: as many as an operand's.
+        dtype: `bf16`, `f16`, `f32`, `tf32` (f32 on tensor cores), `f8` (8-bit operands; tensor cores add up all
+            products) or `f8s` (8-bit operands; each step along K is scaled, or added to the others, in f32).
+        block: the number of rows of a block, if rows arrive block by block while the kernel runs. None: all are ready.
+        separate: True if no tile may span two blocks, because the rows of one block are elsewhere in memory.
+        overlapped: True if a kernel directly before this one copies the blocks and overlaps it; False if copy engines
+            copy them.
+        result: the bytes of an element of the result; None: the same as of an operand.
     """
 
     m: int
@@ -51,19 +49,19 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of an output tile, and how the kernel computes the tiles.
+    """The shape of an output tile, and the way in which the kernel computes all tiles.
 
     Fields:
         m, n, k: rows and columns of the output tile, and the step along K.
         stages: depth of the software pipeline.
         warps: warps per program.
         rate: throughput of the K loop, relative to the fastest tile of the same table.
-        rate_waiting: the same if rows arrive while the kernel runs; None if it is equal to `rate`.
-        halves: store the tile in two halves, which takes half the shared memory and so leaves room for a stage.
+        rate_waiting: the same throughput if rows arrive while the kernel runs; None if it is equal to `rate`.
+        halves: store the tile in two halves. The staging buffer is then half as large, which leaves room for a stage.
         group: rows of tiles that are computed together, so that they find each other's operands in L2.
-        split: how many tiles, the last ones, are split along K among several programs each (split-K).
-        parts: the maximal number of programs for each of these.
-        early_blocks: for how many blocks of rows, the first ones, each tile is split in two along K, so that more SMs
+        split: the number of tiles at the end that are split along K, each among several programs (split-K).
+        parts: the largest number of programs for each of these tiles.
+        early_blocks: the number of blocks at the beginning in which each tile is split in two along K, so that more SMs
             are busy while few rows have arrived. 0 if tiles span two blocks.
     """
 
@@ -82,14 +80,15 @@ class Tile:
 
     @property
     def unsplit(self) -> Tile:
-        """The same tile as `candidates` returns it: none is split."""
+        """The same tile without any split, as `candidates` returns it."""
         return replace(self, split=0, parts=MAX_PARTS, early_blocks=0)
 
     def shared_memory(self, itemsize: int, *, descriptors: bool, result: int | None = None, adds: bool = False) -> int:
-        """Return the most bytes of shared memory that it takes for operands of `itemsize` bytes, results of `result`.
+        """Return an upper bound of the shared memory in bytes. Operands have `itemsize` bytes, results `result`.
 
-        They are those of the pipeline, of the tile that a TMA store reads, and as many for one to which it `adds`, and
-        of vectors and barriers. Behind the pipeline a tile of float32 sums may change its layout in the same memory.
+        It holds the stages of the pipeline, the tile that a TMA store reads, a tile of the old output if the product
+        `adds` to it, vectors and barriers. After the K loop, the pipeline's memory may serve to convert the layout of
+        the float32 sums.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
         elements = self.m * self.n // (2 if self.halves else 1)
@@ -105,7 +104,7 @@ class Tile:
         result: int | None = None,
         adds: bool = False,
     ) -> Tile:
-        """Return the same tile with as many of its stages as fit into `shared_memory` bytes, at least one."""
+        """Return the tile with fewer stages (at least one), if not all of them fit into `shared_memory` bytes."""
         tile = self
         while tile.stages > 1 and shared_memory < tile.shared_memory(
             itemsize, descriptors=descriptors, result=result, adds=adds
@@ -114,8 +113,8 @@ class Tile:
         return tile
 
 
-# Bytes for a vector of scales, a bias or flags of a tile, which changes its layout while the pipeline holds the next
-# tile, and for barriers: at most 1056, of 256 numbers in float32 and 4 stages.
+# Bytes for barriers, and for a vector (scales, bias or flags) that changes its layout while the pipeline holds the next
+# tile: at most 1056, for 256 numbers in float32 and 4 stages.
 _VECTORS = 2 << 10
 
 # Tables are ordered by preference: of two tiles with the same estimate, the first wins.
@@ -140,12 +139,12 @@ _TF32 = (
     Tile(64, 128, 32, stages=3, warps=4, rate=0.8),
     Tile(64, 64, 32, stages=3, warps=4, rate=0.6),
 )
-# Without tensor cores arithmetic is the bottleneck with any tile; a small one fits into registers.
+# Without tensor cores, arithmetic is the bottleneck with any tile. A small tile fits into registers.
 _IEEE_32_BIT = (
     Tile(64, 64, 16, stages=4, warps=4),
     Tile(32, 32, 32, stages=3, warps=4, rate=0.6),
 )
-# A step of 128 is as wide as TMA's widest swizzle, and as a block with a scale of its own.
+# A step of 128 is as wide as TMA's widest swizzle, and as a block that shares a scale.
 _TMA_8_BIT = (
     Tile(128, 256, 128, stages=4, warps=8, halves=True),
     Tile(256, 128, 128, stages=4, warps=8, halves=True, rate=0.99),
@@ -156,7 +155,7 @@ _TMA_8_BIT = (
     Tile(64, 64, 256, stages=5, warps=4, rate=0.56),
     Tile(64, 64, 128, stages=4, warps=4, rate=0.39),
 )
-# A step's sum takes registers of its own, and scales of blocks allow no more than 128 columns.
+# The sum of a step takes further registers, and block-wise scales allow no more than 128 columns.
 _TMA_8_BIT_STEPS = (
     Tile(128, 128, 128, stages=4, warps=8),
     Tile(64, 128, 128, stages=6, warps=4, rate=0.8),
@@ -170,7 +169,7 @@ _POINTERS_8_BIT = (
     Tile(64, 64, 64, stages=3, warps=4, rate=0.5),
 )
 
-# In Triton's interpreter an operation costs the same for any size; a small tile lets small tests have partial tiles.
+# In Triton's interpreter an operation costs the same for any size. With a small tile, small tests have partial tiles.
 INTERPRETER = Tile(32, 32, 32, stages=1, warps=1, group=2)
 
 
@@ -183,12 +182,12 @@ def candidates(
     result: int | None = None,
     adds: bool = False,
 ) -> tuple[Tile, ...]:
-    """Return the tiles worth trying for a dtype, as `Gemm` names it, that fit into `shared_memory` bytes.
+    """Return the tiles worth trying for a dtype (as in `Gemm`) that fit into `shared_memory` bytes.
 
-    `result` is as in `Gemm`. With wider results than operands, or if the product `adds` to what the output holds,
-    tiles have as many of their stages as fit.
+    `result` is as in `Gemm`. If results are wider than operands, or the product `adds` to the old output, tiles have
+    fewer stages if necessary.
 
-    Raises ValueError if none fits.
+    Raises ValueError if no tile fits.
     """
     tables = {"f32": _IEEE_32_BIT, "tf32": _TF32}
     if dtype in ("f8", "f8s"):

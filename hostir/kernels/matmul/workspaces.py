@@ -1,7 +1,7 @@
-"""Workspaces of split matmuls, one for each stream, or for each CUDA graph.
+"""Workspaces: memory that the programs of one launch share. There is one for each stream or captured launch.
 
-Memory that the programs of one launch share: sums of split tiles, and a ticket (a counter) for each such tile; and
-where flags rise behind blocks of rows, a count for each block.
+A workspace holds the sums of split tiles, a ticket (a counter) for each split tile, and a count for each block of rows
+that has a completion flag.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import torch
 
 _CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are SMs
-LINE = 32  # tickets per cache line: those of a launch are aligned to a line, as the kernel was compiled for
+LINE = 32  # tickets per cache line. A launch's tickets begin at a line: the kernel is compiled for that alignment.
 
 _lock = threading.Lock()
 _by_stream: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -19,40 +19,41 @@ _for_graphs: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `sums` of float32 and `tickets` of int32, all 0, for one launch on the current stream.
+    """Return memory for one launch on the current stream: `sums` of float32, and `tickets` of int32 that are 0.
 
     `stream` is the handle of the current stream, 0 on a CPU. The launch leaves its tickets at 0.
 
-    Launches on one stream run in order, so they share memory, which is kept. A captured launch may be replayed on any
-    stream, in parallel with any other: its sums come from the memory pool of its graph, and no other launch ever gets
-    its tickets.
+    Launches on one stream run in order, so all of them share memory, which is kept. A captured launch may be replayed
+    on any stream, in parallel with any other launch. So its sums come from the memory pool of its graph, and no other
+    launch ever gets its tickets.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _sums(device, sums), _captured(device, tickets)
     key = device, stream
-    found = _by_stream.get(key)
-    if found is not None and len(found[0]) >= sums and len(found[1]) >= tickets:
-        return found
+    held = _by_stream.get(key)
+    if held is not None and len(held[0]) >= sums and len(held[1]) >= tickets:
+        return held
     with _lock:
         if device.type == "cuda" and device not in _for_graphs:
             _for_graphs[device] = [torch.zeros(_CAPTURED_TICKETS, dtype=torch.int32, device=device)]
             torch.cuda.current_stream(device).synchronize()
-        if found is not None:
-            # Sizes that are new in every call then soon take no more.
+        if held is not None:
+            # Powers of 2, so that sizes which grow from call to call seldom need new memory.
             sums, tickets = (
-                max(len(held), 1 << (n - 1).bit_length()) for n, held in zip((sums, tickets), found, strict=True)
+                max(len(buffer), 1 << (n - 1).bit_length()) for n, buffer in zip((sums, tickets), held, strict=True)
             )
-        made = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
-        _by_stream[key] = made
-    return made
+        buffers = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
+        _by_stream[key] = buffers
+    return buffers
 
 
 def _sums(device: torch.device, sums: int) -> torch.Tensor:
+    """Return uninitialized memory for sums."""
     return torch.empty(sums, dtype=torch.float32, device=device)
 
 
 def _captured(device: torch.device, tickets: int) -> torch.Tensor:
-    """Return tickets that no other launch uses; if none are left or allocated yet, the graph zeroes new ones."""
+    """Return tickets that no other launch uses. Without a reserve, the graph allocates and zeroes them."""
     tickets = -(-tickets // LINE) * LINE
     with _lock:
         left = _for_graphs.get(device)

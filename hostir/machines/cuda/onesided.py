@@ -354,7 +354,7 @@ class CudaOneSided:
         flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
 
         def by_blocks(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
-            return kernel(out, *operands, own=own, **flags, **options)
+            return kernel(out, *operands, own_rows=own, **flags, **options)
 
         call = repeating(by_blocks)
         return self.launching(op, lambda: call(registers[out], registers[own], *[registers[x] for x in operands]))

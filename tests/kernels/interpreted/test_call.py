@@ -1,4 +1,4 @@
-"""Launching again what has been compiled: which arguments the kernel gets, without a GPU to give them to."""
+"""Arguments of repeated launches of a compiled kernel, recorded without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = list(matmul_kernel.arg_names)
 
 
 class Recorder:
-    """Stands for a compiled kernel."""
+    """Replaces a compiled kernel and records its launches."""
 
     def __init__(self) -> None:
         self.launches: list[dict[str, object]] = []
@@ -49,7 +49,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Every launch, from the second of its kind on, goes to this one."""
+    """Record every launch of a layout except the first, which is interpreted."""
     recorder = Recorder()
     original = prepared.MatmulLaunch._interpret
 
@@ -60,12 +60,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(prepared.MatmulLaunch, "_interpret", interpret)
     monkeypatch.setattr(prepared, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(module, "_calls", {})
+    monkeypatch.setattr(module, "_launches", {})
     return recorder
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """The arguments of every launch that Triton gets itself."""
+    """Record the arguments of every launch that goes through Triton."""
     seen: list[dict[str, object]] = []
     kernel = SimpleNamespace()
 
@@ -107,7 +107,7 @@ def address(value: object) -> object:
         (TILE, 1, 1),
     ],
 )
-def test_a_launch_gets_the_arguments_that_the_first_one_got(
+def test_later_launches_get_the_arguments_of_the_first(
     config, epoch, raised, with_bias, use_descriptors, recorder, monkeypatch
 ):
     first = interpreted(monkeypatch)
@@ -126,14 +126,14 @@ def test_a_launch_gets_the_arguments_that_the_first_one_got(
     for _ in range(2):
         matmul(a, b, out, **options)
     wanted = {name: address(value) for name, value in first[0].items()}
-    found = {name: address(value) for name, value in recorder.launches[0].items()}
+    received = {name: address(value) for name, value in recorder.launches[0].items()}
     if not use_descriptors:
-        assert found == wanted
+        assert received == wanted
     else:
-        assert {n: v[0] if isinstance(v, tuple) and len(v) == 1 else v for n, v in found.items()} == wanted
+        assert {n: v[0] if isinstance(v, tuple) and len(v) == 1 else v for n, v in received.items()} == wanted
 
 
-def test_what_does_a_launch_again_passes_the_same_on_the_stream_that_is_current_then(recorder):
+def test_a_repeated_launch_passes_the_same_arguments_on_the_current_stream(recorder):
     a, b, out = filled([32, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(32, 32).bfloat16()
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"), first=1)
     assert multiply(a, b, out, ready=flags, tile=SPLIT) is None, "the first one is interpreted"
@@ -145,7 +145,7 @@ def test_what_does_a_launch_again_passes_the_same_on_the_stream_that_is_current_
     assert recorder.encodings == 3
 
 
-def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_decides(recorder):
+def test_a_call_of_several_launches_or_that_depends_on_a_setting_is_not_repeated(recorder):
     def twice(dtype: torch.dtype, **options: object) -> object:
         a, b = filled([64, 32], dtype), filled([32, 32], dtype)
         out = torch.empty(64, 32, dtype=dtype)
@@ -156,21 +156,21 @@ def test_a_launch_is_not_done_again_where_more_than_it_is_needed_or_a_setting_de
     assert twice(torch.bfloat16, ready=flags) is not None
     assert twice(torch.float32, ready=flags) is None, "TF32 may be allowed from call to call"
     few = filled([32, 32], torch.bfloat16)
-    assert twice(torch.bfloat16, ready=flags, own=few) is None, "few own rows are copied first"
+    assert twice(torch.bfloat16, ready=flags, own_rows=few) is None, "few own rows are copied first"
 
 
-def test_own_rows_that_are_gathered_first_are_gathered_in_every_launch(recorder):
+def test_own_rows_that_must_be_copied_are_copied_in_every_launch(recorder):
     a, b, out = filled([2, 64, 32], torch.bfloat16), filled([32, 32], torch.bfloat16), torch.empty(2, 64, 32).bfloat16()
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"))
     dense, apart = filled([64, 32], torch.bfloat16), filled([2, 32, 32], torch.bfloat16, pad=[0, 8, 0])
     assert rows(apart) is None
-    for own, repeats in ((dense, True), (apart, False)):
-        multiply(a, b, out, ready=flags, own=own)
-        assert (multiply(a, b, out, ready=flags, own=own) is not None) == repeats
+    for own_rows, repeats in ((dense, True), (apart, False)):
+        multiply(a, b, out, ready=flags, own_rows=own_rows)
+        assert (multiply(a, b, out, ready=flags, own_rows=own_rows) is not None) == repeats
 
 
 @pytest.mark.parametrize(("beside", "programs"), [(0, 3), (1, 2), (5, 1)])
-def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, programs, recorder, monkeypatch):
+def test_a_launch_leaves_sms_to_the_kernel_that_it_overlaps(beside, programs, recorder, monkeypatch):
     first = interpreted(monkeypatch)
     ready = ReadyFlags(torch.ones(4, dtype=torch.int64), 1, no_timeouts(4, "cpu"), overlapped_sms=beside)
     a, b, out = filled([64, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(64, 32)
@@ -180,7 +180,7 @@ def test_multiprocessors_are_left_to_the_kernel_that_a_launch_is_beside(beside, 
     assert (beside > 0) == first[0]["C"].OVERLAPS
 
 
-def test_a_new_address_is_encoded_and_an_old_one_is_not(recorder):
+def test_only_new_addresses_are_encoded(recorder):
     a, b = filled([32, 32], torch.float32), filled([32, 32], torch.float32)
     outs = [torch.empty(32, 32) for _ in range(3)]
     matmul(a, b, outs[0])
@@ -190,7 +190,7 @@ def test_a_new_address_is_encoded_and_an_old_one_is_not(recorder):
     assert [launch["out"][0] for launch in recorder.launches] == [out.data_ptr() for out in outs * 2]
 
 
-def test_no_tensor_is_kept(recorder):
+def test_tensors_are_not_kept(recorder):
     tensors = [filled([32, 32], torch.float32) for _ in range(3)]
     for _ in range(2):
         matmul(*tensors)
@@ -200,7 +200,7 @@ def test_no_tensor_is_kept(recorder):
     assert [ref() for ref in held] == [None] * 3
 
 
-def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
+def test_another_layout_dtype_or_width_of_epoch_needs_another_launch(recorder):
     a, b, out = filled([32, 32], torch.float32), filled([32, 32], torch.float32), torch.empty(32, 32)
     flags = ReadyFlags(torch.ones(2, dtype=torch.int64), 1, no_timeouts(2, "cpu"))
     kinds = [
@@ -212,18 +212,18 @@ def test_another_layout_dtype_or_epoch_is_another_kind_of_call(recorder):
         lambda: matmul(a.bfloat16(), b.bfloat16(), out.bfloat16()),
         lambda: matmul(a, b, out, tile=TILE),
         lambda: matmul(a, b, out, use_descriptors=False),
-        lambda: matmul(a[:, 1:17], b[1:17], out),  # not on 16 bytes
+        lambda: matmul(a[:, 1:17], b[1:17], out),  # not aligned to 16 bytes
         lambda: matmul(a, b, out, ready=flags),
         lambda: matmul(a, b, out, ready=dataclasses.replace(flags, first=1)),
         lambda: matmul(a, b, out, ready=dataclasses.replace(flags, overlapped_sms=1)),
     ]
-    for number, kind in enumerate(kinds):
-        kind()
-        assert len(module._calls) == number + 1
-    for kind in kinds:
-        kind()
-    matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags + 1, epoch=2))  # as before, but for values
-    matmul(a, b.t(), out, transpose_b=True)  # the same layout, said in another way
-    assert len(module._calls) == len(kinds)
+    for number, call in enumerate(kinds):
+        call()
+        assert len(module._launches) == number + 1
+    for call in kinds:
+        call()
+    matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags + 1, epoch=2))  # as before, with other values
+    matmul(a, b.t(), out, transpose_b=True)  # the same layout, written differently
+    assert len(module._launches) == len(kinds)
     matmul(a, b, out, ready=dataclasses.replace(flags, flags=flags.flags << 33, epoch=1 << 33))
-    assert len(module._calls) == len(kinds) + 1
+    assert len(module._launches) == len(kinds) + 1

@@ -1,4 +1,4 @@
-"""Flags that rise behind blocks of the result while the kernel goes on."""
+"""Completion flags: they rise after blocks of the output are stored, while the kernel goes on."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ builder = interpreter.interpreter_builder
 
 
 class Watched:
-    """Sees every flag that rises: what was in memory then, and in which order."""
+    """Records the order in which flags rise, and the block in memory when its flag rises."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, flags: torch.Tensor, out: torch.Tensor) -> None:
         self.flags, self.out, self.order = flags, out, list[int]()
         self.seen = dict[int, torch.Tensor]()
         atomic = builder.create_atomic_rmw
 
-        def create(*given: Any) -> Any:
+        def create(*arguments: Any) -> Any:
             before = flags.clone()
-            result = atomic(*given)
+            result = atomic(*arguments)
             for slot in (flags != before).nonzero().flatten().tolist():
                 self.order.append(slot)
                 self.seen[slot] = out.reshape(-1, out.shape[-1]).chunk(len(flags))[slot].clone()
@@ -51,7 +51,7 @@ class Watched:
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small ones, so that products are exact in whatever order they are summed up."""
+    """Return small integers, so that sums are exact in any order."""
     return filled(shape, dtype, integers=True)
 
 
@@ -61,7 +61,7 @@ def counts_are_zero() -> bool:
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_every_flag_rises_behind_its_block_and_counts_are_left_at_zero(data):
+def test_every_flag_rises_after_its_block_and_counts_return_to_zero(data):
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
     blocks, height = draw(st.integers(1, 9)), draw(st.integers(1, 40))
@@ -72,8 +72,8 @@ def test_every_flag_rises_behind_its_block_and_counts_are_left_at_zero(data):
     a, b = whole_numbers(blocks * height, K, dtype=dtype), whole_numbers(K, N, dtype=dtype)
     bias = whole_numbers(N, dtype=dtype) if draw(st.booleans()) else None
     tile = draw(st.sampled_from(TILES))
-    if draw(st.booleans()) and blocks * height % 4 == 0:  # a batch, which stays one as rows are left out between
-        rows = filled([4, blocks * height // 4, K], dtype, pad=[0, 1, 0]).copy_(a.view(4, -1, K))
+    if draw(st.booleans()) and blocks * height % 4 == 0:  # batches that do not merge: rows between them are left out
+        rows = filled([4, blocks * height // 4, K], dtype, pad=[0, 1, 0]).copy_(a.view(4, blocks * height // 4, K))
     else:
         rows = a
     flags = torch.zeros(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
@@ -93,44 +93,44 @@ def test_every_flag_rises_behind_its_block_and_counts_are_left_at_zero(data):
     exact = (exact if added is None else exact + added.double()).to(dtype)
     assert torch.equal(out.reshape(-1, N), exact)
     assert flags.tolist() == [epoch] * blocks
-    assert sorted(watched.order) == list(range(blocks)), "each rises once"
+    assert sorted(watched.order) == list(range(blocks)), "each flag rises once"
     for block, seen in watched.seen.items():
-        assert torch.equal(seen, exact.chunk(blocks)[block]), "before its bytes"
+        assert torch.equal(seen, exact.chunk(blocks)[block]), "the flag rose before its block was stored"
     assert counts_are_zero()
 
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize(("height", "first"), [(8, 1), (16, 4), (24, 0), (48, 1)])
-def test_blocks_are_done_in_order_from_the_first_on(height, first, use_descriptors, monkeypatch):
+def test_blocks_are_computed_in_order_from_the_first(height, first, use_descriptors, monkeypatch):
     blocks = 5
     a, b = whole_numbers(blocks * height, 24), whole_numbers(24, 48)
     out, flags = torch.full((blocks * height, 48), math.nan), torch.zeros(blocks, dtype=torch.int64)
-    with multiprocessors(1):  # so that the order of tiles is that of time
+    with multiprocessors(1):  # one program, so that tiles are computed in their order
         watched = Watched(monkeypatch, flags, out)
         matmul(a, b, out, done=DoneFlags(flags, 1, first), use_descriptors=use_descriptors, tile=SMALL)
     assert torch.equal(out, a @ b)
     for block, seen in watched.seen.items():
-        assert torch.equal(seen, (a @ b).chunk(blocks)[block]), "before its bytes"
+        assert torch.equal(seen, (a @ b).chunk(blocks)[block]), "the flag rose before its block was stored"
     in_order = [*range(first, blocks), *range(first)]
     if height % SMALL.m == 0:
         assert watched.order == in_order
-    else:  # the tile with the first row of a block may hold the last ones of the block before it
+    else:  # a tile with the first row of a block may also have the last rows of the block before
         assert watched.order[-1] in (in_order[-1], in_order[-2])
         assert set(watched.order[:2]) <= set(in_order[:3]) | {in_order[-1]}
 
 
-@pytest.mark.parametrize(("waits", "raises", "own", "early", "split", "use_descriptors"), [
+@pytest.mark.parametrize(("waits", "raises", "own_rows", "early", "split", "use_descriptors"), [
     (4, 4, True, 0, 0, True), (4, 2, False, 2, 2, False), (2, 8, True, 1, 2, True), (4, 160, True, 2, 0, False),
     (4, 1, False, 0, 2, True), (4, 4, True, 0, 0, False),
 ])  # fmt: skip
-def test_a_kernel_that_waits_raises_flags_too(waits, raises, own, early, split, use_descriptors, monkeypatch):
+def test_a_kernel_that_waits_raises_flags_too(waits, raises, own_rows, early, split, use_descriptors, monkeypatch):
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", 0)
     rows, K, N, first = 160, 200, 48, waits // 2
-    whole, b, bias = whole_numbers(rows, K), whole_numbers(K, N), whole_numbers(N)
-    a, mine = whole.clone(), None
+    all_rows, b, bias = whole_numbers(rows, K), whole_numbers(K, N), whole_numbers(N)
+    a, mine = all_rows.clone(), None
     flags = torch.ones(waits, dtype=torch.int64)
-    if own:
-        mine = whole.chunk(waits)[first].clone()
+    if own_rows:
+        mine = all_rows.chunk(waits)[first].clone()
         a.chunk(waits)[first].fill_(math.nan)
         flags[first] = 0
     ready = ReadyFlags(flags, 1, no_timeouts(waits, "cpu"), first=first, polls=3)
@@ -139,8 +139,8 @@ def test_a_kernel_that_waits_raises_flags_too(waits, raises, own, early, split, 
     with pytest.MonkeyPatch.context() as patch, multiprocessors(7):
         watched = Watched(patch, raised, out)
         options = {"bias": bias, "use_descriptors": use_descriptors, "tile": tile}
-        matmul(a, b, out, ready=ready, own=mine, done=DoneFlags(raised, 3), **options)
-    exact = whole @ b + bias
+        matmul(a, b, out, ready=ready, own_rows=mine, done=DoneFlags(raised, 3), **options)
+    exact = all_rows @ b + bias
     assert torch.equal(out, exact)
     assert raised.tolist() == [3] * raises
     for block, seen in watched.seen.items():
@@ -161,7 +161,7 @@ def test_flags_of_blocks_that_miss_rows_do_not_rise(raises, missing, early, spli
     out, raised = torch.full((rows, 48), math.nan), torch.zeros(raises, dtype=torch.int64)
     with multiprocessors(7):
         matmul(a, b, out, ready=ready, done=DoneFlags(raised, 1), tile=tile)
-        assert counts_are_zero(), "the next launch counts from 0"
+        assert counts_are_zero(), "the next launch must count from 0"
         for block, (is_raised, part) in enumerate(zip(raised.tolist(), out.chunk(raises), strict=True)):
             needs = range(block * waits // raises, -(-(block + 1) * waits // raises))
             assert not (is_raised and (missing in needs or part.isnan().any()))
@@ -183,7 +183,7 @@ def test_flags_of_blocks_that_miss_rows_do_not_rise(raises, missing, early, spli
         (ValueError, "one device", {"flags": torch.zeros(3, dtype=torch.int32, device="meta")}),
     ],
 )
-def test_flags_that_do_not_fit_are_said(error, message, fields):
+def test_flags_that_do_not_fit_are_reported(error, message, fields):
     done = dataclasses.replace(DoneFlags(torch.zeros(3, dtype=torch.int32), 1), **fields)
     with pytest.raises(error, match=message):
         matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), done=done)

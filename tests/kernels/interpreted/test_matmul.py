@@ -24,7 +24,7 @@ few = settings(max_examples=30, deadline=None)
 
 
 def aligned(extent: int, dtype: torch.dtype) -> int:
-    """Elements to add to `extent` so that rows begin on 16 bytes."""
+    """Return the elements to add to `extent` so that rows begin at multiples of 16 bytes."""
     return -extent % (16 // dtype.itemsize)
 
 
@@ -58,7 +58,7 @@ def test_descriptors_give_the_product(data):
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
     B, M, N, K = draw(st.integers(1, 3)), draw(EXTENTS), draw(EXTENTS), draw(EXTENTS)
-    N += aligned(N, dtype)  # TMA writes the last 16 bytes of a row whole
+    N += aligned(N, dtype)  # TMA always writes the last 16 bytes of a row completely
     torch.manual_seed(draw(st.integers(0, 1 << 30)))
     transpose_b, column_major = draw(st.booleans()), draw(st.booleans())
     gap = draw(st.integers(0, 2))  # rows between two batches, so that batch and row strides do not merge
@@ -208,6 +208,6 @@ def bf16(*shape: int) -> torch.Tensor:
         ),
     ],
 )
-def test_what_does_not_fit_is_said(error, message, arguments, options):
+def test_operands_that_do_not_fit_are_reported(error, message, arguments, options):
     with pytest.raises(error, match=message):
         matmul(*arguments, **options)

@@ -16,7 +16,7 @@ from tests.kernels.pushing import Job
 
 @pytest.mark.parametrize("shift", [0, 8, 6])
 @pytest.mark.parametrize(("pieces", "size"), [(1, 16), (5, 208), (2, 4098), (4, 10_000), (9, 6)])
-def test_every_piece_arrives_whole_and_its_flag_rises(pieces: int, size: int, shift: int) -> None:
+def test_every_piece_arrives_completely_and_its_flag_rises(pieces: int, size: int, shift: int) -> None:
     job = Job.random(Random(size + shift), "cpu", pieces, size, shift)
     for _ in range(2):
         job.flags.zero_()
@@ -42,7 +42,7 @@ def test_pieces_come_in_batches_of_some_size(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_flags_rise_whichever_program_is_done_first(groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_rise_in_any_order_of_programs(groups: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "BATCH", 1)  # a batch for each piece
     monkeypatch.setattr(copies, "GROUPS", groups)
     order = [0, 1, 2]
@@ -58,7 +58,7 @@ def test_flags_rise_whichever_program_is_done_first(groups: int, seed: int, monk
         assert not job.push.arrived.any()
 
 
-def test_what_is_in_its_place_is_not_copied_and_its_flag_rises() -> None:
+def test_a_piece_already_in_place_is_not_copied_but_its_flag_rises() -> None:
     source = torch.randn(64)
     flag = torch.zeros(2, dtype=torch.int64)
     before, other = source.clone(), torch.zeros(32)
@@ -70,7 +70,7 @@ def test_what_is_in_its_place_is_not_copied_and_its_flag_rises() -> None:
     assert flag.tolist() == [3, 4]
 
 
-def test_one_kernel_serves_sources_that_lie_differently() -> None:
+def test_one_kernel_copies_sources_of_different_alignment() -> None:
     target = torch.zeros(40, dtype=torch.int16)
     kernel = PushKernel(torch.device("cpu"), [Piece(0, target.data_ptr())], 80, sms=2)
     memory = torch.arange(64, dtype=torch.int16)
@@ -80,7 +80,7 @@ def test_one_kernel_serves_sources_that_lie_differently() -> None:
         assert torch.equal(target, source)
 
 
-def test_kernels_that_come_and_go_take_no_more_memory() -> None:
+def test_freed_kernels_return_their_memory() -> None:
     words, source, target = Words(torch.device("cpu"), owners=3), torch.randn(64), torch.zeros(64)
     held: list[list[PushKernel]] = []
     memory = set()
@@ -100,11 +100,11 @@ def test_kernels_that_come_and_go_take_no_more_memory() -> None:
         assert torch.equal(target[: len(pieces) * (step + 1)], source[: len(pieces) * (step + 1)])
 
 
-def test_programs_are_as_many_groups_as_have_a_batch_at_most() -> None:
+def test_there_are_no_more_groups_than_batches() -> None:
     for pieces, size, sms, groups in ((1, 48, 3, 1), (4, 48, 3, 1), (2, copies.BATCH, 3, 2), (2, copies.BATCH, 1, 1)):
         assert Job.random(Random(0), "cpu", pieces, size, 0, sms).push.groups == groups
 
 
-def test_more_multiprocessors_than_there_are_are_all() -> None:
+def test_a_request_for_too_many_sms_uses_all_sms() -> None:
     target = torch.zeros(8)
     assert PushKernel(torch.device("cpu"), [Piece(0, target.data_ptr())], 32, sms=10**12).sms == 3

@@ -1,4 +1,4 @@
-"""Products that store their rows to peers themselves, in the interpreter."""
+"""Matmuls that copy their rows to peers themselves, in the interpreter."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HALVED = Tile(32, 32, 16, stages=1, warps=1, halves=True, group=1)
     ("shape", "dtype", "tile", "tops", "height", "shift"),
     [
         ((20, 150, 48), torch.float32, TILE, [0, 0, 0], 20, 0),  # all rows to each peer
-        ((24, 150, 40), torch.bfloat16, replace(TILE, split=3, parts=3), [8, 16, 0], 8, 0),  # a block to each
+        ((24, 150, 40), torch.bfloat16, replace(TILE, split=3, parts=3), [8, 16, 0], 8, 0),  # one block to each peer
         ((64, 160, 20), torch.float16, replace(TILE, split=2, parts=2), [0, 32, 0, 32], 32, 6),
         ((2, 9, 40, 72), torch.bfloat16, HALVED, [1, 0, 17, 8, 5], 1, 0),  # of a batch
         ((1, 200, 16), torch.float16, replace(HALVED, split=1), [0] * 7, 1, 2),
     ],
 )
-def test_pieces_are_stored_to_peers_and_flags_rise_behind_the_last_program(
+def test_pieces_are_stored_to_peers_and_flags_rise_after_the_last_program(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     tile: Tile,
@@ -41,7 +41,7 @@ def test_pieces_are_stored_to_peers_and_flags_rise_behind_the_last_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     *rows, K, N = shape
-    a = filled([*rows, K], dtype, pad=[0, *([1] * (len(rows) - 1)), 8])  # of two axes of rows, batches stay apart
+    a = filled([*rows, K], dtype, pad=[0, *([1] * (len(rows) - 1)), 8])  # the two axes of rows do not merge
     b = filled([K, N], dtype)
     with multiprocessors(7):
         expected = matmul(a, b, torch.empty(*rows, N, dtype=dtype), tile=tile)
@@ -55,7 +55,7 @@ def test_pieces_are_stored_to_peers_and_flags_rise_behind_the_last_program(
             def begins(
                 x: int, y: int, z: int, order: range = order, peers: Peers = peers, begun: list[int] = begun
             ) -> None:
-                assert not peers.flags.any(), "a program has not begun yet"
+                assert not peers.flags.any(), "a flag rose before a program had begun"
                 begun.append(x)
                 place(order[x], y, z)
 
@@ -67,8 +67,8 @@ def test_pieces_are_stored_to_peers_and_flags_rise_behind_the_last_program(
             peers.check(out, shift)
 
 
-def test_where_one_kernel_cannot_do_both_another_copies() -> None:
-    for shape, K in (((2, 3, 2), 5), ((4,), 0)):  # axes that do not merge; no products
+def test_if_the_matmul_cannot_copy_another_kernel_does() -> None:
+    for shape, K in (((2, 3, 2), 5), ((4,), 0)):  # axes that do not merge; K = 0
         a = filled([*shape, K], torch.float32, pad=[0, *([1] * (len(shape) - 1)), 1])
         b, out = filled([K, 6], torch.float32), torch.full((*shape, 6), math.nan)
         peers = Peers.of(out, [0, 2], 2)
@@ -83,15 +83,15 @@ def test_where_one_kernel_cannot_do_both_another_copies() -> None:
     peers.check(out)
 
 
-def test_pieces_are_whole_rows_of_a_dense_result_and_no_other_flags_rise() -> None:
+def test_incomplete_rows_strided_results_and_other_flags_are_refused() -> None:
     a, b, target = torch.randn(4, 8), torch.randn(8, 6), torch.empty(4, 6)
     done = DoneFlags(torch.zeros(2, dtype=torch.int64), 1)
-    for size, offset, columns, flags, said in (
+    for size, offset, columns, flags, message in (
         (20, 0, 6, None, "whole rows of 24 bytes, got 20"),
         (24, 4, 6, None, "whole rows"),
         (24, 0, 7, None, "a dense result"),
-        (24, 0, 6, done, "raises none but theirs"),
+        (24, 0, 6, done, "cannot wait for flags"),
     ):
         push = PushKernel(torch.device("cpu"), [Piece(offset, target.data_ptr())], size, 1)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             multiply(a, b, torch.empty(4, columns)[:, :6], pushed=push, done=flags)

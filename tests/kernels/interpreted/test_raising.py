@@ -5,7 +5,7 @@ import torch
 from hostir.kernels.flags.signals import SignalKernel
 
 
-def test_a_kernel_sets_one_flag_to_its_epoch_and_leaves_the_others():
+def test_a_kernel_sets_one_flag_to_its_epoch_and_no_other_flag():
     flags = torch.full((5,), 7, dtype=torch.int64)
     raising = SignalKernel(flags.device, flags[3:].data_ptr(), 1 << 40)
     for _ in range(2):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hostir.ir.source import HostIRError
 from hostir.kernels.flags.ready import ReadyFlags, no_timeouts, timeout_error
 from hostir.kernels.matmul import matmul as matmul_module
-from hostir.kernels.matmul.matmul import _calls, matmul
+from hostir.kernels.matmul.matmul import _launches, matmul
 from hostir.kernels.matmul.operands import DTYPES
 from hostir.kernels.matmul.tiles import Tile
 from tests.kernels.checking import assert_only_view_written, embedded, filled, multiprocessors
@@ -31,7 +31,7 @@ SMALL = TILES[0]
 
 
 def raised(blocks: int, *, dtype: torch.dtype = torch.int32, but: int | None = None, **fields: object) -> ReadyFlags:
-    """Flags that have all reached epoch 5, which is waited for, except for one that stands at 4."""
+    """Return flags that have reached the awaited epoch 5, except flag `but`, which stands at 4."""
     flags = torch.full((blocks,), 5, dtype=dtype)
     if but is not None:
         flags[but] = 4
@@ -39,22 +39,22 @@ def raised(blocks: int, *, dtype: torch.dtype = torch.int32, but: int | None = N
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
-    """Small ones, so that products are exact in whatever order they are summed up."""
+    """Return small integers, so that sums are exact in any order."""
     return filled(shape, torch.float32, integers=True)
 
 
 @pytest.fixture
 def all_apart(monkeypatch):
-    """However few own rows are, they are read where they are."""
+    """Read own rows in place, even if they are few."""
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", 0)
-    _calls.clear()
+    _launches.clear()
     yield
-    _calls.clear()
+    _launches.clear()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_bits_are_those_of_the_kernel_without_flags(data):
+def test_waiting_gives_the_bits_of_the_kernel_without_flags(data):
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
     blocks, height = draw(st.integers(1, 5)), draw(st.integers(1, 40))
@@ -71,36 +71,36 @@ def test_the_bits_are_those_of_the_kernel_without_flags(data):
     first, there = draw(st.integers(0, blocks - 1)), draw(st.booleans())
     but = first if there else None  # the flag of own rows does not rise
     ready = raised(blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64])), but=but, first=first)
-    rows, own = a, None
+    rows, own_rows = a, None
     if there:
-        own = filled([height, K], dtype, pad=[0, 8]).copy_(a.chunk(blocks)[first])
+        own_rows = filled([height, K], dtype, pad=[0, 8]).copy_(a.chunk(blocks)[first])
         rows = a.clone()
         rows.chunk(blocks)[first].fill_(math.nan)
 
     out, buffer = embedded([blocks * height, N], dtype, pad=[1, 8])
-    few = draw(st.sampled_from([0, 20]))  # of own rows: they are copied
+    few = draw(st.sampled_from([0, 20]))  # with 20, own rows are too few and are copied
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", few)
-        _calls.clear()
-        assert matmul(rows, b, out, ready=ready, own=own, **options) is out
-    _calls.clear()
+        _launches.clear()
+        assert matmul(rows, b, out, ready=ready, own_rows=own_rows, **options) is out
+    _launches.clear()
     assert not there or rows.chunk(blocks)[first].isnan().all() == (height >= few)
     assert_only_view_written(out, buffer)
-    # The product that the interpreter makes of a tile depends, in the last bit, on where in the tile a row lies.
+    # The last bit of a product in the interpreter depends on the position of the row in the tile.
     parts = blocks if height >= tile.m or (there and height >= few) else 1
     for block, (ours, part) in enumerate(zip(out.chunk(parts), a.chunk(parts), strict=True)):
         early = parts == blocks and (block - first) % blocks < tile.early_blocks
         options["tile"] = dataclasses.replace(tile, early_blocks=0, split=1 << 30 if early else 0, parts=2)
         with multiprocessors(100):
             assert torch.equal(ours, matmul(part, b, torch.full_like(ours, math.nan), **options))
-            # Of one step or two, both sums are the same whether they are added up in one go or left in between.
+            # With one or two steps, the sum is the same in one part or in two.
             assert parts_of_tiles() == (2 if early and steps else 0)
     assert timeout_error(ready.timeouts, 0, "%f") is None
     assert ready.flags.tolist() == [4 if block == but else 5 for block in range(blocks)]
 
 
 @pytest.mark.parametrize("column_major", [True, False])
-def test_b_of_either_order_moves_through_descriptors(column_major):
+def test_b_of_either_order_is_loaded_through_descriptors(column_major):
     a = filled([3 * 20, 24], torch.bfloat16)
     b = filled([24, 40], torch.bfloat16, order=[1, 0] if column_major else [0, 1])
     out, _ = embedded([60, 40], torch.bfloat16)
@@ -121,44 +121,44 @@ def test_a_batch_is_used_in_place(blocks, use_descriptors):
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
 @pytest.mark.parametrize(("blocks", "order"), [(1, (1, 0, 2)), (2, (0, 1, 2)), (3, (1, 0, 2)), (6, (0, 1, 2))])
-def test_own_rows_are_some_batches(blocks, order, use_descriptors, all_apart):
+def test_own_rows_may_be_several_batches(blocks, order, use_descriptors, all_apart):
     a, b = filled([6, 20, 24], torch.bfloat16, pad=[0, 2, 0]), filled([24, 40], torch.bfloat16)
     out, buffer = embedded([6, 20, 40], torch.bfloat16, pad=[0, 1, 0])
     wanted = matmul(a, b, torch.empty_like(out), use_descriptors=use_descriptors, tile=SMALL)
     first = blocks // 2
-    own = filled([6 // blocks, 20, 24], torch.bfloat16, order=order).copy_(a.chunk(blocks)[first])
+    own_rows = filled([6 // blocks, 20, 24], torch.bfloat16, order=order).copy_(a.chunk(blocks)[first])
     a.chunk(blocks)[first].fill_(math.nan)
     ready = raised(blocks, but=first, first=first)
-    matmul(a, b, out, ready=ready, own=own, use_descriptors=use_descriptors, tile=SMALL)
+    matmul(a, b, out, ready=ready, own_rows=own_rows, use_descriptors=use_descriptors, tile=SMALL)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, wanted)
     assert not ready.timeouts.any()
 
 
 def early_tiles() -> Iterator[tuple[int, bool, bool, int, int]]:
-    """A quarter of the product of all values: each number of SMs, and of early blocks, meets all values of the rest."""
+    """Yield a quarter of all combinations: all numbers of SMs and of early blocks, with all values of the others."""
     for (i, sms), (j, early) in itertools.product(enumerate([1, 3, 5, 100]), enumerate([0, 1, 2, 5])):
-        own, descriptors = divmod((i + j) % 4, 2)
+        own_rows, descriptors = divmod((i + j) % 4, 2)
         for batches in (1, 2):  # of a block
-            yield batches, descriptors == 1, own == 1, sms, early
+            yield batches, descriptors == 1, own_rows == 1, sms, early
 
 
-@pytest.mark.parametrize(("batches", "use_descriptors", "own", "sms", "early"), [*early_tiles()])
-def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, own, sms, early, all_apart):
+@pytest.mark.parametrize(("batches", "use_descriptors", "own_rows", "sms", "early"), [*early_tiles()])
+def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, own_rows, sms, early, all_apart):
     blocks, height, N = 4, 40, 40
     rows, b, bias = whole_numbers(blocks * batches, height, 24), whole_numbers(24, N), whole_numbers(N)
     a, mine = rows.clone(), slice(2 * batches, 3 * batches)
-    if own:
+    if own_rows:
         a[mine] = math.nan
     config = Tile(32, 32, 16, stages=1, warps=1, group=2, early_blocks=early)
-    ready = raised(blocks, but=2 if own else None, first=2)
+    ready = raised(blocks, but=2 if own_rows else None, first=2)
     if batches == 1:
         a = a.view(-1, 24)
     out, buffer = embedded([*a.shape[:-1], N], torch.float32, pad=[0] * (a.ndim - 2) + [1, 4])
-    given = rows[mine].view(-1, *a.shape[1:]) if own else None
+    own = rows[mine].view(-1, *a.shape[1:]) if own_rows else None
     with multiprocessors(sms):
-        matmul(a, b, out, bias=bias, ready=ready, own=given, use_descriptors=use_descriptors, tile=config)
-        (call,) = matmul_module._calls.values()
+        matmul(a, b, out, bias=bias, ready=ready, own_rows=own, use_descriptors=use_descriptors, tile=config)
+        (call,) = matmul_module._launches.values()
     assert (early > 0) == call.constants.EARLY
     assert call.sizes[0] == min(early, blocks)
     assert_only_view_written(out, buffer)
@@ -168,12 +168,12 @@ def test_the_tiles_of_early_blocks_are_split_in_two(batches, use_descriptors, ow
 
 @pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, early_blocks=2)])
 @pytest.mark.parametrize("missing", [1, 2])
-def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, all_apart):
-    a, own, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
+def test_own_rows_are_computed_even_if_other_blocks_do_not_arrive(missing, config, all_apart):
+    a, own_rows, b = whole_numbers(60, 24), whole_numbers(20, 24), whole_numbers(24, 48)
     out, ready = torch.full((60, 48), math.nan), raised(3, but=missing, first=0)
-    matmul(a, b, out, ready=ready, own=own, tile=config)
-    assert torch.equal(out[:20], own @ b)
-    absent = out.chunk(3)[missing]  # multiplied as it is where it is early
+    matmul(a, b, out, ready=ready, own_rows=own_rows, tile=config)
+    assert torch.equal(out[:20], own_rows @ b)
+    absent = out.chunk(3)[missing]  # an early tile is multiplied without its rows
     assert torch.equal(absent, a.chunk(3)[missing] @ b) if missing < config.early_blocks else absent.isnan().all()
     assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(3)]
 
@@ -181,41 +181,47 @@ def test_own_rows_are_computed_though_other_blocks_stay_away(missing, config, al
 @pytest.mark.parametrize(
     "odd",
     [
-        lambda x: torch.cat([x[:, :1], x], 1)[:, 1:],  # begins within 16 bytes
+        lambda x: torch.cat([x[:, :1], x], 1)[:, 1:],  # does not begin at a multiple of 16 bytes
         lambda x: torch.cat([x, x[:, :4]], 1)[:, :-4],  # rows that begin there
         lambda x: x.t().contiguous().t(),
     ],
 )
-def test_own_rows_that_no_descriptor_fits_are_copied_and_the_others_keep_theirs(odd, all_apart):
+def test_own_rows_that_no_descriptor_fits_are_copied_and_other_operands_keep_descriptors(odd, all_apart):
     a, b = whole_numbers(3 * 20, 24).bfloat16(), whole_numbers(24, 40).bfloat16()
-    out, own = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
+    out, own_rows = torch.empty(60, 40, dtype=torch.bfloat16), odd(a[20:40].clone())
     wanted = matmul(a, b, torch.empty_like(out), tile=SMALL)
     a[20:40] = math.nan
-    matmul(a, b, out, ready=raised(3, but=1, first=1), own=own, tile=SMALL)
+    matmul(a, b, out, ready=raised(3, but=1, first=1), own_rows=own_rows, tile=SMALL)
     assert torch.equal(out, wanted)
-    assert torch.equal(a[20:40], own)
-    assert [call.copies_own for call in _calls.values()] == [False, True]
+    assert torch.equal(a[20:40], own_rows)
+    assert [call.copies_own for call in _launches.values()] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "own", "ready"),
+    ("error", "message", "own_rows", "ready"),
     [
-        (TypeError, "own rows of torch.float32, as the others, got torch.bfloat16", torch.zeros(4, 8).bfloat16(), True),
+        (TypeError, "float32, the dtype of a, got torch.bfloat16", torch.zeros(4, 8).bfloat16(), True),
         (ValueError, r"own rows \[4, 8\], got shape \[3, 8\]", torch.zeros(3, 8), True),
         (ValueError, r"own rows \[4, 8\], got shape \[4, 7\]", torch.zeros(4, 7), True),
-        (ValueError, "expected flags for blocks too", torch.zeros(4, 8), False),
+        (ValueError, r"expected flags of blocks \(ready\) as well", torch.zeros(4, 8), False),
         (ValueError, "one device", torch.zeros(4, 8, device="meta"), True),
     ],
 )
-def test_own_rows_that_do_not_fit_are_said(error, message, own, ready):
+def test_own_rows_that_do_not_fit_are_reported(error, message, own_rows, ready):
     with pytest.raises(error, match=message):
-        matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), ready=raised(3) if ready else None, own=own)
+        matmul(
+            torch.zeros(12, 8),
+            torch.zeros(8, 8),
+            torch.zeros(12, 8),
+            ready=raised(3) if ready else None,
+            own_rows=own_rows,
+        )
 
 
-def test_own_rows_that_are_no_whole_batches_are_said(all_apart):
+def test_own_rows_of_incomplete_batches_are_reported(all_apart):
     a = filled([6, 20, 24], torch.float32, pad=[0, 2, 0])
-    with pytest.raises(ValueError, match="own rows of 10 are no whole batches of 20"):
-        matmul(a, torch.zeros(24, 8), torch.zeros(6, 20, 8), ready=raised(12), own=torch.zeros(10, 24))
+    with pytest.raises(ValueError, match="complete batches of 20 rows, got 10 rows"):
+        matmul(a, torch.zeros(24, 8), torch.zeros(6, 20, 8), ready=raised(12), own_rows=torch.zeros(10, 24))
 
 
 @pytest.mark.parametrize("use_descriptors", [True, False])
@@ -248,7 +254,7 @@ def test_a_tile_waits_for_all_the_blocks_that_it_spans(missing, first):
     assert ready.timeouts.tolist() == [[5, 4] if block == missing else [0, 0] for block in range(8)]
 
 
-def test_a_kernel_that_gave_up_says_which_flag_stood_where():
+def test_a_kernel_that_gave_up_reports_the_flag_and_its_value():
     ready = raised(3, but=1)
     matmul(filled([12, 8], torch.float32), filled([8, 8], torch.float32), torch.empty(12, 8), ready=ready)
     problem = timeout_error(ready.timeouts, 2, "%arrived")
@@ -290,9 +296,9 @@ def test_another_process_raises_the_flags_while_the_kernel_waits():
     orders = [[0, 1, 2, 3], [2, 3, 0, 1], [3, 2, 1, 0]]
     for epoch, order in enumerate(orders, start=1):
         source = whole_numbers(blocks * height, 24)
-        a.fill_(math.nan)  # what is read too early shows
+        a.fill_(math.nan)  # rows that are read too early give NaN
         rounds.put((source.numpy(), epoch, order))
-        for use_descriptors in (True, False):  # the second finds everything there
+        for use_descriptors in (True, False):  # in the second launch all rows are ready
             out = torch.full((blocks * height, 48), math.nan)
             now = dataclasses.replace(ready, epoch=epoch, first=order[0])
             matmul(a, b, out, ready=now, tile=SMALL, use_descriptors=use_descriptors)
@@ -322,7 +328,7 @@ def test_another_process_raises_the_flags_while_the_kernel_waits():
         (ValueError, "one device", {"flags": torch.zeros(3, dtype=torch.int32, device="meta")}),
     ],
 )
-def test_flags_that_do_not_fit_are_said(error, message, fields):
+def test_flags_that_do_not_fit_are_reported(error, message, fields):
     ready = dataclasses.replace(raised(3), **fields)
     with pytest.raises(error, match=message):
         matmul(torch.zeros(12, 8), torch.zeros(8, 8), torch.zeros(12, 8), ready=ready)

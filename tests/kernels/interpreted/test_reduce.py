@@ -40,7 +40,7 @@ def test_long_and_short_axes_give_the_sum(shape, axis, dtype):
     check_reduce_sum(filled(shape, dtype), out, buffer, axis)
 
 
-def test_further_axes_that_do_not_merge_are_walked():
+def test_further_axes_that_do_not_merge_take_a_launch_for_each_index():
     x = filled([3, 4, 5, 6, 7], torch.float32, order=[4, 2, 0, 1, 3])
     out, buffer = embedded([3, 4, 6, 7], torch.float32, pad=[1, 1, 1, 1])
     check_reduce_sum(x, out, buffer, 2)
@@ -86,6 +86,6 @@ def test_nan_and_infinity_come_through():
         (ValueError, "one device", torch.zeros(2, 3), torch.zeros(3, device="meta"), 0),
     ],
 )
-def test_what_does_not_fit_is_said(error, message, x, out, axis):
+def test_operands_that_do_not_fit_are_reported(error, message, x, out, axis):
     with pytest.raises(error, match=message):
         reduce_sum(x, out, axis)

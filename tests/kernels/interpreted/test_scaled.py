@@ -36,10 +36,10 @@ SPLIT = Tile(32, 32, 32, stages=1, warps=1, halves=True, split=2, parts=3)
 
 
 def eight_bit(shape: Sequence[int], dtype: torch.dtype, *, pad: Sequence[int] | None = None) -> torch.Tensor:
-    """Random numbers in padded memory, with NaN between the rows."""
+    """Return random numbers in padded memory, with NaN between the rows."""
     wide = [n + p for n, p in zip(shape, pad or [0] * len(shape), strict=True)]
-    whole = torch.full(wide, math.nan).to(dtype)
-    view = whole[tuple(slice(0, n) for n in shape)]
+    buffer = torch.full(wide, math.nan).to(dtype)
+    view = buffer[tuple(slice(0, n) for n in shape)]
     return view.copy_(torch.randn(tuple(shape)).to(dtype))
 
 
@@ -95,7 +95,7 @@ def test_exact_sums_are_rounded_once_to_nearest_even(mode, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES_8_BIT)
-def test_every_number_of_eight_bits_is_read(dtype):
+def test_every_8_bit_float_is_read(dtype):
     a = torch.zeros(256, 16, dtype=dtype)
     a[:, 0] = torch.arange(256, dtype=torch.uint8).view(dtype)
     out = torch.empty(256, 16)
@@ -106,7 +106,7 @@ def test_every_number_of_eight_bits_is_read(dtype):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nan_infinity_zero_rows_and_scales_of_zero_are_as_in_torch(mode):
-    """Infinite: a scale; 0: a scale, and rows; NaN: a scale, and elements. torch's product of sums with scales."""
+    """Cover infinite scales, zero scales and rows, NaN scales and elements; torch multiplies the sums by scales."""
     a, b = eight_bit((6, 128), E5M2), eight_bit((16, 128), E4M3).t()
     a[0], a[1, 3], a[2, 5] = 0, math.nan, math.inf
     of_a, of_b = scales(mode, (6,), 16, 128)
@@ -119,7 +119,7 @@ def test_nan_infinity_zero_rows_and_scales_of_zero_are_as_in_torch(mode):
     scaled_matmul(out, a, b, of_a, of_b)
     exact = scaled_matmul_reference(a, b, of_a, of_b, None, torch.float32)
     torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5, equal_nan=True)
-    row_wise = of_a.expand(6, 1).contiguous(), of_b.expand(1, 16).contiguous()  # what one block is, too
+    row_wise = of_a.expand(6, 1).contiguous(), of_b.expand(1, 16).contiguous()  # also the case of a single block
     theirs = torch._scaled_mm(a, b, *row_wise, out_dtype=torch.float32)
     finite = [0, 1, 2, 3, 5]  # on a CPU, torch scales before it adds: an infinite scale gives NaN
     torch.testing.assert_close(out[finite], theirs[finite], rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -136,7 +136,7 @@ PAIRS = enumerate(itertools.product(MODES, [TILES[3], SPLIT, EARLY]))
 
 
 @pytest.mark.parametrize(("mode", "tile", "height"), [(*pair, (16, 40)[i % 2]) for i, pair in PAIRS])
-def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, tile, height, monkeypatch):
+def test_ready_and_completion_flags_change_no_bit(mode, tile, height, monkeypatch):
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", 0)
     blocks, N, K = 4, 48, 256 if mode == "blocks" else 96
     a = eight_bit((blocks * height, K), E4M3)
@@ -145,14 +145,16 @@ def test_rows_that_arrive_and_flags_that_rise_change_no_bit(mode, tile, height, 
     of_a, of_b = of_a.log2().round().exp2(), of_b.log2().round().exp2()
     expected = scaled_matmul_reference(a, b, of_a, of_b, None, torch.bfloat16)
     with multiprocessors(7):
-        for own in (None, a[2 * height : 3 * height].clone()):
+        for own_rows in (None, a[2 * height : 3 * height].clone()):
             out, buffer = embedded((blocks * height, N), torch.bfloat16, pad=[0, 16])
             raised = torch.zeros(blocks, dtype=torch.int64)
-            given = a.clone()
-            if own is not None:
-                given[2 * height : 3 * height] = math.nan
+            rows_of_a = a.clone()
+            if own_rows is not None:
+                rows_of_a[2 * height : 3 * height] = math.nan
             ready = flags_of(blocks, first=2)
-            scaled_matmul(out, given, b, of_a, of_b, ready=ready, own=own, done=DoneFlags(raised, 7), tile=tile)
+            scaled_matmul(
+                out, rows_of_a, b, of_a, of_b, ready=ready, own_rows=own_rows, done=DoneFlags(raised, 7), tile=tile
+            )
             assert_only_view_written(out, buffer)
             assert torch.equal(out, expected)
             assert raised.tolist() == [7] * blocks
@@ -170,8 +172,10 @@ def test_rows_that_do_not_merge_are_multiplied_slice_by_slice_with_their_scales(
         flags = {"ready": flags_of(4, first=1), "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 1)}
         kernel_table("triton", "cpu")["scaled_matmul_by_blocks"](out, a, b, of_a, of_b, **flags)
         assert flags["done"].flags.tolist() == [1] * 4
-        own = a[1].clone()
-        kernel_table("triton", "cpu")["scaled_matmul_by_blocks"](out, a, b, of_a, of_b, ready=flags["ready"], own=own)
+        own_rows = a[1].clone()
+        kernel_table("triton", "cpu")["scaled_matmul_by_blocks"](
+            out, a, b, of_a, of_b, ready=flags["ready"], own_rows=own_rows
+        )
     else:
         kernel_table("triton", "cpu")["scaled_matmul"](out, a, b, of_a, of_b, fast=True)
     assert_only_view_written(out, buffer)
@@ -200,8 +204,8 @@ def test_rows_that_do_not_merge_are_multiplied_slice_by_slice_with_their_scales(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
-    given = {
+def test_operands_that_do_not_fit_are_refused(change, error, message):
+    arguments = {
         "out": torch.empty(8, 16),
         "a": torch.ones(8, 256).to(E4M3),
         "b": torch.ones(256, 16).to(E4M3),
@@ -209,4 +213,4 @@ def test_what_does_not_fit_is_refused(change, error, message):
         "scale_b": torch.ones(1, 16),
     }
     with pytest.raises(error, match=message):
-        scaled_matmul(**{**given, **change})
+        scaled_matmul(**{**arguments, **change})

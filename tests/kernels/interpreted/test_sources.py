@@ -1,4 +1,4 @@
-"""Sums of a few sources, which may still arrive, and flags that rise behind blocks of the result."""
+"""Sums of a few sources, which may still arrive, with completion flags for blocks of the output."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KERNEL_ARGUMENTS = list(module.sum_kernel.arg_names)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Several pieces in a block, and several programs."""
+    """Use several pieces in a block, and several programs."""
     monkeypatch.setattr(module, "_IN_FLIGHT", 512)
-    monkeypatch.setattr(module, "_sums", {})
+    monkeypatch.setattr(module, "_launches", {})
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """The sum over axis 0, one source after another, as the kernel rounds it."""
+    """Return the sum over axis 0 in the order of sources, rounded as in the kernel."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     total = x[0].to(wide)
     for source in x[1:]:
@@ -43,7 +43,7 @@ def counts_are_zero() -> bool:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
+def test_blocks_of_all_sources_are_added_in_order_in_any_layout(data):
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
     sources, results = draw(st.integers(1, 5) | st.just(18)), draw(st.integers(1, 4))
@@ -57,11 +57,11 @@ def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
 
     x = filled([sources, *shape], dtype, pad=[0] * len(lead) + [draw(st.sampled_from([0, 8]))] + [0])
     out, buffer = embedded(shape, dtype, **layout())
-    flags, own, source = torch.ones(sources * results, dtype=torch.int64), None, draw(st.integers(0, sources - 1))
+    flags, own_rows, source = torch.ones(sources * results, dtype=torch.int64), None, draw(st.integers(0, sources - 1))
     exact = in_order(x)
     if draw(st.booleans()):
-        own = filled(shape, dtype, **layout()).copy_(x[source])
-        own = own.unsqueeze(draw(st.integers(0, len(lead))))
+        own_rows = filled(shape, dtype, **layout()).copy_(x[source])
+        own_rows = own_rows.unsqueeze(draw(st.integers(0, len(lead))))
         x[source] = math.nan
         flags.view(sources, results)[source] = 0
     ready = ReadyFlags(flags, 1, no_timeouts(len(flags), "cpu"), source=source, polls=3)
@@ -70,7 +70,7 @@ def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
     raised = torch.zeros(raises, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         watched = Watched(patch, raised, out)
-        assert reduce_sum(x, out, 0, ready=ready, own=own, done=DoneFlags(raised, 4)) is out
+        assert reduce_sum(x, out, 0, ready=ready, own_rows=own_rows, done=DoneFlags(raised, 4)) is out
     assert_only_view_written(out, buffer)
     assert torch.equal(out, exact)
     assert raised.tolist() == [4] * raises
@@ -78,12 +78,12 @@ def test_blocks_of_all_sources_are_added_in_order_whatever_the_layouts(data):
         assert torch.equal(seen, exact.reshape(rows, -1).chunk(raises)[block])
     assert timeout_error(ready.timeouts, 0, "%f") is None
     assert counts_are_zero()
-    if own is None:
+    if own_rows is None:
         assert torch.equal(out, reduce_sum(x, torch.empty_like(out), 0)), "without flags the bits are the same"
 
 
 @pytest.mark.parametrize("missing", range(6))
-def test_a_source_that_stays_away_is_named_and_its_block_is_neither_written_nor_raised(missing):
+def test_a_missing_source_is_named_and_its_block_is_neither_written_nor_flagged(missing):
     x = filled([3, 8, 48], torch.bfloat16)  # two blocks of 4 rows
     ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1, polls=3)
     ready.flags[missing] = 0
@@ -94,12 +94,12 @@ def test_a_source_that_stays_away_is_named_and_its_block_is_neither_written_nor_
         assert part.isnan().all() if here else torch.equal(part, in_order(x).chunk(2)[block])
         assert raised.chunk(2)[block].tolist() == ([0, 0] if here else [1, 1])
     assert ready.timeouts.tolist() == [[1, 0] if slot == missing else [0, 0] for slot in range(6)]
-    said = f"flag %f[{missing}], for block {missing % 2} of source {missing // 2}, did not reach epoch 1"
-    assert said in str(timeout_error(ready.timeouts, 0, "%f", results=2))
+    message = f"flag %f[{missing}], for block {missing % 2} of source {missing // 2}, did not reach epoch 1"
+    assert message in str(timeout_error(ready.timeouts, 0, "%f", results=2))
     assert counts_are_zero()
 
 
-def test_blocks_are_done_from_the_first_on(monkeypatch):
+def test_blocks_are_computed_from_the_first_on(monkeypatch):
     monkeypatch.setattr(module, "limits", lambda device: Limits(1, 1 << 20, tma=True, fp8=True))
     x, out = filled([2, 8, 24], torch.float32), torch.empty(8, 24)
     raised = torch.zeros(4, dtype=torch.int64)
@@ -112,7 +112,7 @@ def test_blocks_are_done_from_the_first_on(monkeypatch):
 @pytest.mark.parametrize("activation", ["", "relu", "gelu", "silu"])
 @pytest.mark.parametrize("shape", [(8, 48), (48,), (8, 1), (1, 48)])
 @pytest.mark.parametrize(("dtype", "sources"), [(torch.bfloat16, 3), (torch.float32, 3), (torch.float16, 70)])
-def test_an_addend_and_an_activation_come_before_the_one_rounding(dtype, sources, shape, activation):
+def test_an_addend_and_an_activation_come_before_the_only_rounding(dtype, sources, shape, activation):
     x, addend = filled([sources, 8, 48], dtype), filled(shape, dtype)
     exact = x.double().sum(0) + addend.double()
     if activation:
@@ -134,7 +134,7 @@ def test_an_activation_of_no_sources_and_of_nan():
 
 
 class Recorder:
-    """Stands for a compiled kernel."""
+    """Replaces a compiled kernel and records its launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, int, tuple[object, ...]]] = []
@@ -155,8 +155,8 @@ def addresses(value: object) -> object:
 
 @pytest.mark.parametrize("flags", [True, False])
 @pytest.mark.parametrize("with_addend", [True, False])
-def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, flags, monkeypatch):
-    """What is launched without Triton cannot be run here, and a wrong argument would be garbage on a GPU."""
+def test_a_repeated_launch_gets_the_arguments_of_the_first(with_addend, flags, monkeypatch):
+    """Launches that bypass Triton cannot run here, and a wrong argument would give garbage on a GPU."""
     seen: list[tuple[int, tuple[object, ...]]] = []
     recorder = Recorder()
 
@@ -167,13 +167,17 @@ def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, f
     monkeypatch.setattr(module, "sum_kernel", Kernel())
     monkeypatch.setattr(module, "bind_thread", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    x, out, own = filled([3, 8, 48], torch.bfloat16), torch.empty(8, 48).bfloat16(), filled([8, 48], torch.bfloat16)
-    options = {"addend": own[0].clone()} if with_addend else {}
+    x, out, own_rows = (
+        filled([3, 8, 48], torch.bfloat16),
+        torch.empty(8, 48).bfloat16(),
+        filled([8, 48], torch.bfloat16),
+    )
+    options = {"addend": own_rows[0].clone()} if with_addend else {}
     if flags:
         ready = ReadyFlags(torch.ones(6, dtype=torch.int64), 1, no_timeouts(6, "cpu"), source=1)
-        options |= {"ready": ready, "own": own, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
+        options |= {"ready": ready, "own_rows": own_rows, "done": DoneFlags(torch.zeros(4, dtype=torch.int64), 5)}
     assert module.add_up(x, out, 0, **options) is None, "the first one is interpreted"
-    (call,) = module._sums.values()
+    (call,) = module._launches.values()
     call.compiled = recorder
     again = module.add_up(x, out, 0, **options)
     recorder.current = 7
@@ -186,7 +190,7 @@ def test_a_launch_again_gets_the_arguments_that_the_first_one_got(with_addend, f
     assert KERNEL_ARGUMENTS[-3:] == ["counts", "blocks", "C"]
 
 
-def test_flags_behind_a_sum_over_any_axis_and_of_no_sources():
+def test_completion_flags_of_sums_over_any_axis_and_of_no_sources():
     x, raised = filled([6, 5, 8], torch.float32), torch.zeros(3, dtype=torch.int64)
     assert torch.equal(reduce_sum(x, torch.empty(6, 8), 1, done=DoneFlags(raised, 2)), in_order(x.transpose(0, 1)))
     assert raised.tolist() == [2, 2, 2]
@@ -200,13 +204,13 @@ def test_flags_behind_a_sum_over_any_axis_and_of_no_sources():
     [
         ("12 rows do not make 5 equal blocks", {"ready": 5}),
         ("as many flags for each of 3 sources along axis 0, got 4", {"ready": 4}),
-        (r"expected own rows \[4, 8\] of torch.float32, got \[3, 8\]", {"ready": 3, "own": torch.zeros(3, 8)}),
-        ("there is no source 3: expected 0 to 2", {"ready": 3, "own": torch.zeros(4, 8), "source": 3}),
-        ("own rows are those of a source: expected flags too", {"own": torch.zeros(4, 8)}),
+        (r"expected own rows \[4, 8\] of torch.float32, got \[3, 8\]", {"ready": 3, "own_rows": torch.zeros(3, 8)}),
+        ("there is no source 3: expected 0 to 2", {"ready": 3, "own_rows": torch.zeros(4, 8), "source": 3}),
+        (r"own rows replace a source: expected flags of sources \(ready\) as well", {"own_rows": torch.zeros(4, 8)}),
         ("4 rows do not make 3 equal blocks", {"done": 3}),
     ],
 )
-def test_what_does_not_fit_is_said(message, fields):
+def test_operands_that_do_not_fit_are_reported(message, fields):
     ready = done = None
     if blocks := fields.get("ready"):
         flags = torch.ones(blocks, dtype=torch.int64)
@@ -214,4 +218,4 @@ def test_what_does_not_fit_is_said(message, fields):
     if "done" in fields:
         done = DoneFlags(torch.zeros(fields["done"], dtype=torch.int64), 1)
     with pytest.raises(ValueError, match=message):
-        reduce_sum(torch.zeros(3, 4, 8), torch.zeros(4, 8), 0, ready=ready, done=done, own=fields.get("own"))
+        reduce_sum(torch.zeros(3, 4, 8), torch.zeros(4, 8), 0, ready=ready, done=done, own_rows=fields.get("own_rows"))

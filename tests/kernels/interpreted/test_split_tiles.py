@@ -29,12 +29,12 @@ PAIRS = dataclasses.replace(SMALL, parts=2)
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
-    """Small ones, so that products are exact in whatever order they are summed up."""
+    """Return small integers, so that sums are exact in any order."""
     return filled(shape, torch.float32, integers=True)
 
 
 def poisoned() -> None:
-    """Fill the memory for sums with NaN; the tickets must be as they are found."""
+    """Fill the memory for sums with NaN, and leave the tickets at 0."""
     for sums, tickets in workspaces._by_stream.values():
         sums.fill_(math.nan)
         assert not tickets.any()
@@ -65,7 +65,7 @@ def test_split_tiles_give_the_product(data):
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bits_do_not_depend_on_which_program_comes_last(seed, count, monkeypatch):
+def test_the_bits_do_not_depend_on_which_program_is_last(seed, count, monkeypatch):
     a, b = filled([64, 600], torch.float32), filled([600, 20], torch.float32)  # 8 tiles
     config = dataclasses.replace(SMALL, parts=count)
     with multiprocessors(3):
@@ -92,43 +92,43 @@ def test_any_number_of_multiprocessors_gives_the_product(sms, most, config):
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own_rows", [True, False])
 @pytest.mark.parametrize(("sms", "most"), [(4, 2), (4, 8), (7, 3)])
-def test_tiles_whose_rows_are_waited_for_are_split_alike(own, early, sms, most):
-    use_descriptors = (own + early + most) % 2 == 0  # both ways with every value of the others, and so both tiles
+def test_tiles_that_wait_for_rows_are_split_in_the_same_way(own_rows, early, sms, most):
+    use_descriptors = (own_rows + early + most) % 2 == 0  # both, for every value of the other parameters
     config = dataclasses.replace(TILES[(early + most) % 2], parts=most, early_blocks=early)
-    blocks, height, K, N = 3, 64 if own else 32, 208, 48  # fewer own rows would be copied
-    whole, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
-    a = whole.clone()
-    mine = whole[height : 2 * height].clone() if own else None
-    if own:
+    blocks, height, K, N = 3, 64 if own_rows else 32, 208, 48  # fewer own rows would be copied
+    all_rows, b = whole_numbers(blocks * height, K), whole_numbers(K, N)
+    a = all_rows.clone()
+    mine = all_rows[height : 2 * height].clone() if own_rows else None
+    if own_rows:
         a[height : 2 * height] = math.nan
     ready = ReadyFlags(torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=1)
     out = torch.full((blocks * height, N), math.nan)
     with multiprocessors(sms):
         poisoned()
-        matmul(a, b, out, ready=ready, own=mine, use_descriptors=use_descriptors, tile=config)
+        matmul(a, b, out, ready=ready, own_rows=mine, use_descriptors=use_descriptors, tile=config)
         assert parts() == min(most, sms // config.split, -(-K // config.k) // MIN_STEPS)
-    assert torch.equal(out, whole @ b)
+    assert torch.equal(out, all_rows @ b)
     poisoned()
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
 @pytest.mark.parametrize("config", [SMALL, PAIRS])
-def test_a_split_tile_whose_rows_stay_away_says_so_and_leaves_the_tickets_as_they_were(config, early):
+def test_a_split_tile_with_missing_rows_reports_them_and_resets_its_tickets(config, early):
     config = dataclasses.replace(config, early_blocks=early)
-    whole, b = whole_numbers(64, 320), whole_numbers(320, 16)
+    all_rows, b = whole_numbers(64, 320), whole_numbers(320, 16)
     flags, timeouts = torch.tensor([1, 0], dtype=torch.int32), no_timeouts(2, "cpu")
     out = torch.full((64, 16), math.nan)
     with multiprocessors(3):
         ready = ReadyFlags(flags, 1, timeouts, polls=3)
-        matmul(whole, b, out, ready=ready, tile=config)
+        matmul(all_rows, b, out, ready=ready, tile=config)
         assert parts() == (min(3, config.parts) if early < 2 else 0)
         poisoned()
         assert timeouts.tolist() == [[0, 0], [1, 0]]
-        assert torch.equal(out[:32], (whole @ b)[:32])
-        matmul(whole, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), tile=config)
-    assert torch.equal(out, whole @ b)
+        assert torch.equal(out[:32], (all_rows @ b)[:32])
+        matmul(all_rows, b, out, ready=dataclasses.replace(ready, flags=torch.ones_like(flags)), tile=config)
+    assert torch.equal(out, all_rows @ b)
 
 
 def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_their_own():
@@ -141,6 +141,6 @@ def test_launches_of_one_stream_share_memory_that_grows_and_other_streams_have_t
     assert other[1].data_ptr() != tickets.data_ptr()
     grown = workspaces.workspace(cpu, 1, 8, 40)
     assert len(grown[0]) == 10
-    assert len(grown[1]) == 64  # soon enough for whatever comes
+    assert len(grown[1]) == 64  # enough for all later sizes
     for stream in (1, 2):
         del workspaces._by_stream[cpu, stream]

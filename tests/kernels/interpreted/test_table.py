@@ -31,16 +31,16 @@ def test_programs_compute_the_same_with_tritons_kernels(name):
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "fused"])
-def test_f64_runs_atens_kernels(strategy):
+def test_f64_uses_atens_kernels(strategy):
     fusion = patterns.mlp(ranks=2, S=2, M=16, K=8, H=8, dtype="f64")
     inputs = random_inputs(fusion.program(), {}, seed=3)
-    (found,) = run_whole(lower(fusion, strategy), inputs, kernels="triton")
+    (result,) = run_whole(lower(fusion, strategy), inputs, kernels="triton")
     (exact,) = reference(fusion.program(), inputs)
-    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_leading_axes_that_do_not_merge_are_walked(dtype):
+def test_leading_axes_that_do_not_merge_take_several_launches(dtype):
     a = filled((2, 3, 4, 8), dtype, pad=(1, 1, 1, 0))
     weight, bias = filled((5, 8), dtype), filled((5,), dtype)
     out, buffer = embedded((2, 3, 4, 5), dtype, order=(2, 0, 1, 3), pad=(1, 0, 1, 0))
@@ -56,7 +56,7 @@ def test_leading_axes_that_do_not_merge_are_walked(dtype):
     [("triton", "cpu", True), ("triton", "cuda", True), ("auto", "cuda", True), ("auto", "cpu", False)]
     + [("aten", device, False) for device in ("cpu", "cuda")],
 )
-def test_a_product_that_waits_is_there_where_triton_suits_the_device(policy, device, present):
+def test_tables_have_waiting_products_if_triton_suits_the_device(policy, device, present):
     assert {"matmul_by_blocks", "linear_by_blocks"} & kernel_table(policy, device).keys() == (
         {"matmul_by_blocks", "linear_by_blocks"} if present else set()
     )
@@ -66,20 +66,20 @@ KINDS = ("matmul", "linear", "linear with a bias")
 ROWS = ((0, 1, 2), 4), ((1, 0, 2), 12), ((1, 0, 2), 4), ((2, 0, 1), 2), ((2, 0, 1), 20)
 
 
-@pytest.mark.parametrize(  # each kind with all rows, and with each first block
-    ("kind", "order", "blocks", "first"),
+@pytest.mark.parametrize(  # each contraction with all rows, and with each first block
+    ("name", "order", "blocks", "first"),
     [(KINDS[(i + j) % 3], *rows, (0, 1, -1)[j]) for i, rows in enumerate(ROWS) for j in range(3)],
 )
-def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, blocks, first):
+def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(name, order, blocks, first):
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
     b = filled((8, 6), torch.float32, integers=True)
     out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
     ready = ReadyFlags(
         torch.ones(blocks, dtype=torch.int32), 1, no_timeouts(blocks, "cpu"), first=first % blocks, polls=3
     )
-    kernel = kernel_table("triton", "cpu")["matmul_by_blocks" if kind == "matmul" else "linear_by_blocks"]
-    bias = filled((6,), torch.float32, integers=True) if "bias" in kind else torch.zeros(6)
-    right = (b,) if kind == "matmul" else (b.t().contiguous(), *((bias,) if "bias" in kind else (None,)))
+    kernel = kernel_table("triton", "cpu")["matmul_by_blocks" if name == "matmul" else "linear_by_blocks"]
+    bias = filled((6,), torch.float32, integers=True) if "bias" in name else torch.zeros(6)
+    right = (b,) if name == "matmul" else (b.t().contiguous(), *((bias,) if "bias" in name else (None,)))
     kernel(out, a, *right, ready=ready)
     assert_only_view_written(out, buffer)
     assert torch.equal(out, a @ b + bias)
@@ -97,27 +97,27 @@ def test_rows_that_do_not_merge_are_waited_for_slice_by_slice(kind, order, block
     [((0, 1, 2), 4, 0), ((0, 1, 2), 6, 1), ((1, 0, 2), 12, 1), ((1, 0, 2), 5, 0), ((2, 0, 1), 2, 1)],
 )
 @pytest.mark.parametrize("few", [0, 100])
-def test_own_rows_are_used_whatever_the_layout(order, blocks, first, few, monkeypatch):
+def test_own_rows_are_used_in_any_layout(order, blocks, first, few, monkeypatch):
     monkeypatch.setattr("hostir.kernels.matmul.matmul.MIN_OWN_ROWS", few)
-    monkeypatch.setattr("hostir.kernels.matmul.matmul._calls", {})
+    monkeypatch.setattr("hostir.kernels.matmul.matmul._launches", {})
     a = filled((4, 3, 5, 8), torch.float32, order=(*order, 3), pad=(0, 1, 1, 0), integers=True)
-    own = filled((60 // blocks, 8), torch.float32, integers=True)
+    own_rows = filled((60 // blocks, 8), torch.float32, integers=True)
     b, bias = filled((8, 6), torch.float32, integers=True), filled((6,), torch.float32, integers=True)
     out, buffer = embedded((4, 3, 5, 6), torch.float32, pad=(1, 0, 1, 0))
     flags = torch.ones(blocks, dtype=torch.int32)
     flags[first] = 0
     ready = ReadyFlags(flags, 1, no_timeouts(blocks, "cpu"), first=first, polls=3)
-    kernel_table("triton", "cpu")["linear_by_blocks"](out, a, b.t().contiguous(), bias, ready=ready, own=own)
+    kernel_table("triton", "cpu")["linear_by_blocks"](out, a, b.t().contiguous(), bias, ready=ready, own_rows=own_rows)
     assert_only_view_written(out, buffer)
     rows = a.reshape(60, 8).clone()
-    rows.chunk(blocks)[first].copy_(own)
+    rows.chunk(blocks)[first].copy_(own_rows)
     assert torch.equal(out.reshape(60, 6), rows @ b + bias)
     assert not ready.timeouts.any()
 
 
 @pytest.mark.parametrize("missing", [None, 2])
 @pytest.mark.parametrize("waits", [True, False])
-def test_flags_rise_together_behind_rows_that_do_not_merge_unless_some_were_missed(waits, missing):
+def test_flags_rise_together_after_rows_that_do_not_merge_unless_rows_are_missing(waits, missing):
     a = filled((4, 3, 5, 8), torch.float32, order=(1, 0, 2, 3), pad=(0, 1, 1, 0), integers=True)
     b, out = filled((8, 6), torch.float32, integers=True), torch.full((4, 3, 5, 6), math.nan)
     raised, ready = torch.zeros(6, dtype=torch.int64), None
@@ -144,14 +144,14 @@ def test_a_linear_that_waits_rounds_once(dtype):
     assert not torch.equal(out, (a @ weight.t()) + bias), "an example that cannot tell"
 
 
-def test_blocks_that_do_not_fit_the_slices_are_said():
+def test_blocks_that_do_not_fit_the_slices_are_reported():
     a, b, out = torch.zeros(4, 3, 10, 8)[:, :, ::2].transpose(0, 1), torch.zeros(8, 6), torch.zeros(3, 4, 5, 6)
     ready = ReadyFlags(torch.ones(5, dtype=torch.int32), 1, no_timeouts(5, "cpu"))
     with pytest.raises(HostIRError, match=r"cannot wait for 5 blocks of rows in 3 slices"):
         kernel_table("triton", "cpu")["matmul_by_blocks"](out, a, b, ready=ready)
 
 
-def test_timeouts_may_lie_in_pinned_memory_of_the_host_and_in_no_other(monkeypatch):
+def test_timeouts_on_the_host_must_be_in_pinned_memory(monkeypatch):
     ready = ReadyFlags(torch.ones(2, dtype=torch.int32, device="meta"), 1, no_timeouts(2, "cpu"))
     out = torch.empty(6, 4, device="meta")
     with pytest.raises(ValueError, match="one device, got out on meta, flags on meta, timeouts on cpu"):
