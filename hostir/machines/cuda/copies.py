@@ -17,7 +17,9 @@ class StridedCopy:
     """
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = None  # (offset in out, offset in x, what to copy)
+        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = (
+            None  # offset in out, offset in x, and a 2D copy or a size in bytes
+        )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
         """Copy `x` to `out` on the stream of a given handle; do nothing if they are the same memory."""
@@ -40,7 +42,7 @@ class StridedCopy:
 
 
 def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
-    """Return the copies that make `out` equal to `x`: offsets in bytes in `out` and `x`, and a 2D copy or a size."""
+    """Return the copies that make `out` equal to `x`: byte offsets in both, and a 2D copy or a size in bytes."""
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]
     if levels[0][0] == 0:

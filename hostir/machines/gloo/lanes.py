@@ -1,6 +1,6 @@
-"""Threads in the place of streams.
+"""Lanes: the steps that one thread of a CPU process executes in a run, and its position among them.
 
-The steps that one thread of a CPU process executes in a run, and its position among them.
+Each stream has a lane, and so has each team that communicates.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from hostir.machines.binding import Step
 from hostir.plan.operations import Op
 
-LaneKey = int | tuple[object, ...]  # what a lane runs: the operations of a stream, or the communications of a team
+LaneKey = int | tuple[object, ...]  # the number of a stream, or a team that communicates
 
 
 class AbandonedError(Exception):
-    """Raised in a lane because another lane of the run failed."""
+    """Ends a lane because another lane of the run failed."""
 
 
 class Waits(Enum):
-    """The kinds of waits of a step."""
+    """What a step waits for."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -40,7 +40,7 @@ class ThreadLane:
         self.steps: list[Step] = []
         self.ops: list[Op] = []
         self.waits: list[Waits] = []
-        self.notes: dict[int, Callable[[], str]] = {}  # by step: details of its wait, for messages
+        self.notes: dict[int, Callable[[], str]] = {}  # by step: describes its wait, for messages
         self.cursor: Iterator[Step] | None = None
         self.done = threading.Event()
 
@@ -65,7 +65,7 @@ class ThreadLane:
             self.cursor = None
 
     def run_on_thread(self, inference: bool) -> None:
-        """Do as `run`, in torch's inference mode if the caller is, as each thread has a mode of its own; set `done`."""
+        """Run in the caller's inference mode, since each thread has its own mode, and then set `done`."""
         try:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 self.run()
@@ -74,6 +74,6 @@ class ThreadLane:
 
     @property
     def position(self) -> int:
-        """The index of the step being executed; -1 if none is."""
+        """The index of the step that the thread executes; -1 if it executes no step."""
         cursor = self.cursor
         return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1

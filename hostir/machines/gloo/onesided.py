@@ -1,9 +1,7 @@
-"""Run one-sided statements on CPU processes: threads copy, set flags and wait for flags in shared memory.
+"""One-sided operations on CPU processes: threads copy, set flags and poll flags in memory that the ranks share.
 
-Threads copy, set flags and poll flags in memory that the ranks share.
-
-A flag holds the latest call and epoch that was signalled, as one number that only rises; see `flag_value`. For each
-barrier, every rank of the team has a row of such flags, one for each rank: a rank sets its flag in all rows, and
+A flag holds the latest call and epoch that was signalled, as one number that only rises: see `flag_value`. For each
+barrier, every rank of the team has a row of flags with one flag for each rank. A rank sets its flag in all rows, and
 polls the flags of its own row. Threads sleep between two polls, as there are more threads than cores.
 """
 
@@ -27,7 +25,7 @@ from hostir.plan.operations import EPOCHS, BarrierOp, ComputeOp, CopyOp, Op, Sig
 from hostir.plan.unrolled import UnrolledProgram
 
 MIN_PAUSE, MAX_PAUSE = 2e-5, 1e-3  # seconds between two polls of a flag
-Flags = Any  # a row of flags as a numpy array, of which an element is read or written by one load or store
+Flags = Any  # a row of flags as a numpy array: one load reads a flag, and one store sets it
 
 
 class SharedMachine(Protocol):
@@ -49,7 +47,7 @@ class LanePlan(Protocol):
         """The machine that it runs on."""
 
     def timed(self, op: Op, step: Step) -> Step:
-        """Return a step that does the same and records an event, if there is a trace."""
+        """Return a step that runs `step` and records an event if there is a trace."""
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
         """Return a step that begins an event of the trace, and one that ends it."""
@@ -65,7 +63,7 @@ class GlooOneSided:
 
     @property
     def call(self) -> int:
-        """The number of the call, counted over all plans with the same memory, and so the same on every rank."""
+        """The number of the call. It counts the calls of all plans with the same memory, so all ranks agree."""
         assert self.plan.memory is not None
         return self.plan.memory.calls
 
@@ -97,10 +95,10 @@ class GlooOneSided:
         assert self.plan.memory is not None
         me, team = self.plan.unrolled.rank, op.team
         rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
-        own, place = rows[team.index(me)], team.index(me)
+        arrivals, place = rows[team.index(me)], team.index(me)
 
         def missing() -> list[int]:
-            return [rank for rank, came in zip(team, own, strict=True) if came < flag_value(self.call, 0)]
+            return [rank for rank, arrival in zip(team, arrivals, strict=True) if arrival < flag_value(self.call, 0)]
 
         def standing() -> str:
             return f"rank {', '.join(map(str, missing()))} in call {self.call}"
@@ -109,9 +107,9 @@ class GlooOneSided:
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
     def deal_blocks(self, op: ComputeOp, kernel: Kernel, lane: ThreadLane) -> None:
-        """Add a computation block by block, each after waits for its flags and before the flags that it completes.
+        """Add a computation that runs block by block: wait for a block's flags, compute it, and set its flags.
 
-        In a trace it is one event.
+        A trace shows the computation as one event.
         """
         (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
@@ -133,7 +131,6 @@ class GlooOneSided:
     def flags(self, register: int) -> Flags:
         return self.registers[register].numpy()
 
-    # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: CopyOp) -> None:
         copy_here(self.registers[op.out], self.registers[op.x], torch.Tensor.copy_)
 
@@ -155,13 +152,13 @@ class GlooOneSided:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             with self.turn():
-                pass  # from here on the data that were written before the flag are visible
+                pass  # from here on, all data written before the flag are visible
 
         return step
 
 
 def _operands_block(ready: Ready, slot: int) -> str:
-    """Return which part of an operand a flag is about, for messages."""
+    """Return the name of the block of an operand that a flag announces, for messages."""
     if ready.blocks == ready.results:
         return f", for block {slot}"
     source, block = divmod(slot, ready.results)
