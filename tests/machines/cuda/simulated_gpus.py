@@ -28,13 +28,15 @@ from hostir.kernels.aten import add_up
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_table
 from hostir.machines.binding import completed, compute_block
-from hostir.machines.cuda import flow_control, streams
+from hostir.machines.cuda import blocks, copies, credits, flags, flow_control, streams
 from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import memory as cuda_memory
-from hostir.machines.cuda import onesided as cuda_onesided
+from hostir.machines.cuda.blocks import BlockSteps
+from hostir.machines.cuda.copies import CopySteps
+from hostir.machines.cuda.credits import CallBoundary
+from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.memory import PeerMemory
-from hostir.machines.cuda.onesided import CudaOneSided
 from hostir.plan.operations import ComputeOp
 from hostir.plan.unroll import unroll
 
@@ -211,12 +213,12 @@ class Gpus:
 
         return push
 
-    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
+    def in_one_kernel(self, steps: BlockSteps, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
         """A computation of blocks of rows in any order in which flags rise, beside copies if it may.
 
         Behind each block flags rise, also in any order.
         """
-        ready, done = op.ready, op.done
+        ready, done, flags = op.ready, op.done, steps.flags
         blocks = ready.results if ready is not None else done.blocks if done is not None else 0
 
         def step() -> None:
@@ -224,7 +226,7 @@ class Gpus:
             if begun is None:
                 begun = Event()
                 begun.record(self.current)
-            registers, computed = list(one_sided.registers), set[int]()
+            registers, computed = list(steps.context.registers), set[int]()
             for block in range(blocks):
                 self.beside(begun, *tasks(block, registers, computed))
 
@@ -235,11 +237,11 @@ class Gpus:
             def raise_flags() -> None:
                 computed.add(block)
                 for slot in completed(done, block, blocks, computed) if done is not None else ():
-                    _at(one_sided.flag(one_sided.place(done.flags), slot, one_sided.rank)).value = done.epoch
+                    _at(flags.address(flags.place(done.flags), slot, flags.rank)).value = done.epoch
 
             for slot in ready.needed(block) if ready is not None else ():
-                place = one_sided.place(ready.flags)
-                yield Task(*_wait(one_sided.flag(place, slot, one_sided.rank), ready.epoch))
+                place = flags.place(ready.flags)
+                yield Task(*_wait(flags.address(place, slot, flags.rank), ready.epoch))
             yield Task(compute)
             yield Task(raise_flags)
 
@@ -310,23 +312,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     # Whatever has been issued holds its tensors: nothing is reused before it has run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
-    for module in (cuda_onesided, cuda_memory):
+    for module in (flags, credits, blocks, cuda_memory):
         monkeypatch.setattr(module, "in_batches", these.in_batches)
-    for module in (cuda_onesided, flow_control):
+        if module is not cuda_memory:
+            monkeypatch.setattr(module, "wait_at_least", _wait)
+    for module in (flags, credits, blocks, flow_control):
         monkeypatch.setattr(module, "write", _write)
-    monkeypatch.setattr(
-        cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
-    )
-    monkeypatch.setattr(
-        cuda_onesided.CudaOneSided, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size)
-    )
-    monkeypatch.setattr(
-        cuda_onesided.CudaOneSided, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch)
-    )
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "in_one_kernel", lambda *given: these.in_one_kernel(*given))
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "add_up", lambda _, *given, **o: these.later(add_up)(*given, **o))
-    monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
-    monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
+    monkeypatch.setattr(CallBoundary, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters))
+    monkeypatch.setattr(CopySteps, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size))
+    monkeypatch.setattr(CudaFlags, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch))
+    monkeypatch.setattr(BlockSteps, "in_one_kernel", lambda *arguments: these.in_one_kernel(*arguments))
+    monkeypatch.setattr(BlockSteps, "add_up", lambda _, *parts, **options: these.later(add_up)(*parts, **options))
+    monkeypatch.setattr(copies, "StridedCopy", these.strided_copy)
     return these
 
 

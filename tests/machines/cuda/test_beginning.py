@@ -9,7 +9,7 @@ import hostir as hi
 from examples import patterns
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.machines.cuda.onesided import takes_credits_first
+from hostir.machines.cuda.credits import takes_credits_first
 from hostir.plan.unroll import unroll
 from hostir.plan.unrolled import UnrolledProgram
 

@@ -20,7 +20,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
 from hostir.machines.binding import places
-from hostir.machines.cuda import onesided
+from hostir.machines.cuda import timeouts
 from hostir.machines.cuda.streams import CallOrder
 from hostir.plan.operations import ComputeOp
 from hostir.plan.unroll import unroll
@@ -325,7 +325,8 @@ program @alone(%x: f32[8, 4], %w: f32[4, 3]) -> (%y) {{
 }}
 """)
     (plan,) = plans(gpus, program, [[torch.randn(8, 4), torch.randn(4, 3)]], monkeypatch)
-    control = plan.flagged.flow_control
+    assert plan.one_sided is not None
+    control = plan.one_sided.flags.flow_control
     assert not control.stream_ordered
     assert not control.unawaited
     assert [slot for _, slot in control.raised] == [0, 1, 2, 3]
@@ -334,7 +335,7 @@ program @alone(%x: f32[8, 4], %w: f32[4, 3]) -> (%y) {{
 
 
 def test_a_source_that_a_sum_gave_up_on_is_named(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
+    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     program = hi.parse(reduce_scatter(IN_PIECES, 3))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
@@ -444,7 +445,7 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
     program: Program, alone: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With peers the ranks begin anew after that: what a peer signals late would count for the next call."""
-    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
+    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
         for rank in range(program.ranks)
