@@ -81,7 +81,7 @@ class LocalMachine:
                 watching.runs(task)
             for storage in task.memory:
                 if storage in freed:
-                    raise self.ranks[task.rank].late(task)
+                    raise self.ranks[task.rank].memory.used_after_free(task)
 
         order = random_order(seed, self.delays) if seed else program_order
         threads = torch.get_num_threads()
