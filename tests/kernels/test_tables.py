@@ -10,7 +10,7 @@ from hostir.choice.cost import TASKS
 from hostir.ir.op import REGISTRY
 from hostir.ir.tensor_ops import Unary
 from hostir.machines.cuda.binder import BIND
-from hostir.machines.gloo.machine import DEAL
+from hostir.machines.gloo.dealer import DEAL
 from hostir.plan import operations as plan_operations
 from tests.kernels.test_aten import ELEMENTWISE, NUMBERS
 

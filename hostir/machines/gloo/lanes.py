@@ -1,4 +1,4 @@
-"""Lanes: the steps that one thread of a CPU process executes in a run, and its position among them.
+"""Lanes of a CPU process: the steps that one thread executes in a run, the failure of a run, and the times of steps.
 
 Each stream has a lane, and so has each team that communicates.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 
 import torch
 
 from hostir.machines.binding import Step
+from hostir.machines.trace import Trace
 from hostir.plan.operations import Op
+from hostir.plan.unrolled import UnrolledProgram
 
 LaneKey = int | tuple[object, ...]  # the number of a stream, or a team that communicates
 
@@ -77,3 +80,68 @@ class ThreadLane:
         """The index of the step that the thread executes; -1 if it executes no step."""
         cursor = self.cursor
         return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1
+
+
+class RunFailure:
+    """The first failure of a run, and the events that a failure sets, so that no lane waits for them in vain.
+
+    Fields:
+        problem: the operation that failed, and its exception; None in a run without failure.
+    """
+
+    def __init__(self) -> None:
+        self.problem: tuple[Op, BaseException] | None = None
+        self.events: list[threading.Event] = []
+
+    def event(self) -> threading.Event:
+        """Return a new event of the plan."""
+        self.events.append(threading.Event())
+        return self.events[-1]
+
+    def record(self, op: Op, problem: BaseException) -> None:
+        """Record the first failure, and release the lanes that wait for events."""
+        if self.problem is None:
+            self.problem = op, problem
+        for event in self.events:
+            event.set()
+
+
+class LaneTrace:
+    """Records the times of a plan's operations in a trace, if there is one."""
+
+    def __init__(self, unrolled: UnrolledProgram, trace: Trace | None) -> None:
+        self.unrolled = unrolled
+        self.trace = trace
+
+    def timed(self, op: Op, step: Step) -> Step:
+        """Return a step that runs `step` and records its time."""
+        if self.trace is None:
+            return step
+        start, end = self.bracket(op)
+
+        def timed_step() -> None:
+            start()
+            step()
+            end()
+
+        return timed_step
+
+    def bracket(self, op: Op) -> tuple[Step, Step]:
+        """Return a step that begins an event of the trace, and a step that ends it."""
+        trace = self.trace
+        if trace is None:
+            return _nothing, _nothing
+        rank, lane, text, rounds = self.unrolled.rank, op.lane, self.unrolled.text(op), op.place.rounds
+        begun = [0.0]
+
+        def start() -> None:
+            begun[0] = time.time()
+
+        def end() -> None:
+            trace.add(rank, lane, text, begun[0], time.time(), rounds)
+
+        return start, end
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,8 +20,7 @@ from hostir.job.symmetric import SharedMemory
 from hostir.kernels import aten
 from hostir.kernels.repeats import Kernel
 from hostir.machines.binding import Step, completed, compute_block, copy_here
-from hostir.machines.gloo.lanes import AbandonedError, ThreadLane, Waits
-from hostir.machines.gloo.memory import SharedFiles
+from hostir.machines.gloo.lanes import AbandonedError, LaneTrace, RunFailure, ThreadLane, Waits
 from hostir.plan.operations import EPOCHS, BarrierOp, ComputeOp, CopyOp, Op, SignalOp, WaitSignalOp, flag_value
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -28,49 +28,35 @@ MIN_PAUSE, MAX_PAUSE = 2e-5, 1e-3  # seconds between two polls of a flag
 Flags = Any  # a row of flags as a numpy array: one load reads a flag, and one store sets it
 
 
-class SharedMachine(Protocol):
-    """The part of a machine that one-sided operations use."""
-
-    sharing: SharedFiles
-
-
-class LanePlan(Protocol):
-    """The part of a plan that one-sided operations use."""
-
-    unrolled: UnrolledProgram
-    registers: list[Any]
-    memory: SharedMemory | None
-    problem: tuple[Op, BaseException] | None
-
-    @property
-    def machine(self) -> SharedMachine:
-        """The machine that it runs on."""
-
-    def timed(self, op: Op, step: Step) -> Step:
-        """Return a step that runs `step` and records an event if there is a trace."""
-
-    def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Return a step that begins an event of the trace, and one that ends it."""
-
-
 class GlooOneSided:
-    """Adds the one-sided operations of a plan to the lanes of its streams."""
+    """Adds the one-sided operations of a plan to the lanes of its streams. `turn` is `SharedFiles.turn`."""
 
-    def __init__(self, plan: LanePlan) -> None:
-        self.plan = plan
-        self.turn = plan.machine.sharing.turn
-        self.registers = plan.registers
+    def __init__(
+        self,
+        unrolled: UnrolledProgram,
+        registers: list[Any],
+        memory: SharedMemory | None,
+        failure: RunFailure,
+        trace: LaneTrace,
+        turn: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.unrolled = unrolled
+        self.registers = registers
+        self.memory = memory
+        self.failure = failure
+        self.trace = trace
+        self.turn = turn
 
     @property
     def call(self) -> int:
         """The number of the call. It counts the calls of all plans with the same memory, so all ranks agree."""
-        assert self.plan.memory is not None
-        return self.plan.memory.calls
+        assert self.memory is not None
+        return self.memory.calls
 
     def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
         """Add a one-sided operation to the lane of its stream."""
         if isinstance(op, CopyOp):
-            lane.add(op, self.plan.timed(op, partial(self.copy, op)))
+            lane.add(op, self.trace.timed(op, partial(self.copy, op)))
         elif isinstance(op, SignalOp):
             lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
         elif isinstance(op, WaitSignalOp):
@@ -79,7 +65,7 @@ class GlooOneSided:
             self.deal_barrier(op, lane)
 
     def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, what: str = "") -> None:
-        row, name = self.flags(flags), self.plan.unrolled.flag_name(flags, slot)
+        row, name = self.flags(flags), self.unrolled.flag_name(flags, slot)
 
         def reached() -> bool:
             return bool(row[slot] >= flag_value(self.call, epoch))
@@ -92,9 +78,9 @@ class GlooOneSided:
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
     def deal_barrier(self, op: BarrierOp, lane: ThreadLane) -> None:
-        assert self.plan.memory is not None
-        me, team = self.plan.unrolled.rank, op.team
-        rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
+        assert self.memory is not None
+        me, team = self.unrolled.rank, op.team
+        rows = [self.memory.barriers(team, rank)[op.number].numpy() for rank in team]
         arrivals, place = rows[team.index(me)], team.index(me)
 
         def missing() -> list[int]:
@@ -111,7 +97,7 @@ class GlooOneSided:
 
         A trace shows the computation as one event.
         """
-        (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
+        (start, end), ready, done = self.trace.bracket(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
         blocks, computed = len(order), set[int]()
         add_up = aten.add_up if kernel is aten.sum else None
@@ -147,7 +133,7 @@ class GlooOneSided:
         def step() -> None:
             pause = MIN_PAUSE
             while not reached():
-                if self.plan.problem:
+                if self.failure.problem:
                     raise AbandonedError
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)

@@ -226,7 +226,7 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
     time.sleep(0.01)
     assert plan.progress() == stands
     assert isinstance(plan, GlooPlan)
-    plan.fail(op, RuntimeError("enough"))
+    plan.failure.record(op, RuntimeError("enough"))
     thread.join(10)
     assert "'wait_signal %f[2] >= 5': RuntimeError: enough" in refusals[0]
     assert plan.progress() is None
