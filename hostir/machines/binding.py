@@ -143,7 +143,7 @@ def _sum_block(
 
 
 def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
-    """Return the flags that a kernel raises after `block`: all rows of such a flag are in the blocks `computed`."""
+    """Return the flags to raise after `block`: all rows of these flags are now in the blocks `computed`."""
     flags = range(done.blocks)
     rows = {i: range(i * blocks // done.blocks, -(-(i + 1) * blocks // done.blocks)) for i in flags}
     return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]

@@ -1,4 +1,4 @@
-"""Who comes before whom on a rank's streams, held against the paths of a graph that is written out."""
+"""The order of operations on a rank's streams, compared with the paths of an explicit graph."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def paths(ops: list[Op]) -> nx.DiGraph:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_an_operation_follows_exactly_those_that_a_path_leads_from(seed: int) -> None:
+def test_an_operation_follows_exactly_the_operations_with_a_path_to_it(seed: int) -> None:
     ops = drawn(Random(seed))
     order, graph = RankOrder(ops), paths(ops)
     for then in range(len(ops)):
@@ -65,7 +65,7 @@ def test_an_operation_follows_exactly_those_that_a_path_leads_from(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_stream_would_wait_for_later_is_known_at_every_position(seed: int) -> None:
+def test_the_clock_of_a_stream_is_right_at_every_position(seed: int) -> None:
     ops = drawn(Random(seed))
     order = RankOrder(ops)
     for position in range(len(ops) + 1):

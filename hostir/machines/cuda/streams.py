@@ -89,7 +89,7 @@ _communicating: dict[torch.device, CallOrder] = {}
 def communication_order(device: torch.device) -> CallOrder:
     """Return the order of all communicating calls on a device.
 
-    Kernels that wait for peers hold SMs, and so do NCCL's kernels. Two calls that run in different orders on two ranks
+    Kernels that wait for peers hold SMs, also the kernels of NCCL. Two calls that run in different orders on two ranks
     would deadlock.
     """
     return _communicating.setdefault(device, CallOrder(device))

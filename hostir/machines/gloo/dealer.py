@@ -1,6 +1,6 @@
 """Binding on CPU processes: the operations of an unrolled program are dealt out to lanes, one lane a thread.
 
-The caller's stream has a lane, which the calling thread runs itself, and so has each worker stream and each team. A
+Each stream has a lane, and each team has a lane. The calling thread itself runs the lane of the caller's stream. A
 team's lane executes the team's communications in the order of issue. So the order is the same on every rank, whatever
 the streams do. A rank's messages within a team have another lane and another process group, since collectives do not
 wait for messages. Memory and views are made first, in the order of issue, as by a host that issues everything at once.
@@ -52,7 +52,7 @@ class LaneDealer:
     """Deals the operations of a plan out to lanes.
 
     Fields:
-        host: the lane that runs before all others: allocations, and views of what they allocate.
+        host: the lane that runs before all others: allocations, and views of the new buffers.
         lanes: the other lanes, by stream or team.
         arrivals: the events at the ends of communications, by handle.
     """

@@ -1,6 +1,6 @@
 """Lanes of a CPU process: the steps that one thread executes in a run, the failure of a run, and the times of steps.
 
-Each stream has a lane, and so has each team that communicates.
+Each stream has a lane, and each team that communicates has a lane.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """What a step waits for."""
+    """The kind of wait of a step."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"

@@ -2,8 +2,8 @@
 
 Every rank first plans: its statements become tasks, with an edge where the memory model orders two of them, and no
 other edges. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never written
-holds NaN, and so do the caller's tensors after the call. An access to freed memory is an error. If a program lacks an
-edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
+holds NaN, and after the call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program
+lacks an edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
 """
 
 from __future__ import annotations

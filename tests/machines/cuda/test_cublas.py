@@ -1,4 +1,4 @@
-"""What cuBLAS is given in a capture goes to streams that no other executor has. Streams and graphs are fakes here."""
+"""In a capture, cuBLAS runs on private streams of the executor. Streams and graphs are fakes here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def executor(monkeypatch: pytest.MonkeyPatch, body: str = BESIDE) -> Executor:
-    """One that notes on which streams its kernels are, and whose matmul is cuBLAS's."""
+    """Return an executor that logs the streams of its kernels. Its matmul counts as cuBLAS."""
     e = fake_graphs.executor(alone(body))
 
     def noted(kind: str, kernel: Any) -> Any:
@@ -60,7 +60,7 @@ def executor(monkeypatch: pytest.MonkeyPatch, body: str = BESIDE) -> Executor:
 
 
 def noted_in(e: Executor, capture: bool) -> list[tuple[str, ...]]:
-    """What one call issues, in a capture of the caller's or not."""
+    """Return the log of one call, which may be part of a capture of the caller."""
     log.clear()
     Device.callers_capture = capture
     try:
@@ -81,7 +81,7 @@ def test_in_a_capture_a_product_forks_from_its_stream_and_joins_it(monkeypatch: 
     assert Device.current.name == "caller"
 
 
-def test_a_product_on_the_callers_stream_has_one_of_the_priority_that_this_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_private_stream_has_the_priority_of_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     e = executor(monkeypatch, HERE)
     noted_in(e, capture=False)
     assert noted_in(e, capture=True)[1] == ("matmul", "own 0")
@@ -108,7 +108,7 @@ def test_a_product_that_fails_in_a_capture_joins_as_well(monkeypatch: pytest.Mon
     assert Device.current.name == "caller"
 
 
-def test_two_executors_never_have_the_same_stream_but_those_that_have_gone_leave_theirs_in_turn(
+def test_live_executors_never_share_a_private_stream_and_deleted_ones_return_theirs_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "RESTING", 2)
@@ -124,7 +124,9 @@ def test_two_executors_never_have_the_same_stream_but_those_that_have_gone_leave
     assert noted_in(living, capture=True)[1] == ("matmul", "own 0")
 
 
-def test_why_a_product_failed_is_said_even_if_its_stream_cannot_join_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_product_is_raised_even_if_its_stream_can_no_longer_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     e = executor(monkeypatch, HERE)
     noted_in(e, capture=False)
     Device.fails = "kernel"
@@ -140,7 +142,7 @@ def test_why_a_product_failed_is_said_even_if_its_stream_cannot_join_any_more(mo
         e(torch.randn(4, 8), torch.randn(8, 5))
 
 
-def test_an_executor_whose_products_are_not_cublas_s_makes_no_streams() -> None:
+def test_an_executor_without_cublas_products_makes_no_private_streams() -> None:
     e = fake_graphs.executor(alone(BESIDE))
     noted_in(e, capture=False)
     noted_in(e, capture=True)

@@ -387,7 +387,7 @@ BARRIERS_ALONE = """barrier of %x over didx
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("body", [ONE_WAY, NOBODY_READS, BARRIERS_ALONE])
-def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
+def test_a_rank_may_be_several_calls_ahead_of_a_rank_that_it_does_not_wait_for(
     body: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, tail = UNSEEN.split("  barrier of %x over didx\n")[0], "\n}\n"
@@ -395,7 +395,7 @@ def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
     check_calls(program, gpus, seed, monkeypatch, calls=7)
 
 
-def test_an_input_made_in_its_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_written_in_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = hi.parse("""hostir 1
 mesh @mesh [didx] = 0 1
 fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
@@ -422,7 +422,7 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
         torch.testing.assert_close(out, whole @ b)
 
 
-def test_what_peers_copy_from_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_peers_read_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
     for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
         assert places(plan.unrolled, plan.memory) == (0, 0)
@@ -444,7 +444,7 @@ program @never(%a: f32[2, 4, 8], %b: f32[8, 5]) -> (%c) {
 def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_memory(
     program: Program, alone: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With peers the ranks begin anew after that: what a peer signals late would count for the next call."""
+    """With peers, the call is abandoned: a late signal of a peer would count for the next call."""
     monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
@@ -462,7 +462,7 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
 def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, strategy: str, most: int
 ) -> None:
-    """`most`: for each operation; 10 more if the plan asks for each several times whether it touches a peer."""
+    """`most`: function calls an operation; 10 more if the plan asks several times whether it accesses a peer."""
     program = hi.lower(patterns.allgather_matmul(8, S=1, M="M", K=8, N=8), strategy)
     sizes = {"M": 64}
     inputs = random_inputs(program, sizes)
