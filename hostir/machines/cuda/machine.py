@@ -124,7 +124,6 @@ class CudaPlan:
         self.timeline = timeline
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
-        self.cursor: Iterator[Step] = iter(())
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # outputs copied there last
@@ -144,6 +143,7 @@ class CudaPlan:
         binder.bind()
         self.one_sided = binder.one_sided
         self.steps = binder.steps
+        self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.ops = binder.ops  # the operation of each step
         self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations

@@ -128,6 +128,14 @@ def test_a_plan_changes_streams_only_where_the_program_does_and_starts_communica
     assert plan.registers == plan.blank, "a plan holds no tensors between runs"
 
 
+def test_a_plan_has_nothing_in_flight_before_its_first_run() -> None:
+    plan, parts = planned(parse(PIPELINE))
+    assert plan.issued == 0
+    assert plan.in_flight() == []
+    plan.run(parts)
+    assert plan.issued == len(plan.steps)
+
+
 def test_an_error_leaves_the_callers_stream_current_and_behind_all_workers() -> None:
     plan, parts = planned(parse(PIPELINE))
     plan.machine.kernels = {**plan.machine.kernels, "matmul": lambda *tensors: 1 / 0}
