@@ -54,14 +54,14 @@ def cuda_driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")  # releases the GIL during a call, which may block until a queue has room
 
 
-def check(code: int, what: str) -> None:
+def check(code: int, operation: str) -> None:
     """Raise RuntimeError if the driver returned an error code other than 0."""
     if code == 0:
         return
     text = ctypes.c_char_p()
     cuda_driver().cuGetErrorString(code, ctypes.byref(text))
     message = text.value.decode() if text.value else "unknown error"
-    raise RuntimeError(f"{what}: {message} (CUDA error {code})")
+    raise RuntimeError(f"{operation}: {message} (CUDA error {code})")
 
 
 def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:

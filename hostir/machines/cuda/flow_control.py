@@ -66,8 +66,8 @@ def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
             return op.of_team, touched, raised
         if op.by_group or op.awaits or op.awaited_flags or unrolled.touches_peer(op):
             return None
-        mine = (r for r in unrolled.tensors(op) if unrolled.buffers[r] in homes)
-        touched += [(homes[unrolled.buffers[r]], at[r]) for r in mine]
+        local = (r for r in unrolled.tensors(op) if unrolled.buffers[r] in homes)
+        touched += [(homes[unrolled.buffers[r]], at[r]) for r in local]
         raised += [(homes[unrolled.buffers[flags]], slot) for flags, slot, _ in op.raised_flags]
     return None
 

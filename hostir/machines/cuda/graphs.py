@@ -53,8 +53,8 @@ class Capturable(Protocol):
     def eager_only(self) -> str:
         """The reason why its runs must not be captured; empty if they may be."""
 
-    def run(self, inputs: Sequence[Part], given: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
-        """Issue one run, with the outputs in the tensors `given`."""
+    def run(self, inputs: Sequence[Part], outs: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
+        """Issue one run, with the outputs in the tensors `outs`."""
 
 
 class GraphedCall(Protocol):
@@ -133,7 +133,7 @@ class Graphs:
         except RuntimeError as problem:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
-    def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], given: Sequence[Part]) -> bool:
+    def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], outs: Sequence[Part]) -> bool:
         """Capture a call and launch its graph if it has been issued often enough; return True if it was launched.
 
         Each capture of a call quadruples the number of eager calls before its next capture. So captures become rare if
@@ -145,10 +145,10 @@ class Graphs:
             call.eager += 1
             return False
         call.eager, call.captures = 0, call.captures + 1
-        call.graph = self.capture(call.plan, inputs, given)
+        call.graph = self.capture(call.plan, inputs, outs)
         if call.graph is None:
             return False
-        tensors = (*inputs, *given)
+        tensors = (*inputs, *outs)
         copied = [x for i in call.plan.copied_with_peers if (x := tensors[i]) is not None]
         call.allocations = Allocations([x.data_ptr() for x in copied]) if copied else None
         if len(kept := self.kept) > MAX_GRAPHS:  # if the graph is running, CUDA frees it once it has ended
@@ -157,11 +157,11 @@ class Graphs:
         self.launch(call.graph)
         return True
 
-    def capture(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
+    def capture(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
         """Capture a run, which executes nothing. If the capture fails, warn, make no more graphs, and return None."""
         began = time.perf_counter()
         try:
-            graph = self.record(plan, inputs, given)
+            graph = self.record(plan, inputs, outs)
         except Exception as problem:
             what = headline(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
             self.release(f"a capture failed: {what}")
@@ -177,14 +177,14 @@ class Graphs:
         LOG.info("@%s: captured a CUDA graph in %.1f ms, which this call is the first to replay", self.name, took)
         return graph
 
-    def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+    def record(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph:
         if not self.kept:  # torch refuses a pool whose graphs have all been destroyed
             self.pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
             graph = torch.cuda.CUDAGraph()
             try:  # thread_local: other threads may call functions that a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                plan.run(inputs, given, True)
+                plan.run(inputs, outs, True)
                 graph.capture_end()
             except BaseException:
                 self.abort_capture(graph)

@@ -203,10 +203,10 @@ class CudaPlan:
     def run(
         self,
         inputs: Sequence[torch.Tensor | None],
-        given: Sequence[Any] | None = None,
+        outs: Sequence[Any] | None = None,
         capturing: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Issue one run and return the outputs, which are the tensors of `given` if the caller passes them.
+        """Issue one run and return the outputs, which are the tensors of `outs` if the caller passes them.
 
         `capturing`: True if the current stream is part of a capture.
 
@@ -215,9 +215,9 @@ class CudaPlan:
         registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
         registers[held.start : held.stop] = inputs
-        if given is not None:
+        if outs is not None:
             for home, i in self.placed:
-                registers[home] = given[i]
+                registers[home] = outs[i]
         # `in_flight` reads the position of this iterator, which costs the run nothing.
         self.cursor = cursor = iter(self.steps)
         if capturing:
@@ -225,11 +225,11 @@ class CudaPlan:
         try:
             for step in cursor:
                 step()
-            if given is None:
+            if outs is None:
                 return tuple([registers[i] for i in self.unrolled.outputs])
             for register, i in self.copied:
-                given[i].copy_(registers[register])
-            return tuple(given)
+                outs[i].copy_(registers[register])
+            return tuple(outs)
         except BaseException as problem:
             self.join_workers()
             if not (at := self.in_flight()):  # interrupted before the first step

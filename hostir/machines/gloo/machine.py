@@ -116,9 +116,9 @@ class GlooPlan:
         self.workers = [(lane, machine.queue(key)) for key, lane in self.lanes.items() if key != CALLER]
 
     def run(
-        self, inputs: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None] | None = None
+        self, inputs: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Execute one run and return the outputs, which are the tensors of `given` if the caller passes them.
+        """Execute one run and return the outputs, which are the tensors of `outs` if the caller passes them.
 
         Raises HostIRError that names the statement that raised, on any thread.
         """
@@ -128,8 +128,8 @@ class GlooPlan:
             self.registers[:] = self.blank
         held = self.unrolled.inputs
         self.registers[held.start : held.stop] = inputs
-        if given is not None:
-            place(given, self.homes, self.registers)
+        if outs is not None:
+            place(outs, self.homes, self.registers)
         self.runs += 1
         self.failure.problem = None
         for event in self.failure.events:
@@ -141,10 +141,10 @@ class GlooPlan:
             raise
         if self.failure.problem:
             self.refuse(*self.failure.problem)
-        if given is None:
+        if outs is None:
             outputs = tuple([self.registers[i] for i in self.unrolled.outputs])
         else:
-            outputs = deliver(given, self.unrolled.outputs, self.registers)
+            outputs = deliver(outs, self.unrolled.outputs, self.registers)
         self.registers[:] = self.blank
         return outputs
 
@@ -201,7 +201,7 @@ class GlooPlan:
         lanes = [self.host, *self.lanes.values()]
         standing = [(lane.waits[i], lane.ops[i]) for lane in lanes if (i := lane.position) >= 0]
         at_work = [(waits, op) for waits, op in standing if waits is not Waits.LANE]
-        return [op for _, op in sorted(at_work or standing, key=lambda it: it[0] is not Waits.PEER)]
+        return [op for _, op in sorted(at_work or standing, key=lambda lane: lane[0] is not Waits.PEER)]
 
     def describe(self, op: Op) -> str:
         """Return a description of an operation in flight and of its wait."""

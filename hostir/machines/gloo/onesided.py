@@ -64,7 +64,7 @@ class GlooOneSided:
         else:
             self.deal_barrier(op, lane)
 
-    def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, what: str = "") -> None:
+    def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, operand: str = "") -> None:
         row, name = self.flags(flags), self.unrolled.flag_name(flags, slot)
 
         def reached() -> bool:
@@ -73,7 +73,7 @@ class GlooOneSided:
         def standing() -> str:
             call, at = divmod(int(row[slot]), EPOCHS)
             where = f"at epoch {at} of call {call}" if call else "at 0"
-            return f"epoch {epoch} of call {self.call} of flag {name}{what}: the flag stands {where}"
+            return f"epoch {epoch} of call {self.call} of flag {name}{operand}: the flag stands {where}"
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 

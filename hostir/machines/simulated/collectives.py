@@ -185,7 +185,7 @@ def _note(where: Note, part: CollectiveSide) -> Note:
     return where[0], f"{where[1]}, {part}"
 
 
-def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
+def disagreement(operation: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
     """Return the error for ranks that differ in communication or barrier `number` of a team.
 
     `notes` has one note for each rank, None for a rank that issues fewer.
@@ -193,7 +193,7 @@ def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[No
     described = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(
         Diagnostic(
-            f"the ranks {' '.join(map(str, team))} differ in {what} {number + 1} of their team",
+            f"the ranks {' '.join(map(str, team))} differ in {operation} {number + 1} of their team",
             expected="every rank of a team to issue the same communications in the same order",
             notes=tuple(described),
         )
