@@ -26,14 +26,14 @@ def drawn(random: Random) -> list[Op]:
     ops: list[Op] = []
     handles: list[int] = []
     for n in range(random.randrange(4, 30)):
-        stream, kind = random.choice(STREAMS), random.random()
-        if kind < 0.3:
+        stream, draw = random.choice(STREAMS), random.random()
+        if draw < 0.3:
             ops.append(SynchronizeOp(PLACE, stream, random.choice([s for s in STREAMS if s != stream])))
-        elif kind < 0.45:
+        elif draw < 0.45:
             handles.append(n + 1)
             collective = CollectiveOp(PLACE, stream, "allreduce", (0, 1), 0, 0, n + 1)
             ops.append(MarkOp(PLACE, stream, n + 1) if n % 2 else collective)
-        elif kind < 0.6 and handles:
+        elif draw < 0.6 and handles:
             ops.append(WaitOp(PLACE, stream, random.choice(handles)))
         else:
             ops.append(DelayOp(PLACE, stream, 1))

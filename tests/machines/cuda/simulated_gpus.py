@@ -348,15 +348,15 @@ def layers(
     """Return `count` plans for each rank, as of executors of one program. Each rank has a thread to meet the others."""
     memory, gpus.pushes = dict[int, torch.Tensor](), 0
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
-    made: dict[int, list[CudaPlan]] = {}
+    by_rank: dict[int, list[CudaPlan]] = {}
 
     def plan(rank: int, exchange: ExchangeTexts) -> None:
         groups = Groups(rank, CPU, exchange)
         machines = [CudaMachine(CPU, program, gpus.kernels(), groups) for _ in range(count)]
-        made[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
+        by_rank[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
 
     together(len(parts), plan)
-    return [made[rank] for rank in range(len(parts))]
+    return [by_rank[rank] for rank in range(len(parts))]
 
 
 def together(ranks: int, do: Callable[[int, ExchangeTexts], None]) -> None:

@@ -15,7 +15,7 @@ from tests.machines.cuda import fake_graphs
 from tests.machines.cuda.fake_graphs import Current, Device, Stream, log
 
 HERE = "%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c"
-made: list[tuple[str, int]] = []
+created: list[tuple[str, int]] = []
 
 
 class Event(fake_graphs.Event):
@@ -30,11 +30,11 @@ class Event(fake_graphs.Event):
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
-    made.clear()
+    created.clear()
 
     def new_stream(device: torch.device, priority: int) -> Stream:
-        made.append((f"own {len(made)}", priority))
-        stream = Stream(name=made[-1][0])
+        created.append((f"own {len(created)}", priority))
+        stream = Stream(name=created[-1][0])
         stream.priority = priority
         return stream
 
@@ -47,14 +47,14 @@ def executor(monkeypatch: pytest.MonkeyPatch, body: str = BESIDE) -> Executor:
     """Return an executor that logs the streams of its kernels. Its matmul counts as cuBLAS."""
     e = fake_graphs.executor(alone(body))
 
-    def noted(kind: str, kernel: Any) -> Any:
+    def noted(name: str, kernel: Any) -> Any:
         def run(*tensors: torch.Tensor, **options: Any) -> None:
-            log.append((kind, Device.current.name))
+            log.append((name, Device.current.name))
             kernel(*tensors, **options)
 
         return run
 
-    kernels = e._machine.kernels = {kind: noted(kind, kernel) for kind, kernel in e._machine.kernels.items()}
+    kernels = e._machine.kernels = {name: noted(name, kernel) for name, kernel in e._machine.kernels.items()}
     monkeypatch.setattr(cuda, "BY_CUBLAS", (*cuda.BY_CUBLAS, kernels["matmul"]))
     return e
 
@@ -93,7 +93,7 @@ def test_the_private_stream_has_the_priority_of_the_callers_stream(monkeypatch: 
                 *(("own 1", "waits for", "urgent"), ("matmul", "own 1"), ("urgent", "waits for", "own 1"))
             ]
     assert noted_in(e, capture=True)[1] == ("matmul", "own 0")
-    assert made == [("own 0", 0), ("own 1", -1)]
+    assert created == [("own 0", 0), ("own 1", -1)]
 
 
 def test_a_product_that_fails_in_a_capture_joins_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,4 +146,4 @@ def test_an_executor_without_cublas_products_makes_no_private_streams() -> None:
     e = fake_graphs.executor(alone(BESIDE))
     noted_in(e, capture=False)
     noted_in(e, capture=True)
-    assert not made
+    assert not created

@@ -116,12 +116,12 @@ def test_a_rank_grants_credits_to_a_peer_even_if_it_never_accesses_the_peer(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_for_different_strides_share_one_memory(seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program(f"barrier of %x over didx   {SENT}   wait_signal %f[0] >= 1   copy %box -> %y   {SELF}")
+    signalling = program(f"barrier of %x over didx   {SENT}   wait_signal %f[0] >= 1   copy %box -> %y   {SELF}")
     dense = [[torch.randn(1, 4)] for _ in range(2)]
     apart = [[torch.randn(1, 8)[:, ::2]] for _ in range(2)]
     both = [
-        (first, first.machine.plan(unroll(made, rank, {}, apart[rank])))
-        for rank, first in enumerate(plans(gpus, made, dense, monkeypatch))
+        (first, first.machine.plan(unroll(signalling, rank, {}, apart[rank])))
+        for rank, first in enumerate(plans(gpus, signalling, dense, monkeypatch))
     ]
     assert all(first.memory is second.memory for first, second in both)
     random, outputs = Random(seed), []

@@ -51,8 +51,8 @@ def how(e: Executor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> str:
     """Return the log of a call, whose result must be right."""
     exact = renewed(a, b, c)
     log.clear()
-    (found,) = e(a, b, out=c)
-    assert found is c
+    (result,) = e(a, b, out=c)
+    assert result is c
     assert torch.allclose(c, exact, atol=1e-5)
     steps = [step if isinstance(step, str) else step[0] for step in log]
     return " ".join(dict.fromkeys(step for step in steps if step in ("eager", "capture", "replay", "leave", "release")))
@@ -132,7 +132,7 @@ def test_an_executor_says_why_it_makes_no_graphs(options: dict[str, Any], reason
 def test_a_program_that_uses_nccl_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "%c: f32[2, 4] = allocate\n  %h = allgather %a -> %c over didx\n  wait %h"
     e = executor(program(body, "%a: f32[2@didx, 4]"))
-    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, given, capturing: given)
+    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, outs, capturing: outs)
     a, c = torch.randn(1, 4), torch.empty(2, 4)
     for _ in range(4):
         e(a, out=c)
@@ -152,10 +152,10 @@ def test_outputs_are_copied_on_the_callers_stream(monkeypatch: pytest.MonkeyPatc
         return copy(x, source)
 
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    found = executor(p, graphs=False)(a, b, out=outs)
+    results = executor(p, graphs=False)(a, b, out=outs)
     monkeypatch.undo()
     assert where == ["caller", "caller"], "only the view and the input are copied: %t and %c are written in place"
-    assert all(x is y for x, y in zip(found, outs, strict=True))
+    assert all(x is y for x, y in zip(results, outs, strict=True))
     c = (a @ b).relu()
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(outs, (a @ b, c[2], a, c), strict=True))
 
@@ -247,13 +247,13 @@ def test_the_watchdog_sees_an_error_of_the_device_unless_the_caller_has_got_it(m
     e, (a, b) = executor(), inputs()
     e(a, b)
     (plan,) = e.plans.values()
-    told: list[str] = []
-    links = types.SimpleNamespace(announce=lambda what, words: told.append(words))
+    announced: list[str] = []
+    links = types.SimpleNamespace(announce=lambda what, words: announced.append(words))
     dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links)
     assert Watchdog.reported(dog) == ""
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
-    assert told == ["a kernel gave up"]
+    assert announced == ["a kernel gave up"]
     dog.acknowledged = True
     assert Watchdog.reported(dog) == ""
 
@@ -300,7 +300,7 @@ def test_a_graph_is_dropped_once_memory_that_it_copies_to_a_peer_was_freed(monke
 
 def test_a_graph_keeps_no_tensor_of_the_caller_alive() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
-    e._machine.kernels = {kind: lambda *tensors, **options: None for kind in e._machine.kernels}
+    e._machine.kernels = {name: lambda *tensors, **options: None for name in e._machine.kernels}
     for _ in range(4):
         e(a, b, out=c)
     assert len(alive) == 1

@@ -180,11 +180,11 @@ program @alone(%x: f32[8]) -> (%y) streams 1 {
 
 @pytest.mark.usefixtures("impatient")
 def test_a_rank_alone_begins_anew_at_once(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = hi.parse(ALONE)
+    lone = hi.parse(ALONE)
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, {}))
-    machine = CudaMachine(CPU, made, gpus.kernels(), Groups(0, CPU))
+    machine = CudaMachine(CPU, lone, gpus.kernels(), Groups(0, CPU))
     monkeypatch.setattr(Executor, "_join", lambda *_: machine)
-    executor = Executor(made, machine="cuda", graphs=False)
+    executor = Executor(lone, machine="cuda", graphs=False)
     x = torch.randn(8)
     for k in range(20):
         (y,) = executor(x)

@@ -345,9 +345,9 @@ def test_a_source_that_a_sum_gave_up_on_is_named(gpus: Gpus, monkeypatch: pytest
     op = next(op for op in plan.unrolled.ops if isinstance(op, ComputeOp) and op.ready is not None)
     plan.machine.timeouts.of(plan.unrolled, op, op.ready.blocks)[5] = torch.tensor([1, 0])
     said = "rank 0: flag %sent_there[5], for block 1 of source 2, did not reach epoch 1 (stands at 0)"
-    found = str(plan.problem())
-    assert said in found
-    assert "sum %sent axis 0" in found
+    message = str(plan.problem())
+    assert said in message
+    assert "sum %sent axis 0" in message
 
 
 UNSEEN = """hostir 1
@@ -409,10 +409,10 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
     kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
     monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
     ready = plans(gpus, program, inputs, monkeypatch)
-    found = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
-    assert [x[1] for x in found] == [None, None], "b is not copied anywhere"
+    targets = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
+    assert [x[1] for x in targets] == [None, None], "b is not copied anywhere"
     outputs = []
-    for (a, b), (home, _), plan in zip(inputs, found, ready, strict=True):
+    for (a, b), (home, _), plan in zip(inputs, targets, ready, strict=True):
         home.copy_(a)
         gpus.current = Stream()
         outputs.append(plan.run([home, b])[0])
@@ -482,5 +482,5 @@ def test_a_plan_knows_which_tensors_of_a_call_copy_engines_send_to_peers(
         [shard(x, v.tensor, r, {}) for v, x in zip(program.inputs, random_inputs(program, {}), strict=True)]
         for r in range(2)
     ]
-    made = plans(gpus, program, parts, monkeypatch)
-    assert [plan.copied_with_peers for plan in made] == [positions, positions]
+    all_plans = plans(gpus, program, parts, monkeypatch)
+    assert [plan.copied_with_peers for plan in all_plans] == [positions, positions]

@@ -86,9 +86,9 @@ def test_within_a_capture_a_started_call_has_another_stream_and_joins_even_if_it
     del handle
     assert waits("caller")[-1] == inside
     handle = e.start(torch.randn(4, 8), torch.randn(8, 5))
-    found = handle.wait()
+    output = handle.wait()
     Device.callers_capture = False
-    assert handle.wait() is found, "the capture has joined the call"
+    assert handle.wait() is output, "the capture has joined the call"
 
 
 def unwaited(e: Executor) -> Any:

@@ -13,12 +13,12 @@ from tests.machines.cuda.fake_graphs import CPU, Current, Stream, log
 
 
 def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
+    created: list[object] = []
     handles = {0: 7, 1: 7}
 
     def current_stream(device: torch.device) -> object:
-        made.append(f"stream {handles[device.index]} of {device}")
-        return made[-1]
+        created.append(f"stream {handles[device.index]} of {device}")
+        return created[-1]
 
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
@@ -30,16 +30,16 @@ def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(mo
     assert [current(first), current(first), current(second)] == [
         *("stream 8 of cuda:0", "stream 8 of cuda:0", "stream 7 of cuda:1")
     ]
-    assert made == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
+    assert created == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
 
 
 def test_executors_share_streams_outside_torch_s_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
-    made: list[object] = []
-    monkeypatch.setattr(streams, "new_stream", lambda device, priority: made.append(object()) or made[-1])
+    created: list[object] = []
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: created.append(object()) or created[-1])
     first = [streams.workers(CPU, 1)[0] for _ in range(streams.WORKERS)]
     again = [streams.workers(CPU, 1)[0] for _ in range(2 * streams.WORKERS)]
-    assert len(set(map(id, first))) == len(made) == streams.WORKERS
+    assert len(set(map(id, first))) == len(created) == streams.WORKERS
     assert again[: streams.WORKERS] == again[streams.WORKERS :]
     assert set(map(id, again)) == set(map(id, first))
 

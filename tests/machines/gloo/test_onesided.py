@@ -300,7 +300,7 @@ def test_all_ranks_drop_the_memory_that_rank_0_used_least_recently(monkeypatch: 
     body = "%box: f32[M, 16] = allocate_symmetric\n  barrier of %box over didx"
     p = program(body, "%x: f32[2@didx, M]", "%x")
     monkeypatch.setattr("hostir.job.symmetric.KEPT_BYTES", 12 * 64 + 3 * ALIGNMENT)  # for M=4 three times
-    found: list[list[Any]] = [[], []]
+    history: list[list[Any]] = [[], []]
 
     plans: list[list[Plan]] = [[], []]
 
@@ -312,15 +312,15 @@ def test_all_ranks_drop_the_memory_that_rank_0_used_least_recently(monkeypatch: 
             held.used = turn if rank == 0 else -turn
             if m == 2 and rank == 1:
                 held.captured.add(plans[rank][-1])
-            found[rank].append(sizes_of(memory))
+            history[rank].append(sizes_of(memory))
             if m == 7:
                 first = next(each for (_, sizes), each in memory.met.items() if dict(sizes)["M"] == 3)
-                found[rank].append(first.gone)
-        found[rank].append(first.gone)
+                history[rank].append(first.gone)
+        history[rank].append(first.gone)
 
     together(2, use)
-    assert found[0] == found[1]
-    assert found[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
+    assert history[0] == history[1]
+    assert history[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
 
 
 def sizes_of(memory: SymmetricMemory) -> list[int]:

@@ -66,8 +66,8 @@ def test_every_order_gives_the_sum_of_the_parts_bit_for_bit(name: str, mesh: str
             error = (part.double() - mine).abs().max() / mine.abs().max()
             assert error <= closeness(len(mesh.split()), part.dtype)
     for seed in SEEDS:
-        found = machine.run(seed, watch=seed < 4)
-        assert all(torch.equal(x, y) for x, y in zip(flat(found), flat(expected), strict=True)), seed
+        outputs = machine.run(seed, watch=seed < 4)
+        assert all(torch.equal(x, y) for x, y in zip(flat(outputs), flat(expected), strict=True)), seed
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -82,8 +82,8 @@ def test_a_sum_by_blocks_has_the_bits_of_a_sum_that_waits_for_all_blocks(ranks: 
 """
     whole = changed(text, "  sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine\n", before)
     calls = [random_inputs(parse(text), {"M": 5}, seed=call) for call in range(2)]
-    found, expected = (rehearse(parse(t), calls, {"M": 5}).run(3) for t in (text, whole))
-    assert all(torch.equal(x, y) for x, y in zip(flat(found), flat(expected), strict=True))
+    outputs, expected = (rehearse(parse(t), calls, {"M": 5}).run(3) for t in (text, whole))
+    assert all(torch.equal(x, y) for x, y in zip(flat(outputs), flat(expected), strict=True))
 
 
 @pytest.mark.parametrize("text", [programs.scattered(), programs.scattered_slices(), programs.summed_everywhere()])

@@ -45,7 +45,7 @@ def test_a_machine_runs_again_and_again_as_if_for_the_first_time() -> None:
     calls = calls_of(p)
     machine = rehearse(p, calls)
     fresh = {seed: bits(run_calls(p, calls, seed=seed)) for seed in range(12)}
-    assert len({str(found) for found in fresh.values()}) > 2, "the orders show"
+    assert len({str(outputs) for outputs in fresh.values()}) > 2, "the orders show"
     assert all(bits(machine.run(seed)) == fresh[seed] for seed in (*fresh, *reversed(fresh)))
 
 
@@ -79,8 +79,8 @@ def test_a_worker_that_nobody_joins_reads_the_next_calls_inputs() -> None:
 def test_the_caller_overwrites_inputs_and_outputs_once_its_stream_is_done() -> None:
     p = program(f"  %y: f32[4@didx, 3] = allocate\n{LEFT}  set_stream 0\n  copy %z -> %y\n  set_stream %user")
     machine = rehearse(p, calls_of(p))
-    found = [torch.cat([part for call in machine.run(seed) for part in call[0]]) for seed in SEEDS]
-    assert any(x.isnan().any() for x in found)
+    results = [torch.cat([part for call in machine.run(seed) for part in call[0]]) for seed in SEEDS]
+    assert any(x.isnan().any() for x in results)
 
 
 def test_streams_keep_their_order_from_call_to_call() -> None:

@@ -44,8 +44,8 @@ def test_every_legal_order_gives_the_right_result(text: str) -> None:
 def without(text: str, *lines: str) -> str:
     """Return the text without the last occurrence of each of these parts."""
     for line in lines:
-        before, found, after = text.rpartition(line)
-        assert found, line
+        before, separator, after = text.rpartition(line)
+        assert separator, line
         text = before + after
     return text
 

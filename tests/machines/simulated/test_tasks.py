@@ -28,14 +28,14 @@ def ran(tasks: Sequence[Task], seed: int) -> list[Task]:
 
 def test_every_legal_order_has_a_chance() -> None:
     tasks = chains([2, 2])
-    found = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
-    assert len(found) == 6, "as many as there are ways to merge two lanes of two"
+    orders = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
+    assert len(orders) == 6, "as many as there are ways to merge two lanes of two"
 
 
 def test_a_lane_may_starve_until_it_alone_can_run() -> None:
     tasks = chains([20, 20])
-    found = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
-    assert {(0,) * 20 + (1,) * 20, (1,) * 20 + (0,) * 20} <= found
+    orders = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
+    assert {(0,) * 20 + (1,) * 20, (1,) * 20 + (0,) * 20} <= orders
 
 
 def test_some_seed_delays_each_task_until_no_other_can_run() -> None:

@@ -69,12 +69,12 @@ def test_a_race_names_both_sides_and_the_buffer() -> None:
     program = parse(without(REUSE, "    wait %h\n"), "reuse.hir")
     with pytest.raises(HostIRError) as caught:
         run_local(program, inputs_of(program), watch=True)
-    (found,) = caught.value.diagnostics
+    (finding,) = caught.value.diagnostics
     gather, matmul = "'%h = allgather %a_i -> %g_i over didx'", "'matmul %g_i, %b -> %c_i'"
     sides = f"rank 0, {gather} in round 0 on stream 0", f"rank 0, {matmul} in round 0 on stream 0"
-    assert found.message.startswith(f"race: {sides[0]} and {sides[1]} touch common elements of %a_full of rank 0")
-    assert [text for _, text in found.notes] == [f"{sides[0]} writes", f"{sides[1]} reads"]
-    assert [program_line(span) for span, _ in found.notes] == ["%h = allgather", "matmul %g_i, %"]
+    assert finding.message.startswith(f"race: {sides[0]} and {sides[1]} touch common elements of %a_full of rank 0")
+    assert [text for _, text in finding.notes] == [f"{sides[0]} writes", f"{sides[1]} reads"]
+    assert [program_line(span) for span, _ in finding.notes] == ["%h = allgather", "matmul %g_i, %"]
 
 
 def program_line(span: Span) -> str:
