@@ -63,6 +63,48 @@ class CudaOneSided:
         self.blocks = BlockSteps(context, self.flags, self.copies.behind_products)
 
 
+class BufferFrees:
+    """The steps that free a plan's buffers, and mark the streams that may still use a buffer when it is freed.
+
+    `late` are these streams, by buffer.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        self.context = context
+        self.late = late_streams(context.unrolled)
+
+    def drop_with_the_run(self) -> set[int]:
+        """Return the buffers to drop with the run, once the caller's stream has joined all other streams.
+
+        They need no marks.
+        """
+        allocated = self.context.unrolled.allocated
+        buffers = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
+        for buffer in buffers:
+            del self.late[buffer]
+        return buffers
+
+    def free(self, buffer: int) -> list[Step]:
+        """Return the steps that free a buffer and its views."""
+        registers = self.context.registers
+        freed = [i for i, owner in enumerate(self.context.unrolled.buffers) if owner == buffer]
+
+        def step() -> None:
+            for i in freed:
+                registers[i] = None
+
+        return [*self.marks(buffer), step]
+
+    def marks(self, buffer: int) -> list[Step]:
+        """Return the steps that tell the allocator which streams may still use a buffer when it is freed."""
+        registers, streams = self.context.registers, self.context.streams
+
+        def recording(stream: int) -> Step:
+            return lambda: registers[buffer].record_stream(streams[stream])
+
+        return [recording(stream) for stream in self.late.pop(buffer, ())]
+
+
 class CudaBinder:
     """Makes the steps of a plan, one operation after another.
 
@@ -72,7 +114,6 @@ class CudaBinder:
         in_captures: the steps that a capture issues instead of the steps at these positions.
         launches: the steps that only launch kernels of Triton, with their operations.
         current: the stream that is current after the last step.
-        late: the streams that may still use a buffer when it is freed, by buffer.
         freed_later: the frees between a product and the copies with which it will be bound; None elsewhere.
         awaited_at_once: the handles of collectives that may run on the caller's stream itself.
         inlined: the handles of collectives that do.
@@ -93,7 +134,7 @@ class CudaBinder:
         self.in_captures: dict[int, Step] = {}
         self.launches: list[tuple[Op, Step]] = []
         self.current = CALLER
-        self.late = late_streams(context.unrolled)
+        self.frees = BufferFrees(context)
         self.freed_later: list[FreeOp] | None = None
         self.awaited_at_once = awaited_at_once(context.unrolled)
         self.inlined = set[int]()
@@ -107,25 +148,18 @@ class CudaBinder:
             self.append(ops[0], step)
         if self.one_sided is not None and self.one_sided.call.credits_taken is not None:
             self.unnoticed = 0
-        dropped_last = self.dropped_with_the_run() if self.one_sided else set()
+        dropped_last = self.frees.drop_with_the_run() if self.one_sided else set()
         for op in ops:
             if op.frees not in dropped_last:
                 self.add(op)
-        for buffer in sorted(self.late):
-            self.mark(ops[-1], buffer)
+        for buffer in sorted(self.frees.late):
+            for step in self.frees.marks(buffer):
+                self.append(ops[-1], step)
         if self.current != CALLER:
             self.append(ops[-1], self.switch(CALLER))
         self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.call.end_call() if self.one_sided else ():
             self.append(ops[-1], step)
-
-    def dropped_with_the_run(self) -> set[int]:
-        """Return the buffers that are dropped with the run, once the caller's stream has joined all other streams."""
-        allocated = self.context.unrolled.allocated
-        buffers = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
-        for buffer in buffers:
-            del self.late[buffer]
-        return buffers
 
     @property
     def flagged(self) -> CudaOneSided:
@@ -261,25 +295,8 @@ class CudaBinder:
         if self.freed_later is not None:
             self.freed_later.append(op)
             return
-        registers = self.context.registers
-        freed = [i for i, buffer in enumerate(self.context.unrolled.buffers) if buffer == op.buffer]
-        self.mark(op, op.buffer)
-
-        def step() -> None:
-            for i in freed:
-                registers[i] = None
-
-        self.append(op, step)
-
-    def mark(self, op: Op, buffer: int) -> None:
-        """Tell the allocator which streams may still use a buffer when it is freed."""
-        registers, streams = self.context.registers, self.context.streams
-
-        def recording(stream: int) -> Step:
-            return lambda: registers[buffer].record_stream(streams[stream])
-
-        for stream in self.late.pop(buffer, ()):
-            self.append(op, recording(stream))
+        for step in self.frees.free(op.buffer):
+            self.append(op, step)
 
 
 # The method that binds each class of operations; a test compares the keys with all classes of operations.
