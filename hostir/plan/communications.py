@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.machine import Exchange
 from hostir.plan.operations import CollectiveOp, MarkOp, MessagesOp, Op, WaitOp
-from hostir.plan.recording import Recorder, Registers
+from hostir.plan.recording import IssuedOps, RegisterTable
 from hostir.plan.unrolled import RegisterView
 
 COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall")
@@ -29,8 +29,8 @@ class Communications:
         to_itself: the latest message of this rank to itself in a team of one.
     """
 
-    def __init__(self, recorder: Recorder, registers: Registers) -> None:
-        self.recorder = recorder
+    def __init__(self, ops: IssuedOps, registers: RegisterTable) -> None:
+        self.ops = ops
         self.registers = registers
         self.flights: list[Flight] = []
         self.marked: set[int] = set()
@@ -46,10 +46,10 @@ class Communications:
         if len(exchange.team) == 1 or exchange.kind == "allreduce":
             self.copy_within(x, out)
         if len(exchange.team) == 1:
-            return self.start(MarkOp(*self.recorder.here, registers.new_register()))
+            return self.start(MarkOp(*self.ops.here, registers.new_register()))
         source, target = registers.register(out if exchange.kind == "allreduce" else x), registers.register(out)
         handle = registers.new_register()
-        return self.start(CollectiveOp(*self.recorder.here, exchange.kind, exchange.team, source, target, handle))
+        return self.start(CollectiveOp(*self.ops.here, exchange.kind, exchange.team, source, target, handle))
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         registers, rank = self.registers, self.registers.rank
@@ -68,9 +68,9 @@ class Communications:
         if sends or receives:
             handle = registers.new_register()
             return self.start(
-                MessagesOp(*self.recorder.here, exchange.team, tuple(sends), tuple(receives), collective, handle)
+                MessagesOp(*self.ops.here, exchange.team, tuple(sends), tuple(receives), collective, handle)
             )
-        flight = self.start(MarkOp(*self.recorder.here, registers.new_register()))
+        flight = self.start(MarkOp(*self.ops.here, registers.new_register()))
         if not collective:
             self.to_itself = flight
         return flight
@@ -83,7 +83,7 @@ class Communications:
             registers.copy(source, target)
 
     def start(self, op: Op) -> Flight:
-        self.recorder.add(op)
+        self.ops.add(op)
         self.flights.append(Flight(op))
         return self.flights[-1]
 
@@ -93,12 +93,12 @@ class Communications:
 
     def follow(self, flight: Flight) -> None:
         """Make the current stream wait for a communication."""
-        self.recorder.mark_order()
+        self.ops.mark_order()
         if isinstance(flight.op, MarkOp):
-            if flight.op.stream == self.recorder.stream:
+            if flight.op.stream == self.ops.stream:
                 return
             self.marked.add(flight.op.handle)
-        self.recorder.add(WaitOp(*self.recorder.here, flight.op.starts))
+        self.ops.add(WaitOp(*self.ops.here, flight.op.starts))
 
     def check_awaited(self) -> None:
         """Raise HostIRError for a communication that no statement waits for."""
@@ -109,4 +109,4 @@ class Communications:
 
     def without_unused_marks(self) -> tuple[Op, ...]:
         """Return all recorded operations except the marks that no other stream waits for."""
-        return tuple(op for op in self.recorder.ops if not isinstance(op, MarkOp) or op.handle in self.marked)
+        return tuple(op for op in self.ops.issued if not isinstance(op, MarkOp) or op.handle in self.marked)

@@ -24,7 +24,7 @@ from hostir.plan.operations import (
 from hostir.plan.unrolled import RegisterView
 
 
-class Recorder:
+class IssuedOps:
     """The operations recorded so far, and the statement and the stream of the next operation.
 
     Fields:
@@ -32,7 +32,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.ops: list[Op] = []
+        self.issued: list[Op] = []
         self.place: StatementPlace
         self.stream = CALLER
         self.ordered = 0
@@ -46,17 +46,17 @@ class Recorder:
         return self.place, self.stream
 
     def add(self, op: Op) -> None:
-        self.ops.append(op)
+        self.issued.append(op)
 
     def mark_order(self) -> None:
         """Note that the current statement orders streams."""
-        self.ordered = len(self.ops)
+        self.ordered = len(self.issued)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
         return self.place.statement.fail(message, expected=expected, hint=hint)
 
 
-class Registers:
+class RegisterTable:
     """The numbered registers of a program under construction, their buffers, and the views of the buffers.
 
     A view becomes an operation only when another operation uses it: a chain of select, chunk and reshape is one strided
@@ -70,10 +70,10 @@ class Registers:
         freed: the buffers that the program has freed.
     """
 
-    def __init__(self, program: Program, rank: int, recorder: Recorder) -> None:
+    def __init__(self, program: Program, rank: int, ops: IssuedOps) -> None:
         self.program = program
         self.rank = rank
-        self.recorder = recorder
+        self.ops = ops
         self.buffers: list[int] = [NONE]
         self.contents: dict[int, RegisterView] = {}
         self.dtypes: dict[int, DType] = {}  # by buffer
@@ -104,8 +104,8 @@ class Registers:
     def allocate(self, shape: tuple[int, ...], dtype: DType, name: str = "") -> RegisterView:
         buffer = self.new_register()
         self.names[buffer] = name
-        op = self.allocated[buffer] = AllocateOp(*self.recorder.here, buffer, shape, dtype)
-        self.recorder.add(op)
+        op = self.allocated[buffer] = AllocateOp(*self.ops.here, buffer, shape, dtype)
+        self.ops.add(op)
         return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
 
     def symmetric_buffer(
@@ -117,15 +117,15 @@ class Registers:
             return self.contents[self.homes[home]]
         buffer = self.homes[home] = self.new_register()
         self.names[buffer] = name
-        op = self.symmetric[buffer] = SymmetricOp(*self.recorder.here, buffer, name, rounds, shape, dtype, rank)
-        self.recorder.add(op)
+        op = self.symmetric[buffer] = SymmetricOp(*self.ops.here, buffer, name, rounds, shape, dtype, rank)
+        self.ops.add(op)
         return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
 
     def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
         """Return the same view of a rank's buffer. Raises HostIRError for memory that is not symmetric."""
         op, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if op is None:
-            raise self.recorder.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
+            raise self.ops.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
         return x._replace(buffer=self.symmetric_buffer(op.name, op.rounds, rank, op.shape, op.dtype).buffer)
 
     def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
@@ -134,7 +134,7 @@ class Registers:
         Raises HostIRError for an epoch that no flag can hold.
         """
         if epoch >= EPOCHS:
-            raise self.recorder.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
+            raise self.ops.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
         return self.register(self.at_rank(flags, self.rank if rank is None else rank))
 
     def register(self, x: RegisterView | None) -> int:
@@ -145,19 +145,19 @@ class Registers:
         register = self.views.get(x)
         if register is None:
             register = self.views[x] = self.new_register(x.buffer)
-            index, (place, stream) = x.index_in(self.contents[x.buffer]), self.recorder.here
-            self.recorder.add(ViewOp(place, stream, register, *x, index))
+            index, (place, stream) = x.index_in(self.contents[x.buffer]), self.ops.here
+            self.ops.add(ViewOp(place, stream, register, *x, index))
         return register
 
     def free(self, x: RegisterView) -> None:
         self.check_not_freed(x)
         self.freed.add(x.buffer)
         if x.buffer in self.allocated:
-            self.recorder.add(FreeOp(*self.recorder.here, x.buffer))
+            self.ops.add(FreeOp(*self.ops.here, x.buffer))
 
     def check_not_freed(self, x: RegisterView) -> None:
         if x.buffer in self.freed:
-            raise self.recorder.fail(
+            raise self.ops.fail(
                 "the memory of an operand was freed earlier", hint="free it after its last use, and once"
             )
 
@@ -178,23 +178,23 @@ class Registers:
         assert x is not None
         size, rest = divmod(prod(x.shape), count)
         if rest:
-            raise self.recorder.fail(f"{prod(x.shape)} elements do not divide into {count} blocks")
+            raise self.ops.fail(f"{prod(x.shape)} elements do not divide into {count} blocks")
         return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
 
     def copy(self, x: int, out: int) -> None:
         """Add a copy between the tensors of two registers."""
         dtype = self.dtypes[self.buffers[out]]
-        self.recorder.add(ComputeOp(*self.recorder.here, "copy", dtype, out, (x,), {}))
+        self.ops.add(ComputeOp(*self.ops.here, "copy", dtype, out, (x,), {}))
 
     def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
         """Return the error for a tensor's layout; it names the input if the tensor is a view of a strided input."""
         contents = self.contents[x.buffer]
         if x.buffer > len(self.program.inputs) or contents.dense:
-            return self.recorder.fail(message, expected=expected, hint="copy it to a buffer of its own first")
+            return self.ops.fail(message, expected=expected, hint="copy it to a buffer of its own first")
         value, shape, strides = self.program.inputs[x.buffer - 1], list(contents.shape), list(contents.strides)
         return error(
             f"input {value} of rank {self.rank} is not contiguous: shape {shape}, strides {strides}",
             value.span,
             hint=f"pass {value.name}.contiguous(), or have the program read '%{value.name}_dense = dense {value}'",
-            notes=((self.recorder.place.statement.span, message),),
+            notes=((self.ops.place.statement.span, message),),
         )

@@ -23,7 +23,7 @@ from hostir.plan.operations import (
     SynchronizeOp,
     WaitSignalOp,
 )
-from hostir.plan.recording import Recorder, Registers
+from hostir.plan.recording import IssuedOps, RegisterTable
 from hostir.plan.unrolled import RegisterView, UnrolledProgram
 
 
@@ -82,9 +82,9 @@ class Unroller(Observer, OptionalMethods):
         self.program = program
         self.rank = rank
         self.sizes = sizes
-        self.recorder = Recorder()
-        self.registers = Registers(program, rank, self.recorder)
-        self.communications = Communications(self.recorder, self.registers)
+        self.ops = IssuedOps()
+        self.registers = RegisterTable(program, rank, self.ops)
+        self.communications = Communications(self.ops, self.registers)
         self.barriers: dict[tuple[int, ...], int] = {}  # by team: the number of its barriers so far
 
     def strided_inputs(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
@@ -103,7 +103,7 @@ class Unroller(Observer, OptionalMethods):
 
     def finish(self, outputs: Sequence[RegisterView | None]) -> UnrolledProgram:
         self.communications.check_awaited()
-        self.recorder.stream = CALLER
+        self.ops.stream = CALLER
         registers = self.registers
         results = tuple(registers.register(self.output(x)) for x in outputs)
         return UnrolledProgram(
@@ -124,22 +124,22 @@ class Unroller(Observer, OptionalMethods):
         """Return an output that the caller may keep: a copy if it is symmetric, as the next call reuses such memory."""
         if x is None or x.buffer not in self.registers.symmetric:
             return x
-        self.recorder.place = self.registers.symmetric[x.buffer].place
+        self.ops.place = self.registers.symmetric[x.buffer].place
         copy = self.registers.allocate(x.shape, self.registers.dtypes[x.buffer])
         self.registers.copy(self.registers.register(x), copy.buffer)
         return copy
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
-        self.recorder.at(statement, rounds)
+        self.ops.at(statement, rounds)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool = False) -> RegisterView:
-        statement, rounds = self.recorder.place
+        statement, rounds = self.ops.place
         name = next((v.name for v in statement.named), "")
         if not symmetric:
             return self.registers.allocate(shape, dtype, name)
         part = self.registers.symmetric_buffer(name, rounds, self.rank, shape, dtype)
         if part.shape != shape or self.registers.dtypes[part.buffer] != dtype:
-            raise self.recorder.fail(
+            raise self.ops.fail(
                 f"%{name} was allocated before with another shape or dtype", expected="one shape and dtype"
             )
         return part
@@ -179,7 +179,7 @@ class Unroller(Observer, OptionalMethods):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        recorder, registers = self.recorder, self.registers
+        ops, registers = self.ops, self.registers
         if ready is not None:
             flags, own = registers.flags(ready.flags, ready.epoch), ready.own
             ready = replace(ready, flags=flags, own=None if own is None else registers.register(own))
@@ -187,10 +187,10 @@ class Unroller(Observer, OptionalMethods):
             done = replace(done, flags=registers.flags(done.flags, done.epoch))
         sources, target = tuple(map(registers.register, operands)), registers.register(out)
         if ready is not None:
-            overlapped, reserved = unavailable_sms(recorder.ops, recorder.ordered, recorder.stream)
+            overlapped, reserved = unavailable_sms(ops.issued, ops.ordered, ops.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
         dtype = registers.dtypes[out.buffer]
-        recorder.add(ComputeOp(*recorder.here, kind, dtype, target, sources, options, ready, done))
+        ops.add(ComputeOp(*ops.here, kind, dtype, target, sources, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         return self.communications.communicate(exchange, x, out)
@@ -205,48 +205,48 @@ class Unroller(Observer, OptionalMethods):
             registers.check_dense(part, "a copy by SMs, of a tensor that is not dense")
         x = x if source == self.rank else registers.at_rank(x, source)
         out = out if target == self.rank and not sms else registers.at_rank(out, target)
-        self.recorder.add(CopyOp(*self.recorder.here, registers.register(x), registers.register(out), sms))
+        self.ops.add(CopyOp(*self.ops.here, registers.register(x), registers.register(out), sms))
 
     def signal(self, flags: RegisterView, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
         register = self.registers.flags(flags, epoch, peer)
-        self.recorder.add(SignalOp(*self.recorder.here, register, slot, epoch, peer, sms))
+        self.ops.add(SignalOp(*self.ops.here, register, slot, epoch, peer, sms))
 
     def wait_signal(self, flags: RegisterView, slot: int, epoch: int) -> None:
         register = self.registers.flags(flags, epoch)
-        self.recorder.add(WaitSignalOp(*self.recorder.here, register, slot, epoch))
+        self.ops.add(WaitSignalOp(*self.ops.here, register, slot, epoch))
 
     def barrier(self, team: tuple[int, ...]) -> None:
         number = self.barriers.get(team, 0)
         self.barriers[team] = number + 1
-        self.recorder.mark_order()
+        self.ops.mark_order()
         if len(team) > 1:
-            self.recorder.add(BarrierOp(*self.recorder.here, team, number))
+            self.ops.add(BarrierOp(*self.ops.here, team, number))
 
     def current_stream(self) -> StreamValue:
-        return StreamValue(self.recorder.stream)
+        return StreamValue(self.ops.stream)
 
     def set_stream(self, stream: StreamValue | int) -> None:
-        self.recorder.stream = self.stream_number(stream)
+        self.ops.stream = self.stream_number(stream)
 
     def synchronize(self, stream: StreamValue | int) -> None:
         other = self.stream_number(stream)
-        self.recorder.mark_order()
-        if other != self.recorder.stream:
-            self.recorder.add(SynchronizeOp(*self.recorder.here, other))
+        self.ops.mark_order()
+        if other != self.ops.stream:
+            self.ops.add(SynchronizeOp(*self.ops.here, other))
 
     def stream_number(self, stream: StreamValue | int) -> int:
         if isinstance(stream, StreamValue):
             return stream.number
         if not 0 <= stream < self.program.streams:
             pool = self.program.streams
-            raise self.recorder.fail(
+            raise self.ops.fail(
                 f"no stream {stream} in a pool of {pool}",
                 expected=f"0 to {pool - 1}" if pool else "a program with 'streams N' in its head",
             )
         return stream
 
     def delay(self, microseconds: int) -> None:
-        self.recorder.add(DelayOp(*self.recorder.here, microseconds))
+        self.ops.add(DelayOp(*self.ops.here, microseconds))
 
 
 def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:

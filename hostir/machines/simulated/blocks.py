@@ -16,7 +16,7 @@ from hostir.machines.simulated.memory import make_undefined
 from hostir.machines.simulated.rank_memory import RankMemory
 from hostir.machines.simulated.tasks import Task, Views
 
-Piece = tuple[int, Task]  # the first of some rows of a result, and the task that computes these rows
+RowsTask = tuple[int, Task]  # the first of some rows of a result, and the task that computes these rows
 
 
 class BlockKernel:
@@ -80,9 +80,9 @@ class BlockKernel:
         end.follow([start, *(task for _, task in pieces), *signals, *copies[-1:]])
         end.changes, end.since = None if ready is None else issuer.sms, start
 
-    def pieces(self, start: Task) -> list[Piece]:
+    def pieces(self, start: Task) -> list[RowsTask]:
         """Add the tasks that compute the result."""
-        pieces, before = list[Piece](), list[Task]()
+        pieces, before = list[RowsTask](), list[Task]()
         for block in (0,) if self.ready is None else self.ready.order:
             computed = self.block(start, block)
             for _, task in computed:
@@ -92,7 +92,7 @@ class BlockKernel:
             before = [task for _, task in computed] if self.ready is not None and self.done is not None else []
         return pieces
 
-    def block(self, start: Task, block: int) -> list[Piece]:
+    def block(self, start: Task, block: int) -> list[RowsTask]:
         """Add the tasks that compute one block."""
         ready, first = self.ready, block * self.height
         arrived = dict[int, Task]()  # by source: the wait for its flag
@@ -157,7 +157,7 @@ class BlockKernel:
         task.gate, task.epoch = self.memory.flag(ready.flags, block), self.issuer.epoch(ready.epoch)
         return task
 
-    def signals(self, pieces: Sequence[Piece], done: Done) -> list[Task]:
+    def signals(self, pieces: Sequence[RowsTask], done: Done) -> list[Task]:
         """Add the signals of the kernel, each after the pieces of one block."""
         signals = []
         height = self.out.shape[:-1].numel() // done.blocks
