@@ -22,7 +22,7 @@ PLACE = StatementPlace(parse(TEXT).body[0], ())
 
 
 def drawn(random: Random) -> list[Op]:
-    """Work, communications and waits on several streams."""
+    """Return random work, communications and waits on several streams."""
     ops: list[Op] = []
     handles: list[int] = []
     for n in range(random.randrange(4, 30)):
@@ -41,7 +41,7 @@ def drawn(random: Random) -> list[Op]:
 
 
 def paths(ops: list[Op]) -> nx.DiGraph:
-    """The same order as a graph: -1 is the beginning of the call on the caller's stream."""
+    """Return the same order as a graph; node -1 is the beginning of the call on the caller's stream."""
     graph, last = nx.DiGraph(), {CALLER: -1}
     graph.add_nodes_from(range(-1, len(ops)))
     begun = {op.handle: i for i, op in enumerate(ops) if isinstance(op, MarkOp | CollectiveOp)}

@@ -85,7 +85,7 @@ class Graphs:
 
     Args:
         device: this rank's device.
-        name: of the program.
+        name: the name of the program.
         calls: the executor's bound calls, the latest bound last.
         first: returns True if this rank is the first of the job to lose its graphs; only that rank warns.
 

@@ -51,7 +51,7 @@ from hostir.plan.unrolled import UnrolledProgram
 class CudaMachine:
     """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
 
-    Messages have groups of their own: NCCL runs the operations of a group in order, and collectives must not wait for
+    Messages have separate groups: NCCL runs the operations of a group in order, and collectives must not wait for
     messages.
     """
 

@@ -27,7 +27,7 @@ _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}
 
 
 def queues() -> int:
-    """Return the number of hardware queues that all streams of a process share; CUDA reads it once, at its start."""
+    """Return the number of hardware queues of a process; CUDA reads the variable once, at its start."""
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(int(value), 32) if value.isdigit() and int(value) else 8
 

@@ -58,12 +58,12 @@ class Job:
         self.flags = self.held()
 
     def run(self, rank: int, executor: int) -> tuple[torch.Tensor | None, ...]:
-        """Issues a call of a rank."""
+        """Issue a call of a rank."""
         self.gpus.current = self.callers[rank]
         return self.plans[rank][executor].run(self.parts[rank])
 
     def fail(self, rank: int, k: int) -> None:
-        """Issues a call of a rank's first executor whose step `k` fails."""
+        """Issue a call of a rank's first executor; step `k` of the call fails."""
         plan = self.plans[rank][0]
         with contextlib.ExitStack() as after:
             after.callback(plan.steps.__setitem__, k, plan.steps[k])
@@ -72,7 +72,7 @@ class Job:
                 self.run(rank, 0)
 
     def check(self, random: Random, executors: Callable[[int], int]) -> None:
-        """A call of all ranks, by the executor that each rank is told: results and flags are as they should be."""
+        """Let all ranks make a call, each by its given executor; check results and flags."""
         outputs = [self.run(rank, executors(rank)) for rank in range(len(self.plans))]
         self.gpus.run(random)
         for rank, outs in enumerate(outputs):
@@ -81,7 +81,7 @@ class Job:
         assert self.held() == self.flags
 
     def held(self) -> list[list[int]]:
-        """The flags of all ranks."""
+        """Return the flags of all ranks."""
         memories = [plans[0].memory for plans in self.plans]
         return [
             buffer.flatten().tolist()
@@ -92,7 +92,7 @@ class Job:
         ]
 
     def renew(self) -> None:
-        """All ranks renew what they share, as their next calls would."""
+        """Let all ranks renew their groups and memory, as their next calls would."""
         problems: list[BaseException] = []
 
         def renew(plan: CudaPlan) -> None:
@@ -111,7 +111,7 @@ class Job:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that wait for peers are released soon."""
+    """Shorten the timeout after which GPUs that wait for peers are released."""
     monkeypatch.setattr(cuda_memory, "PATIENT", 1e-4)
     monkeypatch.setattr(cuda_memory, "PAUSE", 1e-4)
 
@@ -137,7 +137,7 @@ def test_a_failure_before_peers_can_notice_hurts_no_later_call(
 def test_after_a_call_that_ended_midway_the_ranks_begin_anew(
     each: Program, waiting: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever step fails, and however many calls the other ranks are ahead."""
+    """Any step may fail, and the other ranks may be any number of calls ahead."""
     gpus.waiting = waiting
     job = Job(each, gpus, monkeypatch)
     ranks = range(each.ranks)

@@ -45,9 +45,9 @@ def check_calls(
     layout: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     executors: int = 1,
 ) -> None:
-    """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit.
+    """Issue calls of all ranks at once, and compare results bit for bit with simulated ranks in program order.
 
-    Several executors of the program take turns, each call on whatever stream.
+    Several executors of the program take turns, and each call may be on any stream.
     """
     sizes = sizes or {}
     random = Random(seed)
@@ -132,7 +132,7 @@ program @kept(%x: f32[8], %y: f32[8]) -> (%c) streams 1 {
 
 
 def test_executors_of_one_program_share_worker_streams(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else orders the writes of %box in two calls, which are on worker 0."""
+    """The writes of %box in two calls are on worker 0, and only this stream orders them."""
     inputs = [[torch.randn(8), torch.randn(8)]]
     for (one, other), same in (
         (layers(gpus, hi.parse(WORKERS_ALONE), inputs, monkeypatch, None, 2)[0], True),
@@ -185,7 +185,7 @@ def test_programs_written_by_hand_are_right_in_every_order(
 
 
 def overlapped(fusion: Program, strategy: str) -> Program | None:
-    """A program without NCCL, which the simulated GPUs lack; None where this strategy makes none."""
+    """Return a program without NCCL, which the simulated GPUs lack; None if this strategy makes no such program."""
     try:
         program = hi.lower(fusion, strategy)
     except HostIRError:
@@ -311,7 +311,7 @@ def test_products_that_store_to_peers_themselves_are_right_in_every_order(
 def test_flags_that_a_kernel_raises_while_it_runs_are_no_order_of_a_stream(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the end of a call waits for none of them: a kernel that gives up leaves some as they are."""
+    """The end of a call does not wait for these flags: a kernel that gives up leaves some of them unraised."""
     body = """%part: f32[8, 3] = allocate
   matmul %x, %w -> %part done %f = 1
   wait_signal %f[0] >= 1

@@ -32,7 +32,7 @@ from tests.machines.cuda import simulated_gpus
 
 
 def signalled_backwards(shape: str, view: str, blocks: int) -> Program:
-    """A matmul whose flags another stream raises, the last block first, while it runs."""
+    """Return a matmul that waits for flags; another stream raises them while it runs, the last block first."""
     return alone(
         f"""%user = current_stream
   %box: f32{shape} = allocate_symmetric

@@ -30,7 +30,7 @@ PROGRAMS: dict[str, Callable[[str, str], str]] = {
 
 
 def flat(outputs: Iterable[Iterable[Iterable[torch.Tensor | None]]]) -> list[torch.Tensor]:
-    """Return the outputs as `[call][output][rank]`."""
+    """Return the shards of all outputs of all calls, in one list."""
     return [part for call in outputs for parts in call for part in parts if part is not None]
 
 

@@ -1,3 +1,5 @@
+"""Programs on simulated ranks: right results in every legal order, and the errors of wrong programs."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
