@@ -12,8 +12,8 @@ score. Eager calls and CUDA graphs are timed separately. One-sided strategies re
 The peers:
 
     NCCL + cuBLAS   all_gather_into_tensor, then torch.matmul
-    torch fused     torch.ops.symm_mem.fused_all_gather_matmul; it does not return the gathered A, nor does hostir
-    torch native    its variant with a CUTLASS matmul that waits for shards (bf16, at least 128 rows of each rank)
+    torch fused     torch.ops.symm_mem.fused_all_gather_matmul; like hostir, it does not return the gathered A
+    torch native    as torch fused, with a CUTLASS matmul that waits for shards (bf16, at least 128 rows of each rank)
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Operands(Subject):
         dist.all_gather_into_tensor(self.gathered, self.a)
 
     def pull(self) -> None:
-        """Copy the rows of all peers by copy engines, each rank in another order. Nothing waits for anything.
+        """Copy the rows of all peers by copy engines, without synchronization; each rank begins with another peer.
 
         It is a lower bound for the floor: a usable all-gather must also synchronize.
         """
@@ -137,14 +137,16 @@ class Operands(Subject):
         return self.shaped(self.c, slices)
 
     def shaped(self, c: torch.Tensor, slices: int = 1) -> torch.Tensor:
-        """View `[M, N]` with the axes of a fusion in so many slices."""
+        """View `[M, N]` with the axes of a fusion with this number of slices."""
         return c.view(slices, self.ranks, -1, self.row.N)
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
         yield from self.peers_in(modes)
         yield from self.compiled_in(modes)
         for variant in VARIANTS:
-            duplicate = variant.strategy == "fused" and variant.streams > 1 and self.ranks < 3  # it equals one stream
+            duplicate = (
+                variant.strategy == "fused" and variant.streams > 1 and self.ranks < 3
+            )  # the same program as on one stream
             has_kernels = platform.computes == "cuda" or variant.kernels == "aten"
             if variant.strategy not in only or duplicate or not has_kernels:
                 continue

@@ -2,11 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.arrivals --out benchmarks/results/arrivals
 
-It stands in for a measurement on 8 GPUs. The programs are those of `fused` and `push` for 8 ranks, except that every
+It stands in for a measurement on 8 GPUs. It runs the `fused` and `push` programs for 8 ranks, except that every
 copy goes to the same peer, into the place of another rank. As with 8 ranks, each GPU sends and receives the same number
 of shards of the same size, one after another with a signal after each, and multiplies them as they arrive. Three things
 differ: the barrier and the credits are between two ranks, no rank lags behind the others, and there are no peers to
-compare with. The floor is cuBLAS alone, or copies of as many shards alone, from a CUDA graph.
+compare with. The floor is cuBLAS alone, or the copies of the same number of shards alone, from a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A picture of the scores that a benchmark wrote, such as `allgather_matmul`: ours and the best peer's, as SVG.
+"""SVG bar chart of the scores that a benchmark such as `allgather_matmul` wrote: hostir's and the best peer's.
 
     python -m benchmarks.chart benchmarks/results/allgather_matmul.json docs/images/allgather_matmul.svg
 
-Colours follow the reader's: light or dark. Pointing at a bar shows what ran, and how long it took.
+Colours follow the reader's light or dark theme. The tooltip of a bar has the candidate and its time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.scores import EAGER, GRAPH, Result, benchmark_of, in_order
 
 # In pixels.
-BAR, SPACE, BETWEEN = 23, 12, 30  # of a row: each of its two bars; between rows; between models
+BAR, SPACE, BETWEEN = 23, 12, 30  # width of one of a row's two bars; space between rows; space between models
 LEFT, RIGHT, TOP, HEIGHT, BOTTOM = 52, 24, 108, 280, 62
 NARROWEST, NARROWEST_MODEL = 560, 132
 OVER = 3  # how far marks reach beyond the bars
@@ -60,7 +60,7 @@ text { fill: #e6edf3 }
 
 
 def draw(data: dict[str, Any]) -> str:
-    """The picture of the JSON of a run. Raises ValueError where it has no rows."""
+    """Return the SVG of the JSON of a run. Raise ValueError if it has no rows."""
     if not data["rows"]:
         raise ValueError("no rows to draw")
     ordered = in_order(data["rows"])
@@ -83,7 +83,7 @@ def draw(data: dict[str, Any]) -> str:
 
 
 def _bars(panels: Sequence[tuple[str, list[Result]]]) -> tuple[list[str], int]:
-    """All rows, and how wide the picture is with them."""
+    """Return the SVG of all rows, and the width of the picture."""
     parts: list[str] = []
     x: float = LEFT + SPACE
     for model, rows in panels:
@@ -99,14 +99,14 @@ def _bars(panels: Sequence[tuple[str, list[Result]]]) -> tuple[list[str], int]:
 
 
 def _size(row: Result) -> str:
-    """The extents of a model, such as `N=1792/rank K=4096`."""
+    """Return the extents of a model, such as `N=1792/rank K=4096`."""
     _, *names = benchmark_of(row).shape.split(",")
-    said = zip(names, (row["N"], row["K"]), strict=True)
-    return " ".join("=".join([name[0], f"{extent}{name[1:]}"]) for name, extent in said if name != "-")
+    extents = zip(names, (row["N"], row["K"]), strict=True)
+    return " ".join("=".join([name[0], f"{extent}{name[1:]}"]) for name, extent in extents if name != "-")
 
 
 def _row(row: Result, x: float) -> Iterator[str]:
-    """The two bars of a row, from the left edge `x`, with its marks."""
+    """Yield the two bars of a row, from the left edge `x`, with its marks."""
     yield f'<text class="quiet middle" x="{x + BAR:g}" y="{TOP + HEIGHT + 17}">{row["M"]}</text>'
     yield from _bar(row, x, "peer")
     yield from _bar(row, x + BAR, "ours")
@@ -135,7 +135,7 @@ def _bar(row: Result, x: float, side: str) -> Iterator[str]:
 
 
 def _others(row: Result, ours: bool, best: float) -> list[float]:
-    """The scores of the candidates that are not the best of their side, each in its better mode."""
+    """Return the scores of the other candidates of a side, each in its better mode."""
     of_side = [t for t in row["times"].values() if t["ours"] is ours]
     scores = sorted(row["floor_us"] / min(t[mode] for mode in (EAGER, GRAPH) if mode in t) for t in of_side)
     return [score for score in scores[:-1] if score < best]
@@ -144,12 +144,12 @@ def _others(row: Result, ours: bool, best: float) -> list[float]:
 def _heading(environment: dict[str, Any], rows: Sequence[Result]) -> Iterator[str]:
     first = rows[0]
     gpu = environment.get("gpu", "GPU")
-    kind, where = benchmark_of(first), f"{first.get('emulated_on', first['ranks'])} x {gpu}"
-    title = f"{kind.title} on {where}, {first['dtype']}: floor / time"
+    benchmark, machine = benchmark_of(first), f"{first.get('emulated_on', first['ranks'])} x {gpu}"
+    title = f"{benchmark.title} on {machine}, {first['dtype']}: floor / time"
     yield f'<text class="title" x="16" y="28">{escape(title)}</text>'
     known = [f"{key} {environment[key]}" for key in ("torch", "nccl", "triton", "date", "commit") if key in environment]
-    told = f"1.0: as fast as the slower of the two alone, cuBLAS and {kind.collective}"
-    yield f'<text class="quiet" x="16" y="47">{told}</text>'
+    subtitle = f"1.0: as fast as the slower of the two alone, cuBLAS and {benchmark.collective}"
+    yield f'<text class="quiet" x="16" y="47">{subtitle}</text>'
     yield f'<text class="quiet" x="16" y="62">{escape(", ".join(known))}</text>'
     x = 16.0
     for mark, words in (*LEGEND, ("goal", "goal")):
@@ -160,21 +160,21 @@ def _heading(environment: dict[str, Any], rows: Sequence[Result]) -> Iterator[st
         x += 20 + len(words) * CHARACTER + LEGEND_GAP
 
 
-def _sign(kind: str, x: float) -> str:
-    """What stands for a kind in the legend."""
-    if kind == "other":
+def _sign(mark: str, x: float) -> str:
+    """Return the sign of a bar or mark in the legend."""
+    if mark == "other":
         return f'<rect class="plate" x="{x:g}" y="77" width="12" height="12"/><path class="other" d="M{x:g} 83h12"/>'
-    if kind in ("must", "goal"):
-        return f'<path class="{kind}" d="M{x:g} 83h14"/>'
-    return f'<rect class="{kind}" x="{x:g}" y="77" width="12" height="12"/>'
+    if mark in ("must", "goal"):
+        return f'<path class="{mark}" d="M{x:g} 83h14"/>'
+    return f'<rect class="{mark}" x="{x:g}" y="77" width="12" height="12"/>'
 
 
 def _grid(width: int) -> Iterator[str]:
     yield f'<text class="tick" x="{LEFT - 8}" y="{TOP + HEIGHT + 17}">M</text>'
     for tenths in range(0, 11, 2):
         y = _y(tenths / 10)
-        kind = "end" if tenths in (0, 10) else "grid"
-        yield f'<path class="{kind}" d="M{LEFT} {y:g}H{width - RIGHT}"/>'
+        style = "end" if tenths in (0, 10) else "grid"
+        yield f'<path class="{style}" d="M{LEFT} {y:g}H{width - RIGHT}"/>'
         yield f'<text class="tick" x="{LEFT - 8}" y="{y + 4:g}">{tenths / 10:.1f}</text>'
 
 
@@ -183,7 +183,7 @@ def _y(score: float) -> float:
 
 
 def _short(score: float) -> str:
-    """`.83`, and `1.02`."""
+    """Return a score as text, such as `.83` or `1.02`."""
     return f"{score:.2f}".removeprefix("0")
 
 
@@ -191,8 +191,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the JSON of a run")
     parser.add_argument("picture", type=Path, help="the SVG to write")
-    given = parser.parse_args()
-    given.picture.write_text(draw(json.loads(given.results.read_text(encoding="utf-8"))), encoding="utf-8")
+    options = parser.parse_args()
+    options.picture.write_text(draw(json.loads(options.results.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":

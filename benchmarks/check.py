@@ -1,11 +1,11 @@
-"""How long the checker takes, and how that grows: an MLP by every strategy, with 64 slices on more and more ranks.
+"""Time of the checker against the number of ranks: an MLP with 64 slices, by every strategy.
 
     python -m benchmarks.check --out benchmarks/results/check
-    python -m benchmarks.check --mutants 100000     does one rank get the verdict of all, on mutants of many programs?
+    python -m benchmarks.check --mutants 100000     compare one rank's verdict with all ranks' verdict, on mutants
 
-Ranks are alike, so one of them is looked at; its statements are counted as unrolled, in as many calls as it takes.
-Up to so many statements of all ranks, what a look at all of them takes stands beside. Times are the best of three, in
-a process of one thread.
+All ranks run the same statements, so the checker looks at one rank. The table counts the unrolled statements of this
+rank in all checked calls. Up to `ALL` statements, it also has the time of a check of all ranks. Times are the best of
+three, in a process of one thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from benchmarks.harness import table, write
 from examples import patterns
 from hostir import knobs
 from hostir.check import check_structure
-from hostir.check.alike import alike
-from hostir.check.proof import Analysis, analyse, analyse_quickly, findings_of
-from hostir.check.signature import small_sizes
+from hostir.check.one_rank.alike import alike
+from hostir.check.proof import Analysis, analyse, analyse_quickly, judge
+from hostir.check.small_sizes import small_sizes
 from hostir.ir import Program
 from hostir.ir.machine import unrolled_length
 from hostir.lower import STRATEGIES
@@ -37,23 +37,23 @@ from tests.judging.mutation import SENT, every_mutant, on_grid, originals, sampl
 RANKS = (8, 16, 32, 64)
 SLICES = 64
 GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2))  # meshes of two axes
-ALL = 100_000  # statements of all ranks and calls, up to which all are looked at too
+ALL = 100_000  # the most statements of all ranks and calls for which all ranks are checked as well
 
 
 def mlp(strategy: str, ranks: int) -> Program:
-    """The program to check."""
+    """Return the program to check."""
     with knobs.scope(spec=0):
         return hi.lower(patterns.mlp(ranks=ranks, S=SLICES, M=ranks * SLICES * 4, H=2 * ranks), strategy)
 
 
 def measure(strategy: str, ranks: int) -> dict[str, object]:
-    """Seconds that a check takes, and how much it looks at."""
+    """Return the row of a check: its seconds, and the number of statements and events."""
     program = mlp(strategy, ranks)
     seconds, analysis = best(lambda: analyse_quickly(program))
     order = alike(program, {}, analysis.calls)
     assert order, "ranks are not alike"
     statements = analysis.calls * unrolled_length(program.body, {})
-    whole = best(lambda: analyse(program))[0] if ranks * statements <= ALL else None
+    all_ranks = best(lambda: analyse(program))[0] if ranks * statements <= ALL else None
     return {
         "strategy": strategy,
         "ranks": ranks,
@@ -61,12 +61,12 @@ def measure(strategy: str, ranks: int) -> dict[str, object]:
         "statements of a rank": statements,
         "events": len(order.events),
         "seconds": seconds,
-        "seconds for all ranks": whole or "",
+        "seconds for all ranks": all_ranks or "",
     }
 
 
 def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
-    """The seconds of a check that finds nothing."""
+    """Return the best time of a check in seconds, and its analysis. There must be no findings."""
     seconds = []
     for _ in range(3):
         begun = time.perf_counter()
@@ -78,7 +78,7 @@ def best(check: Callable[[], Analysis]) -> tuple[float, Analysis]:
 
 # One rank against all ----------------------------------------------------------------------------------------------
 def programs() -> list[Program]:
-    """Programs of up to 8 ranks and 8 slices."""
+    """Return programs of up to 8 ranks and 8 slices."""
     more = [
         hi.lower(tiny(pattern, ranks, slices), strategy)
         for pattern in patterns.PATTERNS
@@ -91,7 +91,7 @@ def programs() -> list[Program]:
 
 
 def compare(mutant: Mutant) -> str:
-    """Whether one rank stands for all in a mutant, and what is made of it then."""
+    """Check a mutant with one rank and with all ranks. Return the outcome of the comparison."""
     try:
         program = hi.parse(mutant.text, mutant.name)
     except hi.HostIRError:
@@ -101,7 +101,7 @@ def compare(mutant: Mutant) -> str:
     order = alike(program, sizes, 2)
     if order is None:
         return "ranks differ"
-    wrong, all_wrong = bool(findings_of(program, order)), bool(analyse(program, sizes, 2).findings)
+    wrong, all_wrong = bool(judge(program, order, sizes, 2).findings), bool(analyse(program, sizes, 2).findings)
     if wrong != all_wrong:
         print(f"{mutant.name}: {mutant.change}: one rank says {wrong}, all say {all_wrong}", flush=True)
         return "DIFFERENT"
@@ -109,17 +109,19 @@ def compare(mutant: Mutant) -> str:
 
 
 def against_all(most: int) -> None:
-    """Prints how often one rank gets the verdict of all, on so many mutants."""
-    found = sample(every_mutant(programs()), most)
+    """Print how often one rank gives the verdict of all ranks, on at most `most` mutants."""
+    mutants = sample(every_mutant(programs()), most)
     with Pool() as pool:
-        told = Counter(pool.imap_unordered(compare, found, chunksize=8))
-    print(table(["mutants", "how many"], [[what, str(times)] for what, times in told.most_common()]))
+        outcomes = Counter(pool.imap_unordered(compare, mutants, chunksize=8))
+    print(table(["mutants", "how many"], [[outcome, str(count)] for outcome, count in outcomes.most_common()]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--mutants", type=int, default=0, help="compare one rank with all, on so many mutants")
+    parser.add_argument(
+        "--mutants", type=int, default=0, help="compare one rank with all ranks, on this number of mutants"
+    )
     options = parser.parse_args()
     if options.mutants:
         against_all(options.mutants)

@@ -47,8 +47,8 @@ WARM_CALLS = 4  # calls of a new candidate before it is timed; an executor repla
 PATIENCE = 20  # seconds that an executor waits for another rank
 LONGEST = 200  # the most characters of the reason why a candidate was left out
 SAMPLE = 256  # rows of the result that are compared with float64
-MARGIN = 1.1  # a candidate's error may be so many times as large as torch's error
-ROW_MARGIN = 4.0  # a single row may differ from torch's row by so many times torch's error
+MARGIN = 1.1  # the largest error of a candidate, as a multiple of torch's error
+ROW_MARGIN = 4.0  # the largest difference of a single row from torch's row, as a multiple of torch's error
 PIECES = (1, 2, 4)  # numbers of pieces into which the rows of a matmul are cut, besides one for each rank
 T = TypeVar("T")
 Work = Callable[[], Any]
@@ -98,7 +98,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate that `make` makes; it raises if the candidate is not possible."""
+    """A candidate that is still to be made: `make` returns it, or raises if it is impossible."""
 
     name: str
     mode: str
@@ -123,7 +123,7 @@ class Subject(ABC):
 
     @property
     def dtype_name(self) -> str:
-        """The name of the dtype in a fusion."""
+        """Name of the dtype in a fusion."""
         return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
 
     @property
@@ -171,7 +171,7 @@ class Subject(ABC):
         """Return the tensor for this rank's part of the result."""
 
     def about(self) -> Result:
-        """Return further entries for the row's result."""
+        """Return more entries for the row's result."""
         return {}
 
     def entrants(self, modes: Sequence[str], only: Sequence[str], platform: Platform) -> Iterator[Entrant]:
@@ -218,7 +218,7 @@ class WrongResultError(Exception):
 
 
 def warmed(make: Callable[[], Candidate], device: torch.device) -> Candidate:
-    """Make a candidate and call it some times. Wait after each call, so that its errors are raised."""
+    """Make a candidate and call it WARM_CALLS times. Synchronize after each call, so that errors are raised here."""
     candidate = make()
     for _ in range(WARM_CALLS):
         candidate.call()
@@ -260,7 +260,9 @@ def lowered(subject: Subject, program: hi.Program, variant: Variant, mode: str, 
 def compiled(subject: Subject, mode: str) -> Candidate:
     """Return the choice of `hi.compile` by estimates alone, called with `out=`, eagerly or from a CUDA graph."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as empty, hi.knobs.scope(cache=Path(empty)):
-        warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible candidates are reported by themselves
+        warnings.simplefilter(
+            "ignore", hi.FallbackWarning
+        )  # impossible candidates have their own entries in the report
         executor = hi.compile(subject.fusion(1), timeout=PATIENCE, graphs=mode == GRAPH)
     candidate = with_out(COMPILED, executor, subject.inputs(1), subject.out(1), mode)
     replays_itself = subject.on_gpu and not replayed_by_caller(executor)
@@ -289,19 +291,19 @@ def with_out(
 
 
 def replayed_by_caller(executor: hi.Executor) -> bool:
-    """Return True if only the caller can capture calls, on all ranks together: the program uses NCCL."""
+    """Return True if the program uses NCCL: then only the caller can capture it, on all ranks together."""
     return any(isinstance(s, Communication) for s in executor.program.walk())
 
 
 class Judge:
-    """Compares a sample of a result's rows with float64, and all rows with torch.
+    """Judge of results: compares a sample of the rows with float64, and all rows with torch.
 
     Args:
         sample: the numbers of the sampled rows.
         exact: the sampled rows in float64.
         unfused: the result as torch computes it, step by step.
-        in_pieces: the same results with the rows of matmuls cut in pieces. Then cuBLAS sums in another order; with
-            half-precision inputs that is less exact.
+        in_pieces: the same results with the rows of matmuls cut in pieces. Then cuBLAS sums in another order, which
+            is less exact with half-precision inputs.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class Judge:
     ) -> None:
         self.sample, self.exact, self.unfused = sample, exact, unfused
         errors = [self.error_of(c) for c in (unfused, *in_pieces)]
-        if not all(map(math.isfinite, errors)):  # any result would seem right
+        if not all(map(math.isfinite, errors)):  # otherwise every result would be accepted
             raise WrongResultError("torch's own result holds NaN or infinity")
         self.error, self.bound = errors[0], MARGIN * max(errors)
 
@@ -384,7 +386,7 @@ class Bench:
         self.modes = MODES if job.device.type == "cuda" else (EAGER,)
         self.platform = platform_here(CUDA if job.device.type == "cuda" else GLOO, job.size)
         self.console = Console(quiet=job.rank > 0, highlight=False, soft_wrap=True)
-        self.failed: dict[str, str] = {}  # by candidate of the current row: why it has no score
+        self.failed: dict[str, str] = {}  # reasons why candidates of the current row have no score
 
     def exchange(self, topic: str, text: str) -> list[str]:
         """Return the texts of all ranks, by rank. Restart the alarm."""
@@ -397,7 +399,7 @@ class Bench:
         return next((f"rank {rank}: {rank_text}" for rank, rank_text in texts if rank_text), "")
 
     def attempt(self, row: Row, name: str, step: str, work: Callable[[], T]) -> T | None:
-        """Return the result of `work` if it raises on no rank; otherwise print the reason and return None."""
+        """Return the result of `work`. If it raises on any rank, print the reason and return None."""
         result, problem = None, ""
         try:
             result = work()
@@ -460,7 +462,7 @@ class Bench:
         for c in candidates:
             if c.choice:
                 return {"compiled": {"mode": c.mode, "choice": c.choice}}
-        if any(name.startswith(COMPILED) for name in self.failed):  # no other candidate may stand for it
+        if any(name.startswith(COMPILED) for name in self.failed):  # no other candidate may take its place
             return {"compiled": {"mode": self.modes[-1], "choice": "failed"}}
         return {}
 

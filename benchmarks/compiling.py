@@ -1,13 +1,14 @@
-"""What one waits for before a program runs: lowering for 1000 ranks, `auto` on 8 ranks, and each new M of an executor.
+"""Times before a program runs: lowering for 1000 ranks, `auto` on 8 ranks, and the first call with a new M.
 
     python -m benchmarks.compiling --out benchmarks/results/compiling
 
-- *lower*: a fusion for 1000 ranks, with the proof of what comes out; each pattern by every strategy that can lower it.
+- *lower*: a fusion for 1000 ranks, with the proof of the program; each pattern by every strategy that can lower it.
 - *auto*: the choice for 8 H200, from the cost model: all candidates lowered, proved and estimated.
-- *new M*: the first call with an M that an executor has not met, less a call with one that it has: two gloo ranks, tiny
-  tensors, the quickest of 20 each, so that making a plan is all that takes time.
+- *new M*: the time of the first call with a new M minus the time of a call with a known M: two gloo ranks, tiny
+  tensors, the fastest of 20 calls each. The difference is the time to make a plan.
 
-Lowering and choosing are milliseconds of the CPU, a new M milliseconds of the clock, as it waits for the other rank.
+Lowering and choosing are measured in CPU milliseconds, a new M in wall clock milliseconds, as it waits for the other
+rank.
 """
 
 from __future__ import annotations
@@ -44,30 +45,30 @@ NEW, REPEATS = 20, 20
 Row = dict[str, Any]
 
 
-def fusion(pattern: Callable[..., hi.Fusion], **given: int) -> hi.Fusion:
-    """A pattern with those of these parameters that it has."""
-    return pattern(**{name: n for name, n in given.items() if name in inspect.signature(pattern).parameters})
+def fusion(pattern: Callable[..., hi.Fusion], **sizes: int) -> hi.Fusion:
+    """Return the fusion of a pattern; sizes that it has no parameter for are ignored."""
+    return pattern(**{name: n for name, n in sizes.items() if name in inspect.signature(pattern).parameters})
 
 
 def cpu(work: Callable[[], Any]) -> float:
-    """Milliseconds of the CPU that some work takes of this process."""
+    """Return the CPU time of some work in this process, in milliseconds."""
     begun = time.process_time()
     work()
     return round(1e3 * (time.process_time() - begun), 1)
 
 
 def lowering() -> Iterator[Row]:
-    hi.lower(patterns.mlp_2d(), "fused")  # loads what is loaded when it is first used
+    hi.lower(patterns.mlp_2d(), "fused")  # imports modules that are imported at first use
     sizes = {"S": 4, "M": 4 * MANY, "K": 8 * MANY, "N": 8 * MANY, "H": 8 * MANY}
     for pattern in patterns.PATTERNS:
         for strategy in STRATEGIES:
-            made = fusion(pattern, ranks=MANY, **sizes)
+            unlowered = fusion(pattern, ranks=MANY, **sizes)
             forget()
             try:
-                took = cpu(lambda made=made, strategy=strategy: hi.lower(made, strategy))
-            except HostIRError:  # it cannot overlap this
+                ms = cpu(lambda unlowered=unlowered, strategy=strategy: hi.lower(unlowered, strategy))
+            except HostIRError:  # the strategy cannot overlap this pattern
                 continue
-            yield {"what": "lower", "fusion": pattern.__name__, "how": strategy, "ms": took}
+            yield {"what": "lower", "fusion": pattern.__name__, "how": strategy, "ms": ms}
 
 
 def choosing() -> Iterator[Row]:
@@ -76,26 +77,26 @@ def choosing() -> Iterator[Row]:
         for slices in (4, 16):
             program = fusion(pattern, ranks=FEW, S=slices, **LARGE).program()
             forget()
-            took = cpu(lambda program=program: decide(program, reference(REFERENCE, FEW), {}))
-            yield {"what": "auto", "fusion": pattern.__name__, "how": f"S={slices}", "ms": took}
+            ms = cpu(lambda program=program: decide(program, reference(REFERENCE, FEW), {}))
+            yield {"what": "auto", "fusion": pattern.__name__, "how": f"S={slices}", "ms": ms}
 
 
 def mlp(ranks: int, slices: int) -> hi.Fusion:
-    """The pattern `mlp` with M as a symbol."""
-    with hi.Fusion("mlp") as made:
+    """Return the pattern `mlp` with M as a symbol."""
+    with hi.Fusion("mlp") as mlp_fusion:
         x = hi.tensor("x", [slices, ranks, "M", 64], "f32")
         w1, w2 = hi.tensor("w1", [64, 128], "f32"), hi.tensor("w2", [128, 64], "f32")
         y = hi.gelu(x @ w1) @ w2
-        made.output(y)
+        mlp_fusion.output(y)
     mesh = hi.DeviceMesh(range(ranks))
     for tensor, axis in ((x, 1), (w1, 1), (w2, 0), (y, 1)):
         tensor.shard(axis, mesh)
     y.axis(0).parallelize(hi.ParallelType.Stream)
-    return made
+    return mlp_fusion
 
 
 def calling(ranks: int) -> Iterator[Row]:
-    """New M, as one of the ranks."""
+    """Yield the rows of *new M*, measured on this rank."""
     torch.set_num_threads(1)
     for slices, strategy in [*((4, strategy) for strategy in STRATEGIES), (32, "pipeline")]:
         executor = hi.Executor(hi.lower(mlp(ranks, slices), strategy))
@@ -114,12 +115,12 @@ def calling(ranks: int) -> Iterator[Row]:
 
 
 def on_ranks(count: int) -> list[Row]:
-    """The rows of `calling`, by so many processes."""
+    """Return the rows of `calling`, run on `count` processes."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
+        file = Path(folder) / "rows.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        subprocess.run([*launcher, "-m", "benchmarks.compiling", "--as-rank", str(found)], check=True, timeout=600)
-        rows: list[Row] = json.loads(found.read_text())
+        subprocess.run([*launcher, "-m", "benchmarks.compiling", "--as-rank", str(file)], check=True, timeout=600)
+        rows: list[Row] = json.loads(file.read_text())
     return rows
 
 
@@ -129,11 +130,11 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    warnings.simplefilter("ignore", RuntimeWarning)  # programs that have too many statements to be proved
+    warnings.simplefilter("ignore", RuntimeWarning)  # programs with too many statements for a proof
     if options.as_rank:
-        found = list(calling(int(os.environ["WORLD_SIZE"])))
+        rows = list(calling(int(os.environ["WORLD_SIZE"])))
         if os.environ["RANK"] == "0":
-            options.as_rank.write_text(json.dumps(found))
+            options.as_rank.write_text(json.dumps(rows))
         return
     parts: dict[str, Callable[[], list[Row]]] = {
         "lower": lambda: list(lowering()),

@@ -2,21 +2,21 @@
 
     python -m benchmarks.differential --cases 500                                            a first look
     python -m benchmarks.differential --cases 20000 --gloo 500 --out benchmarks/results/differential
-    python -m benchmarks.differential --fp8 --cases 2400 --gloo 200                          fp8 products only
+    python -m benchmarks.differential --fp8 --cases 2400 --gloo 200                          fp8 matmuls only
     python -m benchmarks.differential --seed 0 --case 1234 [--gloo 1]                        one case again, in full
 
-Cases are even over the patterns (those of examples/patterns.py and four kinds of random fusions) x strategies x 1, 2,
-3, 4 and 8 ranks x a number of rows M that divides, does not divide, is 0, or is 1. Each has fresh random inputs,
-slices, streams, dtypes and sizes, where M is bound when it runs. Simulated ranks run it in a random legal order, in
-memory that holds NaN, half of them into `out=` full of NaN. With `--gloo` some of the cases run on 4 real processes.
+Cases cover all combinations of patterns (of examples/patterns.py, and four sets of random fusions), strategies, 1, 2,
+3, 4 and 8 ranks, and a number of rows M that divides, does not divide, is 0, or is 1. Each case has fresh random
+inputs, slices, streams, dtypes and sizes; M is bound at run time. Simulated ranks run it in a random legal order, in
+memory that holds NaN. Half of the cases write to `out=`, full of NaN. With `--gloo` some of the cases run on 4 real
+processes.
 
-With `--fp8` the patterns are those of fp8 products, with each kind of scales and along each axis, and random ones; of
-2400 cases these are 300.
+With `--fp8` the patterns are fp8 matmuls with all scales and along each axis, and random ones: 300 of 2400 cases.
 
-A case ends in one of four ways. `right`: within the bound of `hostir run --compare`. `refused`: before anything ran,
-with the message for sizes that something divides, and deservedly: which numbers of rows fit is reckoned here anew, from
-the extents of the program, with fractions. `wrong`: other numbers, a refusal of what fits or with a wrong multiple, or
-none of what does not fit. `exception`: anything else that was raised.
+A case has one of four outcomes. `right`: within the bound of `hostir run --compare`. `refused`: before anything ran,
+with the message for sizes that do not divide, and for a true reason: this benchmark computes on its own which numbers
+of rows fit, with fractions of the program's extents. `wrong`: wrong numbers; a refusal of a size that fits, or with a
+wrong multiple; no refusal of a size that does not fit. `exception`: any other exception.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from tests.strategies import Drawn, fusions
 RANKS = (1, 2, 3, 4, 8)
 ROWS = ("divides", "does not", "M = 0", "M = 1")
 FIXED = {pattern.__name__: pattern for pattern in patterns.PATTERNS}
-FP8: dict[str, tuple[Callable[..., hi.Fusion], dict[str, Any]]] = {  # patterns, and what is given of them
+FP8: dict[str, tuple[Callable[..., hi.Fusion], dict[str, Any]]] = {  # patterns with their arguments
     f"{pattern.__name__}, {scales}{f', axis {axis}' if batch else ''}": (
         pattern,
         {"scales": scales, **({"axis": axis} if batch else {})},
@@ -87,23 +87,23 @@ FP8: dict[str, tuple[Callable[..., hi.Fusion], dict[str, Any]]] = {  # patterns,
 ROW_FUSIONS = {
     "random gathered rows": gathered,
     "random scattered rows": scattered,
-    "random fp8 products": scaled,
+    "random fp8 products": scaled,  # matmuls
 }
 RANDOM = ("random fusions", *ROW_FUSIONS)
-RANDOM_FP8 = ("random fp8 products",) * 3  # of 2400 cases 300
+RANDOM_FP8 = ("random fp8 products",) * 3  # 300 of 2400 cases
 OUTCOMES = ("right", "refused", "wrong", "exception")
-BATCH = 60  # random fusions that are drawn at once
-TRIES = 40  # of these, until a strategy takes one
-MOST = 5000  # rows, among which some must fit
+BATCH = 60  # random fusions drawn in one batch
+TRIES = 40  # random fusions that are tried until a strategy can lower one
+MOST = 5000  # rows; a smaller number of rows must fit
 PRIMES = (5, 7, 11, 13)
 GLOO = 4  # processes
-CHUNK = 25  # cases that a worker gets at once
+CHUNK = 25  # cases that a worker gets at a time
 MULTIPLE = re.compile(r"error: .*fit.*: (\S+) must be a multiple of (?:\S+ = )?(\d+), because")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What cases are even over."""
+    """Combination of properties; every combination has the same number of cases."""
 
     pattern: str
     strategy: str
@@ -117,12 +117,12 @@ class Cell:
 CELLS = [Cell(*each) for each in product((*FIXED, *RANDOM), STRATEGIES, RANKS, ROWS)]
 FP8_CELLS = [Cell(*each) for each in product((*FP8, *RANDOM_FP8), STRATEGIES, RANKS, ROWS)]
 for cells in (CELLS, FP8_CELLS):
-    Random(0).shuffle(cells)  # so that any stretch of numbers is a fair sample
-FIRST_OF_FP8 = 10**9  # the number of the first case of these
+    Random(0).shuffle(cells)  # so that any range of numbers is a fair sample
+FIRST_OF_FP8 = 10**9  # number of the first fp8 case
 
 
 def cell_of(number: int) -> Cell:
-    """The cell of the case of this number."""
+    """Return the cell of a case."""
     if number < FIRST_OF_FP8:
         return CELLS[number % len(CELLS)]
     return FP8_CELLS[(number - FIRST_OF_FP8) % len(FP8_CELLS)]
@@ -130,7 +130,7 @@ def cell_of(number: int) -> Cell:
 
 @dataclass(frozen=True)
 class Case:
-    """A fusion, the program that it was lowered to, and a number of rows; `steps` is how often it may round."""
+    """A fusion, its lowered program, and a number of rows `m`; `steps` is the number of times that it may round."""
 
     number: int
     cell: Cell
@@ -143,17 +143,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How a case ended, and what is to be said of it."""
+    """Outcome of a case, one of OUTCOMES, with details."""
 
     number: int
     cell: Cell
     outcome: str
-    said: str = ""
+    details: str = ""
 
 
 # Drawing ----------------------------------------------------------------------------------------------------------
 def drawn(seed: int, number: int) -> Case | None:
-    """The case of this number; None where no fusion of its cell can be lowered by its strategy."""
+    """Draw the case of this number; None if its strategy can lower no fusion of its cell."""
     cell, random = cell_of(number), Random(f"{seed} {number}")
     for fusion in candidates(cell, random, 10_000 * seed + number // len(CELLS)):
         try:
@@ -164,32 +164,32 @@ def drawn(seed: int, number: int) -> Case | None:
                 raise
             continue
         m, steps = rows(cell, program, random), len(fusion.body) if cell.pattern in RANDOM else 1
-        if fits(fusion, m) or not fits(program, m):  # else no reference says what it means
+        if fits(fusion, m) or not fits(program, m):  # otherwise there is no reference result
             return Case(number, cell, fusion, program, m, random.randrange(1, 10**6), steps)
     return None
 
 
 def candidates(cell: Cell, random: Random, batch: int) -> Iterator[Program]:
-    """Fusions of a cell, of which the first that can be lowered is taken."""
+    """Yield fusions of a cell; the case is the first one that can be lowered."""
     if cell.pattern in FIXED | FP8:
         yield from [fixed(cell, random)] if lowers(cell.pattern, cell.strategy, cell.ranks) else []
         return
-    if of_rows := ROW_FUSIONS.get(cell.pattern):
+    if draw := ROW_FUSIONS.get(cell.pattern):
         for _ in range(TRIES):
             width = random.choice([cell.ranks, max(cell.ranks // 2, 1)])
-            fusion = of_rows(width, random.randrange(10**9), named=True)
+            fusion = draw(width, random.randrange(10**9), named=True)
             if fusion.ranks == cell.ranks and "M" in fusion.size_names:
                 yield fusion
         return
-    yield from random.sample(found := batch_of(cell.ranks, batch), min(TRIES, len(found)))
+    yield from random.sample(fusions := batch_of(cell.ranks, batch), min(TRIES, len(fusions)))
 
 
 def fixed(cell: Cell, random: Random) -> Program:
-    """One of examples/patterns.py, with M as a symbol."""
+    """Return a pattern of examples/patterns.py, with M as a symbol."""
     if cell.pattern in FP8:
-        made, given = FP8[cell.pattern]
+        scaled_pattern, arguments = FP8[cell.pattern]
         each: dict[str, Any] = {"K": 128 * random.choice((1, 2)), "dtype": random.choice(("bf16", "f16", "f32"))}
-        return made(cell.ranks, "M", **each, **given).program()
+        return scaled_pattern(cell.ranks, "M", **each, **arguments).program()
     slices, ranks = random.randint(1, 4), cell.ranks
     sizes: dict[str, Any] = {
         "ranks": ranks,
@@ -207,7 +207,7 @@ def fixed(cell: Cell, random: Random) -> Program:
 
 @cache
 def lowers(pattern: str, strategy: str, ranks: int) -> bool:
-    """Whether a strategy can overlap anything of a pattern."""
+    """Return True if a strategy can overlap some communication of a pattern."""
     try:
         with knobs.scope(spec=0):
             hi.lower(fixed(Cell(pattern, strategy, ranks, ""), Random(0)), strategy)
@@ -220,8 +220,8 @@ def lowers(pattern: str, strategy: str, ranks: int) -> bool:
 
 @lru_cache(maxsize=16)
 def batch_of(ranks: int, batch: int) -> list[Program]:
-    """Random fusions with M in them, the same for the same numbers."""
-    found: list[Program] = []
+    """Return random fusions with the symbol M; the arguments are the seed."""
+    programs: list[Program] = []
     drawing = settings(phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
     @seeded(batch)
@@ -229,14 +229,14 @@ def batch_of(ranks: int, batch: int) -> list[Program]:
     @given(fusions(ranks, [{"M": 16}]))
     def every(one: Drawn | HostIRError) -> None:
         if isinstance(one, Drawn) and "M" in one.sizes:
-            found.append(one.fusion.program())
+            programs.append(one.fusion.program())
 
     every()
-    return found
+    return programs
 
 
 def rows(cell: Cell, program: Program, random: Random) -> int:
-    """A number of rows of the cell's kind; where all numbers fit, one that is prime stands for `does not`."""
+    """Return a number of rows as `cell.rows` asks; if all numbers fit, a prime number stands for `does not`."""
     if cell.rows in ("M = 0", "M = 1"):
         return int(cell.rows[-1])
     least = multiple_of(program)
@@ -246,9 +246,9 @@ def rows(cell: Cell, program: Program, random: Random) -> int:
     return random.choice(odd or PRIMES)
 
 
-# What fits --------------------------------------------------------------------------------------------------------
+# Sizes that fit ---------------------------------------------------------------------------------------------------
 def exact(size: Size, m: int) -> Fraction:
-    """A size for so many rows, whole or not."""
+    """Return the value of a size for `m` rows, which may be a fraction."""
     powers = dict(size.symbols)
     assert powers.keys() <= {"M"}
     power = powers.get("M", 0)
@@ -257,7 +257,7 @@ def exact(size: Size, m: int) -> Fraction:
 
 
 def cuts(program: Program) -> Iterator[tuple[Size, Size]]:
-    """All that a program cuts in equal parts: an extent, and in how many. A slice of a Stream axis is none."""
+    """Yield each extent that a program cuts into equal parts, and the number of parts; no slices of Stream axes."""
     for statement in program.walk():
         for name, codec in codecs_of(type(statement)).items():
             if codec is Codec.SIZE:
@@ -275,19 +275,19 @@ def cuts(program: Program) -> Iterator[tuple[Size, Size]]:
 
 
 def fits(program: Program, m: int) -> bool:
-    """Whether everything that a program cuts in equal parts comes out even."""
-    both = ((exact(extent, m), exact(parts, m)) for extent, parts in cuts(program))
-    return all((extent / parts if parts else extent).denominator == 1 for extent, parts in both)
+    """Return True if every extent that a program cuts into equal parts divides evenly."""
+    values = ((exact(extent, m), exact(parts, m)) for extent, parts in cuts(program))
+    return all((extent / parts if parts else extent).denominator == 1 for extent, parts in values)
 
 
 def multiple_of(program: Program) -> int:
-    """The smallest number of rows that fits, from 1."""
+    """Return the smallest positive number of rows that fits."""
     return next(m for m in range(1, MOST) if fits(program, m))
 
 
 # Judging ----------------------------------------------------------------------------------------------------------
 def outcome(case: Case, machine: str = "local") -> tuple[str, str]:
-    """Runs a case; how it ended, and what is to be said of it."""
+    """Run a case; return its outcome and details."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
@@ -299,22 +299,22 @@ def outcome(case: Case, machine: str = "local") -> tuple[str, str]:
 
 
 def refusal(case: Case, text: str) -> tuple[str, str]:
-    """Whether it says the rule for sizes, whether that holds, and whether these break it."""
-    asked = [(Size.of(name), int(multiple)) for name, multiple in MULTIPLE.findall(text)]
-    if not asked:
+    """Judge a refusal: it must name the rule for sizes, the rule must be true, and the sizes must break it."""
+    required = [(Size.of(name), int(multiple)) for name, multiple in MULTIPLE.findall(text)]
+    if not required:
         return "exception", text
     if fits(case.program, case.m):
         return "wrong", f"refuses what fits: {text}"
-    if any(exact(size, case.m) % multiple == 0 for size, multiple in asked):
+    if any(exact(size, case.m) % multiple == 0 for size, multiple in required):
         return "wrong", f"names a multiple that M={case.m} is: {text}"
     least = multiple_of(case.program)
-    if all(size == Size.of("M") for size, _ in asked) and lcm(*(multiple for _, multiple in asked)) != least:
+    if all(size == Size.of("M") for size, _ in required) and lcm(*(multiple for _, multiple in required)) != least:
         return "wrong", f"names another multiple than {least}: {text}"
     return "refused", ""
 
 
 def judged(case: Case, machine: str) -> tuple[str, str]:
-    """Runs a case and compares; raises what running it raises."""
+    """Run a case and compare its result; exceptions of the run pass through."""
     if not fits(case.program, case.m):
         run_misfit(case, machine)
         return "wrong", f"runs with M={case.m}, which does not fit"
@@ -333,27 +333,27 @@ def judged(case: Case, machine: str) -> tuple[str, str]:
 
 
 def run(case: Case, inputs: Sequence[torch.Tensor], machine: str) -> Sequence[torch.Tensor]:
-    """The whole outputs."""
+    """Run a case; return its unsharded outputs."""
     program, sizes, random = case.program, {"M": case.m}, Random(case.seed)
     if machine == "gloo":
         return hi.run(program, *inputs, sizes=sizes if random.random() < 0.5 else None)
     executor = hi.Executor(program, machine="local", seed=case.seed, sizes=sizes if random.random() < 0.5 else None)
-    given: list[Any] = list(inputs)
+    arguments: list[Any] = list(inputs)
     if random.random() < 0.5:
-        given = [parts_of(x, v.tensor, program.ranks, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
+        arguments = [parts_of(x, v.tensor, program.ranks, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
     out = None
     if random.random() < 0.5:
         nans = [torch.full(t.shape, float("nan"), dtype=torch_dtype(v.tensor.dtype)) for v, t in shapes(program, sizes)]
         out = [parts_of(x, v.tensor, program.ranks, sizes) for v, x in zip(program.outputs, nans, strict=True)]
         for x in (x for parts in out for x in parts if x is not None):
             x.fill_(float("nan"))
-    outputs = executor(*given, out=out)
+    outputs = executor(*arguments, out=out)
     ends = zip(program.outputs, outputs, strict=True)
     return [assemble(parts, v.tensor, sizes, rounded=False) for v, parts in ends]
 
 
 def shapes(program: Program, sizes: dict[str, int]) -> list[tuple[Any, torch.Tensor]]:
-    """Each output with a tensor of its shape that has no memory."""
+    """Return each output with a meta tensor of its shape."""
     return [
         (v, torch.empty([e.bind(sizes) for e in v.tensor.shape], device="meta", dtype=torch_dtype(v.tensor.dtype)))
         for v in program.outputs
@@ -365,18 +365,18 @@ def parts_of(x: torch.Tensor, type: TensorType, ranks: int, sizes: dict[str, int
 
 
 def run_misfit(case: Case, machine: str) -> None:
-    """Calls with so many rows, and says that they are so many where no shape of an input can."""
+    """Run with `case.m` rows; pass M as a size if some input's extent is then a fraction."""
     shapes = [[exact(extent, case.m) for extent in v.tensor.shape] for v in case.program.inputs]
     inputs = [
         torch.randn([int(extent) for extent in shape]).to(torch_dtype(v.tensor.dtype))
         for v, shape in zip(case.program.inputs, shapes, strict=True)
     ]
-    whole = all(extent.denominator == 1 for shape in shapes for extent in shape)
-    hi.run(case.program, *inputs, sizes=None if whole else {"M": case.m}, machine=machine, seed=case.seed)
+    integral = all(extent.denominator == 1 for shape in shapes for extent in shape)
+    hi.run(case.program, *inputs, sizes=None if integral else {"M": case.m}, machine=machine, seed=case.seed)
 
 
 def tried(number: int, seed: int, machine: str = "local") -> Result | None:
-    """Draws and runs one case; None where there is none of this number."""
+    """Draw and run one case; None if no case has this number."""
     cell = cell_of(number)
     try:
         case = drawn(seed, number)
@@ -384,43 +384,43 @@ def tried(number: int, seed: int, machine: str = "local") -> Result | None:
         return Result(number, cell, "exception", traceback.format_exc(limit=-3))
     if case is None:
         return None
-    end, said = outcome(case, machine)
-    return Result(number, cell, end, f"M={case.m}: {said}" if said else "")
+    end, details = outcome(case, machine)
+    return Result(number, cell, end, f"M={case.m}: {details}" if details else "")
 
 
 # Simulated ranks --------------------------------------------------------------------------------------------------
 def several(numbers: Sequence[int], seed: int) -> list[Result]:
-    """What a worker does at once."""
+    """Run the cases of these numbers; return the results of those that exist."""
     return [result for n in numbers if (result := tried(n, seed))]
 
 
 def simulated(cases: int, seed: int, workers: int, seconds: float, first: int = 0) -> Iterator[Result]:
-    """At least so many cases, unless time is up; a cell is tried in every round of as many numbers as there are."""
+    """Yield the results of at least `cases` cases, unless time is up. Case numbers go through all cells in turn."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    spawn, last, left = multiprocessing.get_context("spawn"), time.monotonic() + seconds, cases
+    spawn, last, remaining = multiprocessing.get_context("spawn"), time.monotonic() + seconds, cases
     with spawn.Pool(workers, torch.set_num_threads, (1,)) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
         bar = progress.add_task("cases", total=cases)
-        while left > 0 and time.monotonic() < last:
+        while remaining > 0 and time.monotonic() < last:
             chunks = [range(n, n + CHUNK) for n in range(first, first + 8 * workers * CHUNK, CHUNK)]
             first = chunks[-1].stop
             for results in pool.imap_unordered(partial(several, seed=seed), chunks):
-                left -= len(results)
+                remaining -= len(results)
                 progress.update(bar, advance=len(results))
                 yield from results
 
 
 # Real ranks -------------------------------------------------------------------------------------------------------
 def on_this_rank(cases: int, seed: int, first: int) -> None:
-    """What each process of a job does: tells each case before it begins, and how it ended."""
+    """Run cases on this process of a job; print each case before it begins, and its outcome."""
     from hostir.job.session import session
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
+    torch.use_deterministic_algorithms(True)  # this also fills new memory with NaN
     done, number, rank = 0, first, int(os.environ["RANK"])
 
     def tell(line: str) -> None:
-        os.write(1, f"{line}\n".encode())  # at once, as all ranks have one pipe
+        os.write(1, f"{line}\n".encode())  # in one write, as all ranks share a pipe
 
     with session("cpu"):
         while done < cases:
@@ -429,22 +429,22 @@ def on_this_rank(cases: int, seed: int, first: int) -> None:
                     tell(f"BEGIN {number}")
                 if result := tried(number, seed, "gloo"):
                     done += 1
-                    tell(f"END {json.dumps([rank, number, result.outcome, result.said[:2000]])}")
+                    tell(f"END {json.dumps([rank, number, result.outcome, result.details[:2000]])}")
             number += 1
 
 
 def real(cases: int, seed: int, seconds: float, first: int = 0) -> list[Result]:
-    """So many cases in one job of gloo processes; a job that ends early is an exception of the case it was at."""
+    """Run cases in one job of gloo processes; if the job ends early, its last case has the outcome `exception`."""
     command = ["-m", "benchmarks.differential", "--on-this-rank", str(cases), "--seed", str(seed), "--case", str(first)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HOSTIR_TIMEOUT": "60", "PYTHONPATH": os.pathsep.join(sys.path)}
     job = launch(GLOO, *command, env=env, timeout=seconds)
     worst: dict[int, Result] = {}
     for line in job.stdout.splitlines():
         if line.startswith("END "):
-            rank, number, end, said = json.loads(line[4:])
-            told = Result(number, cell_of(number), end, f"rank {rank}, {said}" if said else "")
+            rank, number, end, details = json.loads(line[4:])
+            result = Result(number, cell_of(number), end, f"rank {rank}, {details}" if details else "")
             if number not in worst or OUTCOMES.index(end) > OUTCOMES.index(worst[number].outcome):
-                worst[number] = told
+                worst[number] = result
     if job.returncode:
         begun = [int(line.split()[1]) for line in job.stdout.splitlines() if line.startswith("BEGIN ")]
         last = begun[-1] if begun else 0
@@ -454,13 +454,13 @@ def real(cases: int, seed: int, seconds: float, first: int = 0) -> list[Result]:
 
 # Reports ----------------------------------------------------------------------------------------------------------
 def counts(results: Iterable[Result]) -> str:
-    """The cases by how they ended, without what did not happen."""
-    found = Counter(result.outcome for result in results)
-    return ", ".join(f"{found[o]} {o}" for o in OUTCOMES if found[o]) or "-"
+    """Return the number of cases of each outcome that occurred, as text."""
+    numbers = Counter(result.outcome for result in results)
+    return ", ".join(f"{numbers[o]} {o}" for o in OUTCOMES if numbers[o]) or "-"
 
 
 def grid(title: str, results: Sequence[Result], down: str, across: str) -> str:
-    """A table of the cases by two fields of their cells."""
+    """Return a table of the cases by two fields of their cells."""
     lines: dict[tuple[Any, Any], list[Result]] = {}
     for result in results:
         lines.setdefault((getattr(result.cell, down), getattr(result.cell, across)), []).append(result)
@@ -473,11 +473,11 @@ def grid(title: str, results: Sequence[Result], down: str, across: str) -> str:
     return f"{title}\n\n" + table([down, *map(str, known[across])], body)
 
 
-def report(results: Sequence[Result], on_gloo: Sequence[Result], around: str) -> str:
-    """Tables of what was run."""
+def report(results: Sequence[Result], on_gloo: Sequence[Result], duration: str) -> str:
+    """Return the tables of a run."""
     parts = []
     if results:
-        parts += [f"Simulated ranks: {len(results)} cases, {totals(results)}. {around}"]
+        parts += [f"Simulated ranks: {len(results)} cases, {totals(results)}. {duration}"]
         parts += [grid("By pattern and strategy; - is what a strategy cannot overlap:", results, "pattern", "strategy")]
         parts += [grid("By ranks and number of rows:", results, "ranks", "rows")]
     if on_gloo:
@@ -488,29 +488,29 @@ def report(results: Sequence[Result], on_gloo: Sequence[Result], around: str) ->
 
 
 def by_cell(results: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """How many cases ended in each way, by pattern and strategy, and by ranks and number of rows."""
-    found: dict[str, Counter[str]] = {}
+    """Return the number of cases of each outcome, by pattern and strategy, and by ranks and number of rows."""
+    numbers: dict[str, Counter[str]] = {}
     for result in results:
         cell = result.cell
         for key in (f"{cell.pattern}, {cell.strategy}", f"{cell.ranks} ranks, {cell.rows}"):
-            found.setdefault(key, Counter())[result.outcome] += 1
-    return {key: dict(sorted(found[key].items())) for key in sorted(found)}
+            numbers.setdefault(key, Counter())[result.outcome] += 1
+    return {key: dict(sorted(numbers[key].items())) for key in sorted(numbers)}
 
 
 def totals(results: Iterable[Result]) -> str:
-    """How many cases ended in each way, also where that is none."""
-    found = Counter(result.outcome for result in results)
-    return ", ".join(f"{found[o]} {o}" for o in OUTCOMES)
+    """Return the number of cases of each outcome, also if it is 0, as text."""
+    numbers = Counter(result.outcome for result in results)
+    return ", ".join(f"{numbers[o]} {o}" for o in OUTCOMES)
 
 
 def complaint(result: Result, seed: int, machine: str) -> str:
-    """One case that went wrong, and how to see it again."""
+    """Return the description of a failed case, with the command that reproduces it."""
     again = f"python -m benchmarks.differential --seed {seed} --case {result.number}"
-    return f"{result.outcome}: {result.cell}: {again}{' --gloo 1' if machine == 'gloo' else ''}\n  {result.said}"
+    return f"{result.outcome}: {result.cell}: {again}{' --gloo 1' if machine == 'gloo' else ''}\n  {result.details}"
 
 
 def again(number: int, seed: int) -> Result | None:
-    """One case, with all that belongs to it."""
+    """Print a case in full, and run it."""
     case = drawn(seed, number)
     if case is None:
         print(f"case {number}: {cell_of(number)}: nothing to overlap")
@@ -520,50 +520,50 @@ def again(number: int, seed: int) -> Result | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all, prints the tables and writes them; 1 where a case is wrong or raises."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--cases", type=int, default=500, help="on simulated ranks, at least")
-    options.add_argument("--gloo", type=int, default=0, help=f"on {GLOO} gloo processes")
-    options.add_argument("--fp8", action="store_true", help="cases of fp8 products only")
-    options.add_argument("--seed", type=int, default=0, help="of everything")
-    options.add_argument("--case", type=int, help="only the case of this number, in full")
-    options.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are begun")
-    options.add_argument("--workers", type=int, default=2)
-    options.add_argument("--out", type=Path, help="writes .json and .md there")
-    options.add_argument("--on-this-rank", type=int, default=0, help=argparse.SUPPRESS)
-    chosen = options.parse_args(arguments)
+    """Run all cases, print and write the tables; return 1 if any case is wrong or raises."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=500, help="the least number of cases on simulated ranks")
+    parser.add_argument("--gloo", type=int, default=0, help=f"number of cases on {GLOO} gloo processes")
+    parser.add_argument("--fp8", action="store_true", help="fp8 matmuls only")
+    parser.add_argument("--seed", type=int, default=0, help="seed of cases, inputs and schedules")
+    parser.add_argument("--case", type=int, help="run only the case of this number, and print it in full")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no more cases after this time")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    parser.add_argument("--on-this-rank", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    first = FIRST_OF_FP8 if chosen.fp8 else 0
-    if chosen.on_this_rank:
-        on_this_rank(chosen.on_this_rank, chosen.seed, chosen.case or 0)
+    first = FIRST_OF_FP8 if options.fp8 else 0
+    if options.on_this_rank:
+        on_this_rank(options.on_this_rank, options.seed, options.case or 0)
         return 0
 
     begun, bad = time.perf_counter(), list[str]()
     results, on_gloo = list[Result](), list[Result]()
-    if chosen.case is not None and not chosen.gloo:
-        results = [one for one in [again(chosen.case, chosen.seed)] if one]
-    elif chosen.case is None:
-        for result in simulated(chosen.cases, chosen.seed, chosen.workers, chosen.seconds, first):
+    if options.case is not None and not options.gloo:
+        results = [one for one in [again(options.case, options.seed)] if one]
+    elif options.case is None:
+        for result in simulated(options.cases, options.seed, options.workers, options.seconds, first):
             results.append(result)
             if result.outcome in ("wrong", "exception"):
-                bad.append(complaint(result, chosen.seed, "local"))
+                bad.append(complaint(result, options.seed, "local"))
                 print(bad[-1], file=sys.stderr, flush=True)
-    around = f"{time.perf_counter() - begun:.0f} s with {chosen.workers} workers, seed {chosen.seed}."
-    if chosen.gloo:
-        on_gloo = real(chosen.gloo, chosen.seed, 60 + 2.0 * chosen.gloo, chosen.case or first)
+    duration = f"{time.perf_counter() - begun:.0f} s with {options.workers} workers, seed {options.seed}."
+    if options.gloo:
+        on_gloo = real(options.gloo, options.seed, 60 + 2.0 * options.gloo, options.case or first)
         for result in on_gloo:
             if result.outcome in ("wrong", "exception"):
-                bad.append(complaint(result, chosen.seed, "gloo"))
+                bad.append(complaint(result, options.seed, "gloo"))
                 print(bad[-1], file=sys.stderr, flush=True)
-    if chosen.case is not None:
+    if options.case is not None:
         (one,) = results or on_gloo or [None]
-        print(f"{one.outcome}: {one.said}" if one else "")
+        print(f"{one.outcome}: {one.details}" if one else "")
         return int(one is not None and one.outcome in ("wrong", "exception"))
-    text = report(results, on_gloo, around)
+    text = report(results, on_gloo, duration)
     print(text)
-    if chosen.out:
+    if options.out:
         data = {"simulated": by_cell(results), "gloo": by_cell(on_gloo), "wrong": bad}
-        write(chosen.out, "Random fusions against the unsharded result", "\n\n".join([text, *bad]), data)
+        write(options.out, "Random fusions against the unsharded result", "\n\n".join([text, *bad]), data)
     return int(bool(bad))
 
 

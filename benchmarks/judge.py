@@ -1,16 +1,16 @@
-"""Whether programs that the checker accepts are right on real CPU processes, one of which is slow.
+"""Run programs that the checker accepts on real CPU processes, one of them slow, and compare their results.
 
     python -m benchmarks.judge --programs 100                                    a first look
-    python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all right programs
+    python -m benchmarks.judge --programs 2000 --compiled --out benchmarks/results/judge    all correct programs
     python -m benchmarks.judge --programs 0 --mutants 4000 --calls-by-hand 0     mutants of compiled programs
-    python -m benchmarks.judge --programs 100 --promise one_stream               with a checker that assumes too much
+    python -m benchmarks.judge --programs 100 --promise one_stream               a checker with a wrong assumption
 
 The programs run on processes (`tests/judging/real_ranks.py`). They are random programs that the checker accepts, with
 little synchronisation (`tests/judging/random_programs.py`), the hand-written programs of
 `tests/cases/counterexamples`, and every pattern, lowered (`tests/judging/mutation.py`). Outputs must have the bits that
-simulated ranks give in program order. So must outputs of the mutants (`tests/judging/mutants.py`) that the checker
-accepts: if the checker assumes an order that processes do not guarantee, they go wrong. Their verdicts can be kept in
-a file, as in `benchmarks.mutation`, and a later call with the same file continues.
+simulated ranks give in program order. The mutants (`tests/judging/mutants.py`) that the checker accepts must have the
+right bits too: they go wrong if the checker assumes an order that processes do not guarantee. Their verdicts can be
+saved in a file, as in `benchmarks.mutation`, and a later call with the same file continues.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from tests.judging.real_ranks import CALLS, Case, judged
 HAND_WRITTEN = Path(__file__).parents[1] / "tests" / "cases" / "counterexamples"
 SIZES = {"five_rounds": {"N": 10}}
 CHUNK = 10  # programs that one job of processes runs
-MUTANTS = 40  # of which one job runs those that are accepted
+MUTANTS = 40  # mutants for one job of processes, which runs the accepted ones
 CALLS_BY_HAND = 200
 RANKS = (2, 3, 4)
-Of, Found = TypeVar("Of"), TypeVar("Found")
+Item, Outcome = TypeVar("Item"), TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seeds to try on so many ranks, with so many calls of each program that is accepted."""
+    """Seeds of random programs to try on `ranks` ranks, with `calls` calls of each accepted program."""
 
     ranks: int
     first: int
@@ -67,7 +67,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of it: how many programs ran, and the text of each that went wrong, with how."""
+    """Outcome of some work: the number of programs that ran, and a description and the text of each wrong one."""
 
     work: Work
     run: int
@@ -75,7 +75,7 @@ class Done:
 
 
 def tried(work: Work) -> Done:
-    """Draws the programs of some seeds, and runs those that are accepted."""
+    """Draw the programs of some seeds, and run the accepted ones."""
     assumed = contextlib.nullcontext()
     accepts: Accepts = accepted
     if work.promise:
@@ -92,110 +92,112 @@ def tried(work: Work) -> Done:
 
 
 def in_batches(
-    pool: Pool, function: Callable[[Of], Found], works: Iterable[Of], workers: int, last: float
-) -> Iterator[Found]:
-    """What a function gives for each work, in any order, until a time.
+    pool: Pool, function: Callable[[Item], Outcome], works: Iterable[Item], workers: int, last: float
+) -> Iterator[Outcome]:
+    """Yield the outcome of a function for each item, in any order; start no item after the time `last`.
 
-    All that has begun ends: a worker that is ended leaves its job of ranks behind.
+    Items that have begun are finished, because a killed worker would leave its job of ranks behind.
     """
     left = iter(works)
     while time.monotonic() <= last and (batch := list(islice(left, workers))):
         yield from pool.imap_unordered(function, batch)
 
 
-def at_random(given: argparse.Namespace) -> Iterator[Done]:
-    """Runs at least so many random programs, as many on 2 ranks as on 3 or 4."""
+def at_random(options: argparse.Namespace) -> Iterator[Done]:
+    """Run at least `--programs` random programs, with the same number of seeds on 2, 3 and 4 ranks."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     works = (
-        Work(ranks, given.first + CHUNK * n, CHUNK, given.calls, given.patience, given.promise)
-        for n in range(given.programs)  # more than enough
+        Work(ranks, options.first + CHUNK * n, CHUNK, options.calls, options.patience, options.promise)
+        for n in range(options.programs)  # more than enough
         for ranks in RANKS
     )
-    last = time.monotonic() + given.seconds
+    last = time.monotonic() + options.seconds
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    left = given.programs
-    wanted = takewhile(lambda _: left > 0, works)
-    with spawn.Pool(given.workers, begin) as pool, Progress(*columns) as progress:
+    left = options.programs
+    enough = takewhile(lambda _: left > 0, works)
+    with spawn.Pool(options.workers, begin) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
-        bar = progress.add_task("programs", total=given.programs)
-        for done in in_batches(pool, tried, wanted, given.workers, last):
+        bar = progress.add_task("programs", total=options.programs)
+        for done in in_batches(pool, tried, enough, options.workers, last):
             left -= done.run
             progress.update(bar, advance=done.run)
             yield done
 
 
 def by_hand(calls: int, patience: float) -> Iterator[tuple[Program, str, int, int, str]]:
-    """Each hand-written program: what the checker says, how many calls were made and went wrong, and how."""
+    """Yield each hand-written program, the checker's verdict, the numbers of calls and of wrong calls, and a reason."""
     for path in sorted(HAND_WRITTEN.glob("*.hir")):
         program = hi.parse(path.read_text(), path.name)
         sizes = SIZES.get(program.name, {})
-        errors = [found for found in hi.check(program, sizes=sizes) if found.level == "error"]
-        said = errors[0].message if errors else "accepted"
+        errors = [finding for finding in hi.check(program, sizes=sizes) if finding.level == "error"]
+        verdict = errors[0].message if errors else "accepted"
         cases = [Case(program, seed, 10, sizes) for seed in range(calls // 10)]
-        if errors:  # a few, to see whether the checker is right: what hangs once would hang again
+        if errors:  # only two cases: a program that hangs once would hang again
             cases = cases[:2]
         verdicts = judged(cases, patience)
-        how = next((verdict.wrong for verdict in verdicts if verdict.wrong), "")
-        yield program, said, 10 * len(cases), sum(verdict.calls for verdict in verdicts), how
+        reason = next((v.wrong for v in verdicts if v.wrong), "")
+        yield program, verdict, 10 * len(cases), sum(v.calls for v in verdicts), reason
 
 
-def compiled(given: argparse.Namespace) -> list[list[str]]:
-    """A row for each name of a compiled program: how many there are, how many calls were made, and which went wrong."""
-    cases = [Case(program, seed, given.calls) for seed, program in enumerate(originals())]
+def compiled(options: argparse.Namespace) -> list[list[str]]:
+    """Return a row for each name of a compiled program: the numbers of programs and calls, and the wrong ones."""
+    cases = [Case(program, seed, options.calls) for seed, program in enumerate(originals())]
     works = [cases[at : at + CHUNK] for at in range(0, len(cases), CHUNK)]
     counts, wrong = Counter[str](), dict[str, list[str]]()
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(given.workers, begin) as pool:
-        for verdicts in pool.imap_unordered(partial(judged, patience=given.patience), works):
+    with spawn.Pool(options.workers, begin) as pool:
+        for verdicts in pool.imap_unordered(partial(judged, patience=options.patience), works):
             for v in verdicts:
                 counts[v.case.program.name] += 1
                 if v.wrong:
                     wrong.setdefault(v.case.program.name, []).append(f"on {v.case.program.ranks} ranks: {v}")
     return [
-        [name, str(n), str(n * given.calls), "; ".join(wrong.get(name, ["the same bits"]))]
+        [name, str(n), str(n * options.calls), "; ".join(wrong.get(name, ["the same bits"]))]
         for name, n in sorted(counts.items())
     ]
 
 
-def of_mutants(some: Sequence[Mutant], calls: int, patience: float) -> list[tuple[Mutant, mutation.Verdict | None]]:
-    """What the checker says of each, None where it cannot be read, and how those that it accepts ran on processes."""
-    found: list[tuple[Mutant, mutation.Verdict | None]] = []
+def of_mutants(mutants: Sequence[Mutant], calls: int, patience: float) -> list[tuple[Mutant, mutation.Verdict | None]]:
+    """Check mutants and run the accepted ones on processes. Return their verdicts; None if a text cannot be parsed."""
+    refused: list[tuple[Mutant, mutation.Verdict | None]] = []
     cases: dict[Mutant, Case] = {}
-    for mutant in some:
+    for mutant in mutants:
         try:
             program = hi.parse(mutant.text, mutant.name)
         except HostIRError:
-            found.append((mutant, None))
+            refused.append((mutant, None))
             continue
-        if said := mutation.errors(hi.check(program)):
-            found.append((mutant, mutation.Verdict(mutant, findings=said)))
+        if findings := mutation.errors(hi.check(program)):
+            refused.append((mutant, mutation.Verdict(mutant, findings=findings)))
             continue
         cases[mutant] = Case(program, int(digest(mutant.text), 16) % 1_000_003, calls)
     verdicts = zip(cases, judged(list(cases.values()), patience), strict=True)
-    return found + [(mutant, mutation.Verdict(mutant, guilt=str(v) if v.wrong else "")) for mutant, v in verdicts]
+    return refused + [(mutant, mutation.Verdict(mutant, guilt=str(v) if v.wrong else "")) for mutant, v in verdicts]
 
 
-def mutated(given: argparse.Namespace) -> list[mutation.Verdict]:
-    """Verdicts on so many mutants of compiled programs, even over the kinds of edits, until the time is over."""
+def mutated(options: argparse.Namespace) -> list[mutation.Verdict]:
+    """Judge a sample of mutants of compiled programs, as many of each kind of edit, until the time is over."""
     kept, chosen = (
-        Kept(given.verdicts, calls_on_processes=given.calls),
-        sample(every_mutant(originals()), given.mutants),
+        Kept(options.verdicts, calls_on_processes=options.calls),
+        sample(every_mutant(originals()), options.mutants),
     )
-    left = [mutant for mutant in chosen if digest(mutant.text) not in kept.found]
-    left.sort(key=lambda mutant: mutant.text.partition("program")[0])  # one job runs programs on as many ranks
+    left = [mutant for mutant in chosen if digest(mutant.text) not in kept.verdicts]
+    left.sort(
+        key=lambda mutant: mutant.text.partition("program")[0]
+    )  # programs of one job should have the same number of ranks
     works = [left[at : at + MUTANTS] for at in range(0, len(left), MUTANTS)]
     Random(0).shuffle(works)
-    last = time.monotonic() + given.seconds
+    last = time.monotonic() + options.seconds
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(given.workers, begin) as pool:
-        judge = partial(of_mutants, calls=given.calls, patience=given.patience)
-        for mutant, verdict in chain.from_iterable(in_batches(pool, judge, works, given.workers, last)):
+    with spawn.Pool(options.workers, begin) as pool:
+        judge = partial(of_mutants, calls=options.calls, patience=options.patience)
+        for mutant, verdict in chain.from_iterable(in_batches(pool, judge, works, options.workers, last)):
             kept.add(mutant, verdict)
     return kept.of(chosen)
 
 
 def by_kind(verdicts: Sequence[mutation.Verdict], calls: int) -> list[list[str]]:
-    """A row for each kind of edit, and one for all."""
+    """Return a row for each kind of edit, and one for all."""
     kinds = sorted({v.mutant.operator for v in verdicts})
     by_operator = ((kind, [v for v in verdicts if v.mutant.operator == kind]) for kind in kinds)
     groups = [("all mutants", verdicts), *by_operator]
@@ -209,7 +211,7 @@ def by_kind(verdicts: Sequence[mutation.Verdict], calls: int) -> list[list[str]]
 
 
 def counted(done: Iterable[Done]) -> list[list[str]]:
-    """A row for each number of ranks, and one for all."""
+    """Return a row for each number of ranks, and one for all."""
     every = list(done)
     rows = []
     for name, some in (*((str(r), [d for d in every if d.work.ranks == r]) for r in RANKS), ("all", every)):
@@ -219,81 +221,83 @@ def counted(done: Iterable[Done]) -> list[list[str]]:
     return rows
 
 
-def keep(folder: Path, said: str, text: str) -> None:
-    """Writes what goes wrong into a folder, and says where."""
+def keep(folder: Path, failure: str, text: str) -> None:
+    """Write a program that went wrong into a folder; print the failure and the path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{'_'.join(said.split(':')[0].split())}.hir"
-    path.write_text(comment(said) + text)
-    print(f"{said}\n  kept in {path}", file=sys.stderr, flush=True)
+    path = folder / f"{'_'.join(failure.split(':')[0].split())}.hir"
+    path.write_text(comment(failure) + text)
+    print(f"{failure}\n  kept in {path}", file=sys.stderr, flush=True)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Runs all, prints the tables and writes them; 1 where a program that the checker accepts goes wrong."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--programs", type=int, default=100, help="random programs, at least; 0: none")
-    options.add_argument("--calls", type=int, default=CALLS, help="of each random program")
-    options.add_argument("--calls-by-hand", type=int, default=CALLS_BY_HAND, help="of each hand-written one; 0: none")
-    options.add_argument("--compiled", action="store_true", help="also what the compiler makes of every pattern")
-    options.add_argument("--mutants", type=int, default=0, help="of compiled programs, even over the kinds")
-    resume = "verdicts on mutants that are not judged again; new ones go to the first file"
-    options.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
-    options.add_argument("--first", type=int, default=0, help="the first seed")
-    options.add_argument(
-        "--seconds", type=float, default=float("inf"), help="after which no more are drawn, or mutants tried"
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all programs, print and write the tables; return 1 if a program that the checker accepts goes wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=100, help="the least number of random programs; 0: none")
+    parser.add_argument("--calls", type=int, default=CALLS, help="calls of each random program")
+    parser.add_argument(
+        "--calls-by-hand", type=int, default=CALLS_BY_HAND, help="calls of each hand-written program; 0: none"
     )
-    options.add_argument("--workers", type=int, default=2)
-    options.add_argument("--patience", type=float, default=20.0, help="seconds that a communication may stand still")
-    options.add_argument("--promise", default="", help="one of tests/judging/promises.py, which the checker assumes")
-    options.add_argument("--keep", type=Path, default=Path("/tmp/judge"), help="folder for what goes wrong")
-    options.add_argument("--out", type=Path, help="writes .json and .md there")
-    chosen = options.parse_args(given)
-    if chosen.mutants and chosen.promise:
-        options.error("--promise is for random programs alone: mutants are judged by the checker as it is")
+    parser.add_argument("--compiled", action="store_true", help="also run every pattern, lowered")
+    parser.add_argument("--mutants", type=int, default=0, help="number of mutants of compiled programs")
+    resume = "files with verdicts on mutants that are not judged again; new ones go to the first file"
+    parser.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no more programs and mutants after this time"
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds that a communication may stand still")
+    parser.add_argument("--promise", default="", help="one of tests/judging/promises.py, which the checker assumes")
+    parser.add_argument("--keep", type=Path, default=Path("/tmp/judge"), help="folder for programs that go wrong")
+    parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    options = parser.parse_args(arguments)
+    if options.mutants and options.promise:
+        parser.error("--promise is for random programs alone: mutants are judged by the checker as it is")
     torch.set_num_threads(1)
 
     failures: list[str] = []
     texts = []
     data: dict[str, object] = {}
-    if chosen.calls_by_hand:
+    if options.calls_by_hand:
         rows = []
-        for program, said, made, wrong, how in by_hand(chosen.calls_by_hand, chosen.patience):
-            rows.append([program.name, said, str(made), str(wrong), how or "the same bits"])
-            if said == "accepted" and wrong:
-                failures.append(f"{program.name}: {how}")
+        for program, verdict, calls, wrong, reason in by_hand(options.calls_by_hand, options.patience):
+            rows.append([program.name, verdict, str(calls), str(wrong), reason or "the same bits"])
+            if verdict == "accepted" and wrong:
+                failures.append(f"{program.name}: {reason}")
         texts.append(table(["program", "checker", "calls", "wrong", "how"], rows))
         data["by hand"] = rows
         print(texts[-1], flush=True)
-    if chosen.compiled:
-        rows = compiled(chosen)
+    if options.compiled:
+        rows = compiled(options)
         failures += [f"{row[0]}, compiled, {row[-1]}" for row in rows if row[-1] != "the same bits"]
         texts.append(table(["compiled", "programs", "calls", "how"], rows))
         data["compiled"] = rows
         print(texts[-1], flush=True)
-    if chosen.mutants:
-        verdicts = mutated(chosen)
-        rows = by_kind(verdicts, chosen.calls)
+    if options.mutants:
+        verdicts = mutated(options)
+        rows = by_kind(verdicts, options.calls)
         for v in (v for v in verdicts if v.guilt):
-            said = f"mutant {digest(v.mutant.text)} of {v.mutant.name}: {v.mutant.change}: {v.guilt}"
-            keep(chosen.keep, said, v.mutant.text)
-            failures.append(said)
+            failure = f"mutant {digest(v.mutant.text)} of {v.mutant.name}: {v.mutant.change}: {v.guilt}"
+            keep(options.keep, failure, v.mutant.text)
+            failures.append(failure)
         texts.append(table(["edit", "mutants", "refused", "accepted and run", "calls", "wrong"], rows))
         data["mutants"] = rows
         print(texts[-1], flush=True)
-    if chosen.programs:
+    if options.programs:
         begun, done = time.perf_counter(), []
-        for each in at_random(chosen):
+        for each in at_random(options):
             done.append(each)
-            for said, text in each.wrong:
-                keep(chosen.keep, said, text)
-                failures.append(said)
+            for failure, text in each.wrong:
+                keep(options.keep, failure, text)
+                failures.append(failure)
         seconds = time.perf_counter() - begun
         texts.append(table(["ranks", "seeds", "accepted and run", "calls", "wrong"], counted(done)))
-        texts.append(f"Random programs: {seconds:.0f} s on {chosen.workers} workers.")
+        texts.append(f"Random programs: {seconds:.0f} s on {options.workers} workers.")
         print("\n\n".join(texts[-2:]))
         data |= {"random": counted(done), "seconds": round(seconds)}
     data["wrong"] = failures
-    if chosen.out:
-        write(chosen.out, "Accepted programs on real processes", "\n\n".join([*texts, *failures]), data)
+    if options.out:
+        write(options.out, "Accepted programs on real processes", "\n\n".join([*texts, *failures]), data)
     return int(bool(failures))
 
 

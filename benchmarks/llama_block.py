@@ -7,14 +7,15 @@ By default each rank has the widths of a rank of 8: heads, kv heads and the FFN 
 ranks, the tokens by the number of ranks. `--of 0` divides all of them by the number of ranks.
 
 A step is one forward and backward, issued by Python or replayed from one CUDA graph. Times are the maximum over ranks.
-Each way is compiled, timed and profiled before the next one is compiled: its configuration and its compiled code stay
-in place, and a step that compiles again while it is timed fails. A profile of a step shows which fused operators it
-runs. A way that runs none of those that it is named for fails, and so does one that runs others.
+A *way* is one implementation of the block. Each way is compiled, timed and profiled before the next one is compiled,
+so its configuration and its compiled code stay in place. A step that compiles again while it is timed fails. A profile
+of a step shows the fused operators that it runs. A way fails if it does not run the operators in its name, or if it
+runs others.
 
 `alone` is the same way on a mesh of one rank: the same parameters of this rank and all the tokens, without any
 communication. It is timed in turn with the way. `exposed` is the difference: the communication that the way does not
-hide. Host time is that of an issued step while the device has nothing else to do. Memory is the peak of a step above
-what parameters take. Errors of gradients are relative to DTensor in f32, as multiples of the error of DTensor in bf16;
+hide. Host time is the time of an issued step on the host while the device is idle. Memory is the peak of a step without
+the parameters. Errors of gradients are relative to DTensor in f32, as multiples of the error of DTensor in bf16;
 a way whose error is too large fails. Errors in fp8 are some ten times as large.
 """
 
@@ -59,12 +60,12 @@ from hostir.torch import OverlapPass
 SIZES = {"8B": (4096, 32, 8, 14336), "70B": (8192, 64, 8, 28672)}  # features, heads, kv heads, hidden
 HEAD = 128
 TOKENS = Shard(1)
-STEPS = 3  # before a way is timed: all that has to be compiled is
-PATIENCE = 300.0  # seconds that a rank waits for another, which may compile
-LONGEST = 300  # characters of why a way failed
+STEPS = 3  # steps before a way is timed, so that everything is compiled
+PATIENCE = 300.0  # seconds that a rank waits for another rank, which may be compiling
+LONGEST = 300  # the most characters of the reason why a way failed
 ISSUED, REPLAYED = "issued", "replayed"
-FUSED = ("hostir::", "symm_mem::fused_")  # what names of fused operators begin with
-MOST_OF_BF16, MOST_OF_FP8 = 1.5, 30.0  # times the error of DTensor in bf16
+FUSED = ("hostir::", "symm_mem::fused_")  # prefixes of the names of fused operators
+MOST_OF_BF16, MOST_OF_FP8 = 1.5, 30.0  # the largest errors, as multiples of the error of DTensor in bf16
 T = TypeVar("T")
 HOSTIR, FLOAT8 = (
     {name.removeprefix("layers.*."): style for name, style in plan(fp8).items() if name.startswith("layers.*.")}
@@ -81,11 +82,11 @@ DTENSOR = {
     "feed_forward.w2": RowwiseParallel(output_layouts=TOKENS, use_local_output=False),
 }
 
-# torch's operators, which have no gradients of their own: as torchtitan's functions give them. ------------------------
+# torch's operators have no gradients; these functions give them, as torchtitan's do. ---------------------------------
 
 
 class Gathered(torch.autograd.Function):
-    """Linear layers of a gathered input."""
+    """Linear layers on a gathered input, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -103,7 +104,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """A linear layer whose output is summed up and scattered."""
+    """Linear layer with a reduce-scatter of its output, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, weight: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ SCATTER = {"cuda": ops.fused_matmul_reduce_scatter, "cpu": symm_mem._fused_matmu
 
 
 def gathered(x: Tensor, bs: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the gathered tokens, and their products with each of `bs`. One rank has nothing to gather."""
+    """Return the gathered tokens, and their matmuls with each of `bs`. On one rank nothing is gathered."""
     if group.size() == 1:
         return x, [x @ b for b in bs]
     full, products = GATHER[x.device.type](x, bs, 1, group.group_name)
@@ -140,7 +141,7 @@ def scattered(x: Tensor, b: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Operators(nn.Module):
-    """A block on torch's operators, with this rank's parts of the parameters."""
+    """A block on torch's fused operators, with this rank's shards of the parameters."""
 
     def __init__(self, block: Block, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -159,9 +160,17 @@ class Operators(nn.Module):
 
 @dataclass
 class Case:
-    """A block: the parameters of all ranks, the sizes of one rank's part, the tokens of all, and random inputs."""
+    """A block to measure.
 
-    whole: Block
+    Fields:
+        unsharded: the block with the parameters of all ranks.
+        part: the sizes of one rank's part, the arguments of `Block`.
+        mesh: the ranks.
+        backend: the backend of torch.compile.
+        x, dy: random inputs and gradients, for the tokens of all ranks.
+    """
+
+    unsharded: Block
     part: tuple[int, int, int, int, int]
     mesh: DeviceMesh
     backend: str
@@ -169,18 +178,18 @@ class Case:
     dy: Tensor
 
     def mine(self, x: Tensor) -> Tensor:
-        """This rank's tokens."""
+        """Return this rank's tokens."""
         return x.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()].contiguous()
 
     def parallel(self, plan: Any, compiled: bool = False, dtype: torch.dtype | None = None) -> nn.Module:
-        """The block under a plan."""
-        module = parallelize_module(copy.deepcopy(self.whole).to(dtype), self.mesh, plan)
+        """Return a copy of the block, parallelized by a plan."""
+        module = parallelize_module(copy.deepcopy(self.unsharded).to(dtype), self.mesh, plan)
         if compiled:
             module.compile(backend=self.backend, dynamic=False)
         return module
 
     def plain(self) -> Block:
-        """A block of plain parameters, those of this rank."""
+        """Return a block with this rank's shards as plain parameters."""
         parts = {name: as_local(value) for name, value in self.parallel(DTENSOR).state_dict().items()}
         block = Block(*self.part).to(self.x.device, self.x.dtype)
         block.load_state_dict(parts)
@@ -193,7 +202,7 @@ def as_local(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def async_tp(case: Case) -> Iterator[None]:
-    """What torch needs to fuse anything: the flag, and a call that it says is needed no more."""
+    """Enable torch's async TP: its flag, and a deprecated call that it still needs."""
     if case.x.device.type != "cuda":
         raise RuntimeError("async TP is for CUDA")
     with warnings.catch_warnings(), inductor.patch(_micro_pipeline_tp=True):
@@ -204,18 +213,18 @@ def async_tp(case: Case) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a block.
+    """One implementation of a block.
 
     Fields:
         make: makes the block.
-        around: the configuration under which it is compiled and run.
+        configuration: returns the configuration under which it is compiled and run.
         dtensors: True if its activations are DTensors.
-        runs: what the names of the fused operators that it runs begin with; empty if it runs none.
-        most: the error that it may have, as a multiple of the error of DTensor in bf16.
+        runs: the prefix of the names of the fused operators that it runs; empty if it runs none.
+        most: the largest error that is accepted, as a multiple of the error of DTensor in bf16.
     """
 
     make: Callable[[Case], nn.Module]
-    around: Callable[[Case], contextlib.AbstractContextManager[Any]] = lambda case: contextlib.nullcontext()
+    configuration: Callable[[Case], contextlib.AbstractContextManager[Any]] = lambda case: contextlib.nullcontext()
     dtensors: bool = False
     runs: str = ""
     most: float = MOST_OF_BF16
@@ -267,19 +276,19 @@ class Step:
         y.backward(self.dy.to(y.dtype))
 
     def gradients(self) -> Tensor:
-        """Those of the input and of the matrices, which each rank has to itself."""
+        """Return the gradients of the input and of the sharded matrices, flattened and concatenated."""
         matrices = [as_local(p.grad) for p in self.module.parameters() if p.ndim == 2]
         return torch.cat([self.x.grad.flatten(), *(each.flatten() for each in matrices)]).float()
 
     def operators(self) -> Counter[str]:
-        """The fused operators that a step runs, and how often, by a profiler."""
+        """Profile a step; return its fused operators with their counts."""
         with profile(activities=[ProfilerActivity.CPU]) as watched:
             self()
             synchronize(self.x.device)
         return Counter(event.name for event in watched.events() if event.name.startswith(FUSED))
 
     def peak(self) -> int:
-        """The bytes that a step takes at most."""
+        """Return the peak memory of a step in bytes."""
         for each in (self.x, *self.module.parameters()):
             each.grad = None
         if self.x.device.type != "cuda":
@@ -296,12 +305,12 @@ class Step:
 
 
 class FailedError(Exception):
-    """A way failed, on all ranks; the text says on which one first, and why."""
+    """Error: a way failed. All ranks raise it, with the first failing rank and its reason."""
 
 
 @dataclass
 class Bench:
-    """Measures cases on all ranks in step, and saves what is known after each way.
+    """Measures cases on all ranks in step, and saves the results after each way.
 
     Fields:
         joined: the job.
@@ -317,22 +326,22 @@ class Bench:
 
     @cached_property
     def alone(self) -> DeviceMesh:
-        """A mesh of this rank."""
+        """Mesh of this rank only."""
         shape = (self.joined.size, 1)
         return init_device_mesh(self.options.device, shape, mesh_dim_names=("others", "alone"))["alone"]
 
-    def attempt(self, about: str, work: Callable[[], T]) -> T:
-        """Return what `work` gives. Raises FailedError on every rank if it raises on any rank."""
+    def attempt(self, step: str, work: Callable[[], T]) -> T:
+        """Return the result of `work`. Raise FailedError on every rank if it raises on any rank."""
         result, problem = None, ""
         try:
             result = work()
             synchronize(self.joined.device)
         except Exception as raised:
             problem = f"{type(raised).__name__}: {next(iter(str(raised).strip().splitlines()), '')}"[:LONGEST]
-        said = self.joined.exchange(f"block, {about}", problem, PATIENCE)
-        for rank, text in enumerate(said):
+        problems = self.joined.exchange(f"block, {step}", problem, PATIENCE)
+        for rank, text in enumerate(problems):
             if text:
-                raise FailedError(f"{about}: rank {rank}: {text}")
+                raise FailedError(f"{step}: rank {rank}: {text}")
         return result  # type: ignore[return-value]  # it is None only after a problem
 
     def save(self) -> None:
@@ -342,8 +351,8 @@ class Bench:
 
     def measure(self, model: str, tokens: int, make: Callable[[], Case]) -> None:
         """Measure a case, way by way."""
-        of = self.options.of
-        widths = f"widths of a rank of {of}" if of else "full widths"
+        ranks = self.options.of
+        widths = f"widths of a rank of {ranks}" if ranks else "full widths"
         row: dict[str, Any] = {"model": model, "tokens": tokens, "widths": widths, "ways": {}, "failed": {}}
         self.rows.append(row)
         try:
@@ -357,8 +366,8 @@ class Bench:
         for name in self.options.ways:
             way = WAYS[name]
             try:
-                with contextlib.ExitStack() as configuration:  # which stays as it is while the way is timed
-                    self.attempt("configuration", partial(configuration.enter_context, way.around(case)))
+                with contextlib.ExitStack() as configuration:  # in place while the way is timed
+                    self.attempt("configuration", partial(configuration.enter_context, way.configuration(case)))
                     step = self.attempt("first steps", partial(warmed, case, way))
                     row["ways"][name] = self.figures(case, way, step, true, base)
             except FailedError as failed:
@@ -369,34 +378,34 @@ class Bench:
         return None
 
     def figures(self, case: Case, way: Way, step: Step, true: Tensor, base: float) -> dict[str, Any]:
-        """Times, memory, errors and operators of a way. Raises FailedError where it is not what it is named for."""
+        """Return times, memory, error and operators of a way. Raise FailedError if result or operators are wrong."""
         self.attempt("gradients", lambda: exact_enough(off(step.gradients(), true), way.most * base))
         error, peak = off(step.gradients(), true), step.peak()
         works: dict[tuple[str, str], Callable[[], Any]] = {("step", ISSUED): step}
         lacking = {}
         try:
-            alone = self.attempt("a case alone", lambda: replace(case, whole=case.plain(), mesh=self.alone))
+            alone = self.attempt("a case alone", lambda: replace(case, unsharded=case.plain(), mesh=self.alone))
             works["alone", ISSUED] = self.attempt("alone", partial(warmed, alone, way))
         except FailedError as failed:
             lacking["alone"] = str(failed)
-        for (what, _), work in [*works.items()] if self.joined.device.type == "cuda" else []:
+        for (name, _), work in [*works.items()] if self.joined.device.type == "cuda" else []:
             try:
-                works[what, REPLAYED] = self.attempt(f"graph of {what}", partial(graphed, work))
+                works[name, REPLAYED] = self.attempt(f"graph of {name}", partial(graphed, work))
             except FailedError as failed:
-                lacking[f"{what}, {REPLAYED}"] = str(failed)
+                lacking[f"{name}, {REPLAYED}"] = str(failed)
         with torch.compiler.set_stance("fail_on_recompile"):
             times = self.attempt("timed", partial(self.clock.race, works))
             host = self.attempt("timed on the host", partial(self.clock.host, {"": step}))[""]
             operators = self.attempt("profiled", step.operators)
         self.attempt("operators", partial(way.check, operators))
-        found: dict[str, Any] = {"host_us": host, "bytes": peak, "error": error, "operators": dict(operators)}
+        figures: dict[str, Any] = {"host_us": host, "bytes": peak, "error": error, "operators": dict(operators)}
         for mode in (ISSUED, REPLAYED):
-            found[mode] = {what: times[what, mode] for what in ("step", "alone") if (what, mode) in times}
-        return found | {"lacking": lacking}
+            figures[mode] = {name: times[name, mode] for name in ("step", "alone") if (name, mode) in times}
+        return figures | {"lacking": lacking}
 
 
 def cases(options: argparse.Namespace, mesh: DeviceMesh) -> Iterator[tuple[str, int, Callable[[], Case]]]:
-    """Models, numbers of tokens, and what makes the case."""
+    """Yield models, numbers of tokens, and functions that make the case."""
     for model, tokens in ((model, int(n)) for model in options.models.split(",") for n in options.tokens.split(",")):
         yield model, tokens, partial(case_of, options, mesh, model, tokens)
 
@@ -405,16 +414,16 @@ def case_of(options: argparse.Namespace, mesh: DeviceMesh, model: str, tokens: i
     """Return the case of a model and a number of tokens."""
     ranks, device = mesh.size(), options.device
     features, heads, kv_heads, hidden = SIZES[model]
-    size, of = HEAD // options.shrink or 1, options.of or ranks
-    part = (features // options.shrink, heads // of, kv_heads // of, hidden // of // options.shrink)
+    head, shares = HEAD // options.shrink or 1, options.of or ranks
+    part = (features // options.shrink, heads // shares, kv_heads // shares, hidden // shares // options.shrink)
     torch.manual_seed(0)
-    whole = Block(part[0], *(n * ranks for n in part[1:]), size).to(device, torch.bfloat16)
+    unsharded = Block(part[0], *(n * ranks for n in part[1:]), head).to(device, torch.bfloat16)
     x, dy = (torch.randn(1, tokens, part[0], device=device).bfloat16() for _ in range(2))
-    return Case(whole, (*part, size), mesh, options.backend, x, dy)
+    return Case(unsharded, (*part, head), mesh, options.backend, x, dy)
 
 
 def warmed(case: Case, way: Way) -> Step:
-    """Return a way's step after some steps, so that all is compiled."""
+    """Return a way's step after STEPS steps, so that everything is compiled."""
     step = Step(case, way.make(case), way.dtensors)
     for _ in range(STEPS):
         step()
@@ -423,25 +432,25 @@ def warmed(case: Case, way: Way) -> Step:
 
 
 def gradients(case: Case, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return the gradients that DTensor gives."""
+    """Return DTensor's gradients."""
     step = Step(case, case.parallel(DTENSOR, dtype=dtype), True)
     step()
     return step.gradients()
 
 
-def off(found: Tensor, true: Tensor) -> float:
+def off(result: Tensor, true: Tensor) -> float:
     """Return the relative error of gradients."""
-    return float((found - true).norm() / true.norm())
+    return float((result - true).norm() / true.norm())
 
 
 def exact_enough(error: float, most: float) -> None:
-    """Raise if an error of gradients is too large; NaN is."""
+    """Raise if an error of gradients is too large or NaN."""
     if not error <= most:
         raise RuntimeError(f"WRONG: gradients are off by {error:.2e}, and may be by {most:.2e}")
 
 
 def forget() -> None:
-    """Forget compiled code, graphs and memory of a way that has been measured."""
+    """Free the compiled code, graphs and memory of the last way."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -449,14 +458,17 @@ def forget() -> None:
 
 
 def exposed(way: dict[str, Any], mode: str) -> float | None:
-    """Return the microseconds of communication that a way does not hide; None where a time is missing."""
+    """Return the microseconds of communication that a way does not hide; None if a time is missing."""
     times = way[mode]
     return times["step"] - times["alone"] if times.keys() >= {"step", "alone"} else None
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A table for each model and number of tokens."""
-    headers = ["way", *(f"{what}, {mode}" for mode in (ISSUED, REPLAYED) for what in ("step us", "alone", "exposed"))]
+    """Return a table for each model and number of tokens."""
+    headers = [
+        "way",
+        *(f"{column}, {mode}" for mode in (ISSUED, REPLAYED) for column in ("step us", "alone", "exposed")),
+    ]
     headers += ["host us", "peak MiB", "error", "fused operators of a step"]
     texts = []
     for row in rows:
@@ -478,32 +490,32 @@ def report(rows: list[dict[str, Any]]) -> str:
         texts.append(f"## {row['model']}, {row['tokens']} tokens, {row['widths']}")
         texts += [table(headers, lines)] if lines else []
         wrong = row["failed"] | {
-            f"{name}, {what}": why for name, way in row["ways"].items() for what, why in way["lacking"].items()
+            f"{name}, {figure}": why for name, way in row["ways"].items() for figure, why in way["lacking"].items()
         }
         texts += ["Failed:\n\n" + "\n".join(f"- {name}: {why}" for name, why in wrong.items())] if wrong else []
     return "\n\n".join(texts)
 
 
 def main() -> None:
-    """Measures all cases."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--out", type=Path, required=True, help="without ending; .json and .md are written")
-    options.add_argument("--models", default="70B,8B")
-    options.add_argument("--tokens", default="8192,2048,16384", help="of all ranks together")
-    options.add_argument("--of", type=int, default=8, help="ranks that share the layers; 0: those that there are")
-    named = f"of these, separated by semicolons: {'; '.join(WAYS)}"
-    options.add_argument("--ways", type=lambda text: text.split(";"), default=[*WAYS], help=named)
-    options.add_argument("--backend", default="inductor", help="of torch.compile")
-    options.add_argument("--repeats", type=int, default=30)
-    options.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    given = options.parse_args()
-    with session(given.device) as joined:
+    """Measure all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="without ending; .json and .md are written")
+    parser.add_argument("--models", default="70B,8B")
+    parser.add_argument("--tokens", default="8192,2048,16384", help="tokens of all ranks together")
+    parser.add_argument("--of", type=int, default=8, help="ranks that share the layers; 0: the ranks of the job")
+    names = f"some of these, separated by semicolons: {'; '.join(WAYS)}"
+    parser.add_argument("--ways", type=lambda text: text.split(";"), default=[*WAYS], help=names)
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--shrink", type=int, default=1, help="divides the widths, to try it out on a CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    options = parser.parse_args()
+    with session(options.device) as joined:
         if joined is None:
             sys.exit("start it with torchrun, one process a GPU")
-        mesh = init_device_mesh(given.device, (joined.size,), mesh_dim_names=("tp",))
-        bench = Bench(joined, given, Clock(joined.device, given.repeats))
-        for model, tokens, make in cases(given, mesh):
+        mesh = init_device_mesh(options.device, (joined.size,), mesh_dim_names=("tp",))
+        bench = Bench(joined, options, Clock(joined.device, options.repeats))
+        for model, tokens, make in cases(options, mesh):
             bench.measure(model, tokens, make)
             if joined.rank == 0:
                 print(report(bench.rows[-1:]), flush=True)

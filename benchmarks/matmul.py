@@ -2,17 +2,17 @@
 
     python -m benchmarks.matmul --out benchmarks/results/matmul [--b both] [--fp8] [--sweep]
 
-For each shape it holds the results against float64, then times them in turn, with random bfloat16 data and a flushed
-L2, by CUDA events. A ratio above 1 means that cuBLAS is faster.
+For each shape it compares the results with float64, then times them in turn by CUDA events, with random bfloat16 data
+and a flushed L2. A ratio above 1 means that cuBLAS is faster.
 
---fp8 is for products of 8-bit floats, at the widths of 70B: with scales of tensors, of rows and of blocks, and tensor
-cores that add up all products (fast) or 128 of them at a time. The library is torch._scaled_mm; where it does not run,
+--fp8 is for fp8 matmuls at the widths of 70B: with scales of tensors, of rows and of blocks, and tensor cores that sum
+all of K (fast) or 128 elements at a time. The library is torch._scaled_mm; where it does not run,
 there is no ratio. With --sweep all tiles of the table, and some others, are timed.
 
-Without --fp8, --sweep is for the products after an all-gather only. It holds many more tiles (with and without split
-tiles, several group sizes, several depths of the pipeline) against float64, times them briefly and the best of them
-well, which shows how well `choose` chooses. For the best one it also says how long the kernel goes on after the last of
-8 blocks of rows has come late.
+Without --fp8, --sweep is for the matmuls after an all-gather only. It compares many more tiles (with and without split
+tiles, several group sizes, several depths of the pipeline) with float64. It times them briefly, and the best of them
+again, which shows how well `choose` chooses. For the best tile it also measures how long the kernel runs on after the
+last of 8 blocks of rows arrives late.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ COLUMNS = ("b", "cublas_us", "ours_us", "ratio", "tflops", "tile")
 
 
 class Clock:
-    """Times GPU work in turn with other GPU work, so that drifting clocks touch all alike."""
+    """Times pieces of GPU work in turn, so that drifting clocks affect all equally."""
 
     def __init__(self) -> None:
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device="cuda")
         self.cycles = self._cycles()
 
     def medians(self, works: Sequence[Callable[[], object]], repeats: int, warm: int = 3) -> list[float]:
-        """The median time of each of `works`, in microseconds."""
+        """Return the median time of each of `works`, in microseconds."""
         for work in list(works) * warm:
             work()
         events = [[(event(), event()) for _ in range(repeats)] for _ in works]
@@ -91,9 +91,9 @@ class Clock:
         return [median(pairs) for pairs in events]
 
     def tail(self, work: Callable[[ReadyFlags], object], late: float, repeats: int) -> float:
-        """The median time from when the last of `BLOCKS` blocks has come, `late` us after the start, to the end."""
+        """Return the median time from the last block's arrival (of `BLOCKS`, `late` us after the start) to the end."""
         flags = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
-        come = torch.arange(repeats + 2, dtype=torch.int32).pin_memory()
+        epochs = torch.arange(repeats + 2, dtype=torch.int32).pin_memory()
         ready, side, pairs = ReadyFlags(flags, 0, no_timeouts(BLOCKS, "cuda")), torch.cuda.Stream(), []
         for epoch in range(1, repeats + 2):  # the first one compiles
             flags[:-1] = epoch
@@ -104,7 +104,7 @@ class Clock:
             side.wait_event(start)
             with torch.cuda.stream(side):
                 torch.cuda._sleep(int(late * self.cycles))
-                flags[-1:].copy_(come[epoch : epoch + 1], non_blocking=True)
+                flags[-1:].copy_(epochs[epoch : epoch + 1], non_blocking=True)
                 raised.record()
             work(dataclasses.replace(ready, epoch=epoch))
             end.record()
@@ -115,7 +115,7 @@ class Clock:
         return median(pairs[1:])
 
     def _cycles(self) -> float:
-        """Cycles of `torch.cuda._sleep` a microsecond."""
+        """Return the cycles of `torch.cuda._sleep` in a microsecond."""
         pairs = [(event(), event()) for _ in range(5)]
         for start, end in pairs:
             start.record()
@@ -130,19 +130,19 @@ def event() -> torch.cuda.Event:
 
 
 def median(pairs: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-    """The median time between two events, in microseconds."""
+    """Return the median time between two events, in microseconds."""
     return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
 
 
 class Judge:
-    """Holds results of one product against float64, as accurate as cuBLAS's (which may round once better by luck)."""
+    """Judge of the results of one matmul: against float64, they must be about as accurate as cuBLAS's."""
 
     def __init__(self, exact: torch.Tensor, cublas: torch.Tensor) -> None:
         self.exact = exact
         self.worst, self.mean = self._errors(cublas)
 
     def check(self, name: str, out: torch.Tensor, mean_too: float = 1.01) -> None:
-        """End the program if `out` is wrong: the mean error may be so many times cuBLAS's."""
+        """End the program if `out` is wrong: the limit of the mean error is a multiple of cuBLAS's."""
         worst, mean = self._errors(out)
         if not (worst <= 1.1 * self.worst + 1e-6 and mean <= mean_too * self.mean + 1e-9):
             sys.exit(f"{name}: WRONG: error at most {worst}, on average {mean}; cuBLAS {self.worst}, {self.mean}")
@@ -153,7 +153,7 @@ class Judge:
 
 
 def host_time(work: Callable[[], object], calls: int = 200) -> float:
-    """Microseconds of host time of one call, with the GPU far behind or idle."""
+    """Return the mean host time of `calls` calls in microseconds; the host does not wait for the GPU between them."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -168,7 +168,7 @@ def short(tile: Tile) -> str:
 
 
 def variants(M: int, N: int, sms: int, *, descriptors: bool) -> list[Tile]:
-    """The tiles of a sweep."""
+    """Return the tiles of a sweep."""
     tiles = list(candidates("bf16", descriptors=descriptors))
     if descriptors:
         tiles += [
@@ -178,13 +178,13 @@ def variants(M: int, N: int, sms: int, *, descriptors: bool) -> list[Tile]:
         ]
     large = [tile for tile in tiles if tile.m * tile.n >= 64 * 128] if M >= 2048 else tiles
     groups = (4, 8, 16) if M >= 2048 else (8,)
-    made = [
+    tiles = [
         dataclasses.replace(t, group=g, split=n)
         for t in large
         for g in groups
         for n in (0, -(-M // t.m) * -(-N // t.n) % sms)
     ]
-    return list(dict.fromkeys(dataclasses.replace(tile, rate=1.0) for tile in made))
+    return list(dict.fromkeys(dataclasses.replace(tile, rate=1.0) for tile in tiles))
 
 
 def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.Namespace) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
     judge = Judge(a.double() @ b.double(), theirs)
     compile_together([lambda tile=tile: ours(tile) for tile in tiles])
     for tile in tiles:
-        for _ in range(2):  # the second finds the tickets of the first
+        for _ in range(2):  # the second call uses the counters that the first one left
             out.fill_(float("nan"))
             ours(tile)
             judge.check(f"{M},{N},{K} b by {major}s, {short(tile)}", out)
@@ -249,7 +249,7 @@ def measure(M: int, N: int, K: int, major: str, clock: Clock, options: argparse.
 def measure_scaled(
     M: int, N: int, K: int, scaled: str, fast: bool, clock: Clock, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Check and time one product of 8-bit floats, with b as both kernels read it, by columns."""
+    """Check and time one fp8 matmul, with b stored by columns, as both kernels read it."""
     a, b = torch.randn(M, K, device="cuda").to(FP8), torch.randn(N, K, device="cuda").to(FP8).t()
     shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, K // 128), (K // 128, N // 128))}
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes[scaled]]
@@ -308,7 +308,7 @@ def measure_scaled(
 
 
 def compile_together(works: Sequence[Callable[[], object]]) -> None:
-    """Do each once: compiling takes seconds, and threads share the cores."""
+    """Run each piece of work once, in threads: compiling takes seconds."""
     with ThreadPoolExecutor(initializer=torch.cuda.synchronize) as pool:
         for done in [pool.submit(work) for work in works]:
             done.result()
@@ -316,7 +316,7 @@ def compile_together(works: Sequence[Callable[[], object]]) -> None:
 
 
 def as_table(rows: list[dict[str, object]]) -> str:
-    """A row a shape and a layout of b."""
+    """Return a table with a row for each shape and layout of b."""
     cells = [[f"{r['M']}, {r['N']}, {r['K']}", *(str(r[key]) for key in COLUMNS)] for r in rows]
     return table(["M, N, K", "b by", "cuBLAS us", "ours us", "ratio", "TFLOP/s", "tile"], cells)
 
@@ -377,7 +377,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def host_times() -> dict[str, float]:
-    """Microseconds of host time of a launch, ours in several ways and torch's."""
+    """Return the host time of a launch in microseconds, of hostir's kernels and of torch."""
     small = [torch.randn(256, 256, device="cuda").to(DTYPE) for _ in range(3)]
     others = [torch.empty_like(small[2]) for _ in range(3)]
     ready = ReadyFlags(torch.ones(4, dtype=torch.int32, device="cuda"), 1, no_timeouts(4, "cuda"))

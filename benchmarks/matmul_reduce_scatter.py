@@ -7,11 +7,11 @@
     python -m benchmarks.chart benchmarks/results/rs_2.json rs.svg
 
 Rows are the second weights of the MLPs of Llama 3 8B, 70B and 405B with tensor parallelism 8 (on fewer ranks, K of a
-rank stays the same). With `--shapes odd` they are shapes that nothing was tuned for. floor = max(cuBLAS alone, the best
-reduce-scatter alone). The reduce-scatter is NCCL's, or torch's by copy engines, eager or from a graph. A score is
-floor/time. hostir's score is that of `hi.compile` by estimates, with `out=`: an eager call if the program uses NCCL,
-else a replay. The table also compares it with the fastest peer of the same mode. The slices of a pipeline are an axis
-of A and of the result, outside of the ranks.
+rank stays the same). With `--shapes odd` they are shapes that no kernel was tuned for. floor = max(cuBLAS alone, the
+best reduce-scatter alone). The reduce-scatter is NCCL's, or torch's by copy engines, eager or from a graph. A score is
+floor/time. hostir's score is the score of `hi.compile` by estimates, with `out=`: an eager call if the program uses
+NCCL, otherwise a replay. The table also compares it with the fastest peer of the same mode. The slices of a pipeline
+are an axis of A and of the result, outside of the ranks.
 
 The peers:
 
@@ -276,18 +276,18 @@ class EmulatedRank(Subject):
     multiply: Callable[[], object]
 
     def emulate(self, ranks: int) -> None:
-        """Let this rank emulate one of so many ranks."""
+        """Let this rank emulate one of `ranks` ranks."""
         self.ranks = ranks
         self.c = torch.empty(self.row.M // ranks, self.row.N, dtype=self.dtype, device=self.device)
         self.slots = self.shared(ranks, *self.c.shape)
         self.peer_slots = self.of_peer(self.slots, 1 - self.rank) if self.on_gpu else torch.empty_like(self.slots)
 
     def product(self) -> torch.Tensor:
-        """Return this rank's product, `[M, N]`."""
+        """Return this rank's matmul, `[M, N]`."""
         raise NotImplementedError
 
     def exact_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return some rows of the product in float64."""
+        """Return some rows of the matmul in float64."""
         raise NotImplementedError
 
     def program(self, way: Way) -> str:
@@ -298,7 +298,7 @@ class EmulatedRank(Subject):
         return {**super().about(), "emulated_on": 2}
 
     def judge(self) -> Judge:
-        """Return the judge of the sum of this rank's own block and all blocks of the peer but the peer's own."""
+        """Return the judge of the sum: this rank's own block, and all blocks of the peer except the peer's own."""
         m = self.row.M // self.ranks
         random_rows = torch.randint(m, (32,), generator=torch.Generator().manual_seed(m))  # the same on both ranks
         sample = torch.cat([torch.tensor([0, m - 1]), random_rows]).unique().to(self.device)
@@ -316,7 +316,7 @@ class EmulatedRank(Subject):
         return {"gemm": self.multiply, "copies": self.push}
 
     def push(self) -> None:
-        """Copy as many blocks to the peer, without a wait for them."""
+        """Copy the same number of blocks to the peer, without waiting for them."""
         for block, slot in zip(self.part.chunk(self.ranks)[1:], self.peer_slots[1:], strict=True):
             slot.copy_(block)
 
@@ -352,7 +352,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = options_parser(__doc__, "reduce_scatter", without=ODD)
     parser.add_argument("--shapes", choices=("layers", "odd"), default="layers", help="the rows, if none are named")
-    parser.add_argument("--as-rank-of", type=int, metavar="R", help="let 2 GPUs emulate two of so many ranks")
+    parser.add_argument("--as-rank-of", type=int, metavar="R", help="let 2 GPUs emulate two of R ranks")
     options = parser.parse_args(arguments)
     if options.shapes == "odd":
         options.rows = BENCHMARKS["reduce_scatter"].rows(",".join(ODD))

@@ -5,8 +5,9 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mlp --device cpu --shrink 64 --rows 70B:2048
 
 Rows are the MLPs of Llama 3 with tensor parallelism 8, with gelu. With `--gated` the activation is
-silu(x @ gate) * (x @ up), as in Llama. The floor is the computation alone, or the all-gather and the reduce-scatter
-alone, one after the other, whichever takes longer. hostir's score is that of `hi.compile` by estimates, with `out=`.
+silu(x @ gate) * (x @ up), as in Llama. The floor is the time of the computation alone, or of the
+all-gather and the reduce-scatter one after the other; the longer one counts. hostir's score is the score of
+`hi.compile` by estimates, with `out=`.
 The slices of a pipeline are an axis outside of the ranks.
 
 The peers:
@@ -55,7 +56,7 @@ def mlp(ranks: int, slices: int, M: int, K: int, H: int, dtype: str, *, gated: b
 
 
 class Operands(Subject):
-    """A row's tensors on this rank. N of the row is the width of the hidden layer on a rank.
+    """Tensors of a row on this rank. The row's N is the width of the hidden layer on a rank.
 
     Fields:
         x: `[M / ranks, K]`, this rank's rows; on GPUs in symmetric memory.
@@ -63,7 +64,7 @@ class Operands(Subject):
         first: views of these weights, each `[K, N]`.
         down: `[N, K]`, the weight after the activation, stored by columns.
         gathered: `[M, K]`, the rows of all ranks.
-        products: `[M, N * weights]`, the products before the activation.
+        products: `[M, N * weights]`, the matmuls before the activation.
         part: `[M, K]`, this rank's partial sum of the result.
         y: `[M / ranks, K]`, this rank's rows of the result.
     """
@@ -109,7 +110,7 @@ class Operands(Subject):
         return self.activated([x @ w.double() for w in self.first]) @ self.down.double()
 
     def activated(self, products: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the activation of the first layer's products."""
+        """Return the activation of the first layer's matmuls."""
         if not self.gated:
             return (
                 torch.ops.aten.gelu.out(products[0], out=out)

@@ -1,4 +1,4 @@
-"""Whether the checker notices what goes wrong: a table of mutants, guilty ones, and those it caught and missed.
+"""Mutation test of the checker: a table of mutants, guilty ones, and the ones that it caught and missed.
 
     python -m benchmarks.mutation --limit 400                                        a first look, in minutes
     python -m benchmarks.mutation --limit 0 --out benchmarks/results/mutation        all of them
@@ -6,8 +6,8 @@
 A mutant is a correct program with one edit (`tests/judging/mutants.py`). The checker should reject every mutant that
 the simulated ranks show to be wrong (`tests/judging/mutation.py`), and accept all original programs.
 
-All of them take more than an hour on one core. Verdicts that are kept are not judged again, so the work can be split
-over several calls, also on other machines with the same sources, of which the last one prints the table of all:
+All of them take more than an hour on one core. Saved verdicts are not computed again, so the work can be split over
+several calls, also on other machines with the same sources. The last call prints the table of all:
 
     python -m benchmarks.mutation --limit 0 --jobs 15 --part 1/2 --seconds 500 --verdicts first.jsonl
     python -m benchmarks.mutation --limit 0 --jobs 15 --part 2/2 --seconds 500 --verdicts second.jsonl
@@ -39,26 +39,26 @@ from tests.judging.mutants import Mutant
 from tests.judging.mutation import OUTCOMES, Verdict, edited_twice, every_mutant, judge, originals, sample, subject
 
 ROOT = Path(__file__).parents[1]
-ORIGINAL = "unchanged"  # the kind of the programs that the mutants are made from
+ORIGINAL = "unchanged"  # the kind of edit of the original programs
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------------
-def judged(found: Sequence[Mutant], seeds: int, jobs: int, seconds: float) -> Iterator[tuple[Mutant, Verdict | None]]:
-    """The verdict on each of these, None where it cannot be read, in any order, until the time is over."""
+def judged(mutants: Sequence[Mutant], seeds: int, jobs: int, seconds: float) -> Iterator[tuple[Mutant, Verdict | None]]:
+    """Judge mutants, in any order, until the time is over. Yield each with its verdict; None if it cannot be parsed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last = time.monotonic() + seconds
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in whatever state they are
+    spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with spawn.Pool(jobs, begin) as pool, Progress(*columns) as progress:
         progress.disable = not progress.console.is_terminal
-        verdicts = pool.imap_unordered(partial(of_mutant, seeds=seeds), found, chunksize=4)
-        for each in progress.track(verdicts, total=len(found), description="mutants"):
+        verdicts = pool.imap_unordered(partial(of_mutant, seeds=seeds), mutants, chunksize=4)
+        for each in progress.track(verdicts, total=len(mutants), description="mutants"):
             yield each
             if time.monotonic() > last:
                 return
 
 
 def begin() -> None:
-    """Prepares a worker: one thread, and no look at what modules hold whenever Python collects cycles."""
+    """Prepare a worker: use one thread, and exclude the objects of modules from garbage collection."""
     torch.set_num_threads(1)
     gc.freeze()
 
@@ -68,24 +68,24 @@ def of_mutant(mutant: Mutant, seeds: int) -> tuple[Mutant, Verdict | None]:
 
 
 class Kept:
-    """Verdicts on texts that earlier calls have judged; new ones are added to the first of the files.
+    """Verdicts of earlier calls, by the digest of the mutant's text; new verdicts are added to the first file.
 
     Args:
-        files: of which each may be missing.
-        tried: how each was judged: a number, under a name that tells it from other ways to judge.
+        files: the files; each may be missing.
+        tried: the settings of the verdicts, such as the number of seeds.
 
-    Raises SystemExit for files that other sources, other ways or other numbers have given.
+    Raises SystemExit for files with verdicts of other sources or settings.
     """
 
     def __init__(self, files: Sequence[Path], **tried: int) -> None:
-        self.files, self.found = files, dict[str, dict[str, Any] | None]()
+        self.files, self.verdicts = files, dict[str, dict[str, Any] | None]()
         head = json.dumps({"sources": digest_of_sources(), **tried})
         for path in files:
             first, *lines = path.read_text().splitlines() if path.exists() else [head]
             if first != head:
                 sys.exit(f"{path} has verdicts of {first}, not of {head}: judge anew, into another file")
-            complete = (line for line in lines if line.endswith("]"))  # a call may have been ended in a line
-            self.found |= dict(map(json.loads, complete))
+            complete = (line for line in lines if line.endswith("]"))  # a call may have ended in the middle of a line
+            self.verdicts |= dict(map(json.loads, complete))
         for path in files[:1]:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,17 +93,17 @@ class Kept:
 
     def add(self, mutant: Mutant, verdict: Verdict | None) -> None:
         fields = None if verdict is None else {k: v for k, v in vars(verdict).items() if k != "mutant"}
-        self.found[digest(mutant.text)] = fields
+        self.verdicts[digest(mutant.text)] = fields
         for path in self.files[:1]:
             with path.open("a") as kept:
                 kept.write(json.dumps([digest(mutant.text), fields]) + "\n")
 
     def of(self, mutants: Iterable[Mutant]) -> list[Verdict]:
-        """The verdicts on those that have been judged and can be read."""
-        said = ((mutant, self.found.get(digest(mutant.text))) for mutant in mutants)
+        """Return the verdicts on the mutants that have been judged and can be parsed."""
+        judged = ((mutant, self.verdicts.get(digest(mutant.text))) for mutant in mutants)
         return [
             Verdict(mutant, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-            for mutant, fields in said
+            for mutant, fields in judged
             if fields is not None
         ]
 
@@ -113,14 +113,14 @@ def digest(text: str) -> str:
 
 
 def digest_of_sources() -> str:
-    """Of all that a verdict depends on."""
+    """Return a digest of all sources that verdicts depend on."""
     paths = [path for folder in ("hostir", "examples", "tests/judging") for path in (ROOT / folder).rglob("*.py")]
     return digest("".join(path.read_text() for path in sorted(paths)))
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """How many of each outcome, by kind of edit, and in all."""
+    """Return the number of verdicts of each outcome, by kind of edit and in total."""
     kinds: dict[str, Counter[str]] = {}
     for verdict in verdicts:
         kinds.setdefault(verdict.mutant.operator, Counter())[verdict.outcome] += 1
@@ -132,13 +132,13 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, its first column of words."""
+    """Return a Markdown table with a first column of words."""
     lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def report(verdicts: Sequence[Verdict]) -> str:
-    """The table by kind of edit, and what was rejected without a conviction."""
+    """Return the table by kind of edit, and the table of mutants that were rejected but not convicted."""
     rows = [
         [kind, n.total(), n["caught"] + n["missed"], *(n[outcome] for outcome in OUTCOMES)]
         for kind, n in counted(verdicts).items()
@@ -155,13 +155,13 @@ def report(verdicts: Sequence[Verdict]) -> str:
     )
 
 
-def comment(said: str) -> str:
-    """Some lines as comments of a program."""
-    return "".join(f"// {line}\n" for line in said.split("\n"))
+def comment(text: str) -> str:
+    """Return the lines of a text as comments of a program."""
+    return "".join(f"// {line}\n" for line in text.split("\n"))
 
 
 def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
-    """Writes the text of every miss, and of every one rejected without a conviction, to look at."""
+    """Write the texts of all misses, and of all mutants that were rejected but not convicted."""
     paths = []
     for v in verdicts:
         if v.outcome not in ("missed", "benign", "unfounded"):
@@ -169,38 +169,38 @@ def keep(verdicts: Iterable[Verdict], folder: Path) -> list[Path]:
         digest = hashlib.sha256(v.mutant.text.encode()).hexdigest()[:8]
         file = f"{v.mutant.operator.replace(' ', '_')}-{v.mutant.name}-{digest}.hir"
         path = folder / v.outcome.replace(" ", "_") / file
-        said = [f"{v.mutant.operator}: {v.mutant.change}", *filter(None, [v.guilt]), *v.findings]
+        lines = [f"{v.mutant.operator}: {v.mutant.change}", *filter(None, [v.guilt]), *v.findings]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(comment("\n".join(said)) + v.mutant.text)
+        path.write_text(comment("\n".join(lines)) + v.mutant.text)
         paths.append(path)
     return paths
 
 
-def environment(given: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What the figures depend on."""
+def environment(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Return the machine, the versions and the options of a run."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "seeds": given.seeds,
-        "jobs": given.jobs,
+        "seeds": options.seeds,
+        "jobs": options.jobs,
         "seconds": round(seconds),
     }
 
 
-def write(out: Path, text: str, verdicts: Sequence[Verdict], around: dict[str, Any]) -> None:
-    """Writes `out`.json and `out`.md."""
+def write(out: Path, text: str, verdicts: Sequence[Verdict], stamp: dict[str, Any]) -> None:
+    """Write `out`.json and `out`.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kinds = {kind: dict(count) for kind, count in counted(verdicts).items()}
-    out.with_suffix(".json").write_text(json.dumps({"environment": around, "kinds": kinds}, indent=1) + "\n")
-    said = ", ".join(f"{name} {value}" for name, value in around.items())
-    out.with_suffix(".md").write_text(f"# Mutants of right programs\n\n{said}\n\n{text}\n")
+    out.with_suffix(".json").write_text(json.dumps({"environment": stamp, "kinds": kinds}, indent=1) + "\n")
+    stamp_line = ", ".join(f"{name} {value}" for name, value in stamp.items())
+    out.with_suffix(".md").write_text(f"# Mutants of right programs\n\n{stamp_line}\n\n{text}\n")
 
 
 # The command line -------------------------------------------------------------------------------------------------
 def part(text: str) -> tuple[int, int]:
-    """The I and N of a part I/N."""
+    """Parse a part I/N; return I and N."""
     first, _, parts = text.partition("/")
     if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
         raise argparse.ArgumentTypeError(f"'{text}' is no part of a whole, such as 1/2")
@@ -208,38 +208,40 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judges, prints the tables and writes them; 1 where a guilty mutant is missed or a right program is rejected."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--jobs", type=int, default=2, help="processes (%(default)s)")
-    options.add_argument("--limit", type=int, default=4000, help="mutants, even over the kinds; 0 for all")
-    options.add_argument("--seeds", type=int, default=200, help="schedules of each mutant (%(default)s)")
-    options.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="judge only the I-th of N parts")
-    options.add_argument("--seconds", type=float, default=float("inf"), help="judge no longer than this")
-    resume = "verdicts that are not judged again; new ones go to the first file"
-    options.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
-    options.add_argument("--keep", type=Path, default=Path("/tmp/mutation"), help="folder for what is to be looked at")
-    options.add_argument("--out", type=Path, help="writes .json and .md there")
-    given = options.parse_args(arguments)
+    """Judge, print and write the tables; return 1 if a guilty mutant is missed or a correct program is rejected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2, help="processes (%(default)s)")
+    parser.add_argument(
+        "--limit", type=int, default=4000, help="number of mutants, the same from each kind of edit; 0 for all"
+    )
+    parser.add_argument("--seeds", type=int, default=200, help="schedules of each mutant (%(default)s)")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="judge only the I-th of N parts")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop judging after this time")
+    resume = "files with verdicts that are not computed again; new ones go to the first file"
+    parser.add_argument("--verdicts", type=Path, nargs="+", default=[], metavar="FILE", help=resume)
+    parser.add_argument("--keep", type=Path, default=Path("/tmp/mutation"), help="folder for mutants to look at")
+    parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    options = parser.parse_args(arguments)
 
-    begun, programs, kept = time.perf_counter(), originals(), Kept(given.verdicts, seeds=given.seeds)
+    begun, programs, kept = time.perf_counter(), originals(), Kept(options.verdicts, seeds=options.seeds)
     unchanged = [Mutant(ORIGINAL, p.name, "", str(p)) for p in programs]
-    found = every_mutant(programs)
-    chosen = sample(found, given.limit or len(found))
-    every = [*unchanged, *chosen, *edited_twice(found, len(chosen) // 4)]
-    left = list({m.text: m for m in every if digest(m.text) not in kept.found}.values())
-    which, parts = given.part
+    mutants = every_mutant(programs)
+    chosen = sample(mutants, options.limit or len(mutants))
+    every = [*unchanged, *chosen, *edited_twice(mutants, len(chosen) // 4)]
+    left = list({m.text: m for m in every if digest(m.text) not in kept.verdicts}.values())
+    which, parts = options.part
     mine = [m for m in left if int(digest(m.text), 16) % parts == which - 1]
-    print(f"{len(every)} mutants and right programs, {len(mine)} to be judged", flush=True)
-    for mutant, verdict in judged(mine, given.seeds, given.jobs, given.seconds):
+    print(f"{len(every)} mutants and right programs, {len(mine)} to judge", flush=True)
+    for mutant, verdict in judged(mine, options.seeds, options.jobs, options.seconds):
         kept.add(mutant, verdict)
     verdicts = kept.of(every)
     print(text := report(verdicts))
-    if missing := sum(digest(m.text) not in kept.found for m in every):
+    if missing := sum(digest(m.text) not in kept.verdicts for m in every):
         print(f"\n{missing} of {len(every)} not judged yet")
-    for path in keep(verdicts, given.keep):
+    for path in keep(verdicts, options.keep):
         print(path)
-    if given.out and not missing:
-        write(given.out, text, verdicts, environment(given, time.perf_counter() - begun))
+    if options.out and not missing:
+        write(options.out, text, verdicts, environment(options, time.perf_counter() - begun))
     right = {"innocent"}
     rejected = (v.mutant.operator == ORIGINAL and v.outcome not in right for v in verdicts)
     return int(any(v.outcome == "missed" for v in verdicts) or any(rejected))

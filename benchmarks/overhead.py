@@ -1,14 +1,15 @@
-"""What hostir costs on the host: a plan's time a statement against the same torch calls by hand; an all-gather + matmul
-of few rows against NCCL and cuBLAS by hand; a call that is replayed from a CUDA graph; layers and torch's operators of
-few rows, with gradients and for new numbers of tokens; parse, lower, verify.
+"""hostir's time on the host, against the same torch calls written by hand.
+
+It measures the statements of a pipeline; an all-gather + matmul of few rows; a call that is replayed from a CUDA graph;
+layers and torch's operators of few rows, with gradients and for new numbers of tokens; and parse, lower and verify.
 
     python -m benchmarks.overhead                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 -m benchmarks.overhead --out benchmarks/results/overhead
     torchrun --standalone --nproc-per-node 1 -m benchmarks.overhead --out benchmarks/results/overhead_1      on one GPU
 
-The statements are those of the pipelined all-gather + matmul on tiny tensors, so that issuing is all that takes time.
-By hand means: the same selects, collectives, waits, matmuls, stream switches and events, written out in a Python loop.
-A graph by hand is a captured call and its `replay()`.
+The pipeline is an all-gather + matmul on tiny tensors, so that only issuing takes time. By hand means: the same
+selects, collectives, waits, matmuls, stream switches and events in a Python loop. A graph by hand is a captured call
+and its `replay()`.
 """
 
 from __future__ import annotations
@@ -56,20 +57,20 @@ program @alone(%a: bf16[{SLICES}, 1, 16, 64], %b: bf16[64, 64]) -> (%c) streams 
 
 
 def timed(work: Callable[[], Any], repeats: int, settle: Callable[[], Any]) -> float:
-    """The median host time of a call, in microseconds; the device catches up between two calls."""
-    found = []
+    """Return the median host time of a call in microseconds; `settle` lets the device finish between two calls."""
+    times = []
     for n in range(repeats + 5):
         settle()
         begun = time.perf_counter()
         work()
         if n >= 5:
-            found.append((time.perf_counter() - begun) * 1e6)
+            times.append((time.perf_counter() - begun) * 1e6)
     settle()
-    return statistics.median(found)
+    return statistics.median(times)
 
 
 def by_hand(a: torch.Tensor, b: torch.Tensor, streams: list[torch.cuda.Stream], ranks: int, group: Any) -> torch.Tensor:
-    """The pipeline as one would write it with torch."""
+    """Run the pipeline as one would write it with torch."""
     user = torch.cuda.current_stream()
     full = torch.empty(SLICES, ranks, a.shape[2], a.shape[3], dtype=a.dtype, device=a.device)
     c = torch.empty(SLICES, ranks, a.shape[2], b.shape[1], dtype=a.dtype, device=a.device)
@@ -89,7 +90,7 @@ def by_hand(a: torch.Tensor, b: torch.Tensor, streams: list[torch.cuda.Stream], 
 
 
 def issuing(joined: Session, repeats: int) -> dict[str, Any]:
-    """Host time of one call: ours, and by hand."""
+    """Return the host time of one call of the pipeline, by hostir and by hand."""
     ranks, device = joined.size, joined.device
     program = hi.lower(
         patterns.allgather_matmul(ranks=ranks, S=SLICES, M=SLICES * ranks * 16, K=64, N=64, dtype="bf16"),
@@ -120,40 +121,40 @@ def issuing(joined: Session, repeats: int) -> dict[str, Any]:
 
 
 def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Host time of an all-gather + matmul with `out=`, issued and replayed: of each strategy, and by hand."""
+    """Return host times of an all-gather + matmul with `out=`, issued and replayed, by each strategy and by hand."""
     ranks, device, (M, N, K) = joined.size, joined.device, (512, 1792, 4096)
     fusion = patterns.allgather_matmul(ranks=ranks, S=1, M=M, K=K, N=N, dtype="bf16")
     a = torch.randn(1, 1, M // ranks, K, device=device).bfloat16()
     b = torch.randn(K, N, device=device).bfloat16()
-    whole, c = (
+    full, c = (
         torch.empty(M, K, device=device).bfloat16(),
         torch.empty(1, ranks, M // ranks, N, device=device).bfloat16(),
     )
     settle = partial(torch.cuda.synchronize, device)
 
     def hand() -> None:
-        dist.all_gather_into_tensor(whole, a.view(-1, K))
-        torch.mm(whole, b, out=c.view(M, N))
+        dist.all_gather_into_tensor(full, a.view(-1, K))
+        torch.mm(full, b, out=c.view(M, N))
 
-    found = []
+    results = []
     by_hand = {"issued": timed(hand, repeats, settle), "replayed": timed(graphed(hand), repeats, settle)}
     for strategy in ("sequential", "fused", "push"):
-        for how, graphs in (("issued", False), ("replayed", True)):
+        for mode, graphs in (("issued", False), ("replayed", True)):
             executor = hi.Executor(hi.lower(fusion, strategy), graphs=graphs)
             for _ in range(4):
                 executor(a, b, out=c)
             if graphs and executor.graph_refusal is not None:
                 continue
             ours = timed(partial(executor, a, b, out=c), repeats, settle)
-            what = f"all-gather + matmul, {strategy}, {how}"
-            found.append({"what": what, "ours us": ours, "by hand us": by_hand[how], "ratio": ours / by_hand[how]})
+            title = f"all-gather + matmul, {strategy}, {mode}"
+            results.append({"what": title, "ours us": ours, "by hand us": by_hand[mode], "ratio": ours / by_hand[mode]})
             settle()
-            dist.barrier()  # nobody's symmetric memory goes while others use it
-    return found
+            dist.barrier()  # no rank frees symmetric memory while others use it
+    return results
 
 
 def alone_by_hand(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, streams: list[torch.cuda.Stream]) -> None:
-    """`ALONE` as one would write it with torch."""
+    """Run `ALONE` as one would write it with torch."""
     user = torch.cuda.current_stream()
     for stream in streams:
         stream.wait_stream(user)
@@ -166,7 +167,7 @@ def alone_by_hand(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, streams: li
 
 
 def alone(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Host time of one call on each GPU by itself, with `out=`: issued, and replayed from the executor's graph."""
+    """Return host times of a call without communication, with `out=`: issued, and replayed from a CUDA graph."""
     device = joined.device
     program = parse(ALONE.replace("RANKS", " ".join(map(str, range(joined.size)))))
     a = torch.randn(SLICES, 1, 16, 64, device=device, dtype=torch.bfloat16)
@@ -175,19 +176,19 @@ def alone(joined: Session, repeats: int) -> list[dict[str, Any]]:
     settle = partial(torch.cuda.synchronize, device)
     hand = partial(alone_by_hand, a, b, c, [torch.cuda.Stream(device) for _ in range(STREAMS)])
     by_hand = {"issued": timed(hand, repeats, settle), "replayed": timed(graphed(hand), repeats, settle)}
-    found = []
-    for how, graphs in (("issued", False), ("replayed", True)):
+    results = []
+    for mode, graphs in (("issued", False), ("replayed", True)):
         executor = hi.Executor(program, kernels="aten", graphs=graphs)
         for _ in range(3):
             executor(a, b, out=c)
         ours = timed(partial(executor, a, b, out=c), repeats, settle)
-        what = f"{SLICES} matmuls on {STREAMS} streams, {how}"
-        found.append({"what": what, "ours us": ours, "by hand us": by_hand[how], "ratio": ours / by_hand[how]})
-    return found
+        title = f"{SLICES} matmuls on {STREAMS} streams, {mode}"
+        results.append({"what": title, "ours us": ours, "by hand us": by_hand[mode], "ratio": ours / by_hand[mode]})
+    return results
 
 
 def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Host time of few rows through layers and torch's operators: without and with gradients, and by hand."""
+    """Return host times of layers and torch's operators on few rows, without and with gradients, and by hand."""
     ranks, device, (M, N, K), way = joined.size, joined.device, (64, 256, 256), ByHand()
     world, settle = dist.group.WORLD, partial(synchronize, device)
     assert world is not None
@@ -204,7 +205,7 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
     def trained(layer: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> None:
         torch.autograd.grad(layer(x, weight), (x, weight), dy)
 
-    weight, found = leaf(N, K), list[dict[str, Any]]()
+    weight, results = leaf(N, K), list[dict[str, Any]]()
     gathers = (leaf(M // ranks, K), leaf(M, N).detach(), lambda x, w: Gathering.apply(x, w, way))
     scatters = (leaf(M, K), leaf(M // ranks, N).detach(), lambda x, w: Scattering.apply(x, w, way))
     for name, layer, (x, dy, hand) in (
@@ -213,21 +214,21 @@ def layers(joined: Session, repeats: int) -> list[dict[str, Any]]:
         ("row_parallel_linear", lambda x, w: row_parallel_linear(x, w, world), scatters),
         ("fused_matmul_reduce_scatter", scattered, scatters),
     ):
-        for how, grad in (("no gradients", False), ("recorded", True), ("with backward", True)):
-            wrapped = partial(trained, dy=dy) if how == "with backward" else lambda layer, x, w: layer(x, w)
+        for mode, grad in (("no gradients", False), ("recorded", True), ("with backward", True)):
+            wrapped = partial(trained, dy=dy) if mode == "with backward" else lambda layer, x, w: layer(x, w)
             with torch.set_grad_enabled(grad):
                 ours, by_hand = (timed(partial(wrapped, each, x, weight), repeats, settle) for each in (layer, hand))
-            what = f"{name}, {how}"
-            found.append({"what": what, "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand})
-    return found
+            title = f"{name}, {mode}"
+            results.append({"what": title, "ours us": ours, "by hand us": by_hand, "ratio": ours / by_hand})
+    return results
 
 
 def new_tokens(joined: Session, repeats: int) -> list[dict[str, Any]]:
-    """Host time of calls with so many numbers of tokens that are new, below one that is known."""
+    """Return host times of calls with new numbers of tokens; each is smaller than the numbers before."""
     ranks, device, world = joined.size, joined.device, dist.group.WORLD
     assert world is not None
     up, down = (torch.randn(256, 256, device=device).bfloat16() for _ in range(2))
-    found = []
+    results = []
     for strategy in ("auto", "ring", "fused", "push"):
         with install(strategy=strategy), torch.no_grad():
             for layer, weight in ((column_parallel_linear, up), (row_parallel_linear, down)):
@@ -235,12 +236,12 @@ def new_tokens(joined: Session, repeats: int) -> list[dict[str, Any]]:
                 xs = [torch.randn(rows * n, 256, device=device).bfloat16() for n in range(repeats + 10, 2, -1)]
                 calls = (partial(layer, x, weight, world) for x in xs)
                 new = timed(lambda: next(calls)(), repeats, partial(synchronize, device))  # noqa: B023  # called here
-                found.append({"what": f"{layer.__name__}, {strategy}, of a new number of tokens", "ours us": new})
-    return found
+                results.append({"what": f"{layer.__name__}, {strategy}, of a new number of tokens", "ours us": new})
+    return results
 
 
 def compiling(repeats: int) -> list[dict[str, Any]]:
-    """Time to build, lower, print, parse and verify."""
+    """Return the times to import, build, lower, print, parse and verify."""
     fusion = patterns.allgather_matmul()
     program = hi.lower(fusion)
     text = str(program)
@@ -252,42 +253,42 @@ def compiling(repeats: int) -> list[dict[str, Any]]:
         "verify": lambda: verify(program),
     }
     fresh = "import time; t = time.process_time(); import hostir.ir; print(time.process_time() - t)"
-    around = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", fresh]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=around) for _ in range(5)]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=variables) for _ in range(5)]
     imported = {"what": "import hostir.ir", "ours us": min(float(run.stdout) for run in runs) * 1e6}
     return [imported, *({"what": name, "ours us": timed(work, repeats, lambda: None)} for name, work in steps.items())]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a table, and writes it on rank 0. Each part is written as soon as it is measured."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--out", type=Path)
-    options.add_argument("--repeats", type=int, default=100)
-    given = options.parse_args(arguments)
-    found: list[dict[str, Any]] = []
+    """Measure, and print and write a table on rank 0. Each part is written as soon as it is measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repeats", type=int, default=100)
+    options = parser.parse_args(arguments)
+    results: list[dict[str, Any]] = []
     with session() as joined:
 
         def add(rows: list[dict[str, Any]]) -> None:
-            found.extend(rows)
-            if given.out and (joined is None or joined.rank == 0):
-                write(given.out, "What hostir costs on the host", report(found), {"results": found})
+            results.extend(rows)
+            if options.out and (joined is None or joined.rank == 0):
+                write(options.out, "What hostir costs on the host", report(results), {"results": results})
 
-        add(compiling(given.repeats))
+        add(compiling(options.repeats))
         if joined is not None and joined.device.type == "cuda":
-            add([issuing(joined, given.repeats)])
+            add([issuing(joined, options.repeats)])
             with torch.no_grad():
-                add(gathering(joined, given.repeats))
-                add(alone(joined, given.repeats))
+                add(gathering(joined, options.repeats))
+                add(alone(joined, options.repeats))
             with install(strict=True):
-                add(layers(joined, given.repeats))
-            add(new_tokens(joined, given.repeats))
+                add(layers(joined, options.repeats))
+            add(new_tokens(joined, options.repeats))
         if joined is None or joined.rank == 0:
-            print(report(found), flush=True)
+            print(report(results), flush=True)
 
 
-def report(found: list[dict[str, Any]]) -> str:
-    """A line for each result."""
+def report(results: list[dict[str, Any]]) -> str:
+    """Return a table with a line for each result."""
     return table(
         ["what", "hostir us", "by hand us", "ratio"],
         [
@@ -297,7 +298,7 @@ def report(found: list[dict[str, Any]]) -> str:
                 f"{f['by hand us']:.0f}" if "ratio" in f else "",
                 f"{f['ratio']:.3f}" if "ratio" in f else "",
             ]
-            for f in found
+            for f in results
         ],
     )
 

@@ -1,8 +1,8 @@
-"""What the GPU really does during a pipelined run: kernels on their streams, from the CUDA profiler, as pictures.
+"""Pictures of a pipelined run on the GPU: the kernels on their streams, from the CUDA profiler.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.profile --out docs/images
 
-Draws rank 0's runs, replayed from CUDA graphs so that launching does not show.
+Draws rank 0's runs, replayed from CUDA graphs to leave out launch times.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hostir.machines.trace import Trace
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
-    """Name, stream, start and end in seconds of every kernel of one run."""
+    """Return name, stream, start and end (in seconds) of every kernel of one run."""
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         for _ in range(3):
-            dist.barrier()  # an allreduce on the device, so that ranks start together; what follows the last one counts
+            dist.barrier()  # an allreduce on the device: ranks start together; kernels after the last one count
             work()
         torch.cuda.synchronize()
-    found = watched.profiler.kineto_results.events()
-    device = [e for e in found if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0]
+    events = watched.profiler.kineto_results.events()
+    device = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0]
     begun = max(e.end_ns() for e in device if "AllReduce" in e.name())
     return [
         (e.name(), e.device_resource_id(), e.start_ns() * 1e-9, e.end_ns() * 1e-9)
@@ -46,10 +46,10 @@ def kernels(work: Callable[[], None]) -> list[tuple[str, int, float, float]]:
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture: `kind` is allgather or reduce_scatter; N and K are those of one rank."""
+    """A picture to draw: `pattern` is allgather or reduce_scatter; N and K are the extents on one rank."""
 
     file: str
-    kind: str
+    pattern: str
     M: int
     N: int
     K: int
@@ -59,14 +59,14 @@ class Picture:
     strategy: str = "pipeline"
 
     def __str__(self) -> str:
-        how = f"{self.slices} slices" if self.strategy == "pipeline" else self.strategy
+        strategy = f"{self.slices} slices" if self.strategy == "pipeline" else self.strategy
         without = "" if self.delays else ", without delay"
-        return f"{self.kind} and matmul, {self.M}x{self.N}x{self.K} a rank, {how}{without}"
+        return f"{self.pattern} and matmul, {self.M}x{self.N}x{self.K} a rank, {strategy}{without}"
 
     def program(self, ranks: int) -> hi.Program:
-        """The program, its delays taken out where the picture is to show what they are for."""
+        """Return the program; without `delays`, its delays are removed, to show their effect."""
         sizes = {"ranks": ranks, "S": self.slices, "M": self.M, "N": self.N, "dtype": "bf16"}
-        if self.kind == "allgather":
+        if self.pattern == "allgather":
             fusion = patterns.allgather_matmul(K=self.K, **sizes)
         else:
             fusion = patterns.row_parallel_scattered(K=self.K * ranks, **sizes)
@@ -88,7 +88,7 @@ PICTURES = (
 
 
 def short(name: str) -> str:
-    """A kernel's name for the picture; what it starts with decides its colour."""
+    """Return a kernel's name for the picture; its beginning decides the colour."""
     if "nccl" in name:
         return "allgather (NCCL)" if "AllGather" in name else "reduce_scatter (NCCL)"
     if "spin" in name or "sleep" in name:
@@ -101,32 +101,32 @@ def short(name: str) -> str:
 
 
 def draw(joined: Session, picture: Picture, folder: Path) -> None:
-    """Profiles one program and writes its picture on rank 0."""
+    """Profile one program, and write its picture on rank 0."""
     program, device = picture.program(joined.size), joined.device
     inputs = [torch.randn(bind_shape(v.tensor.local_shape, {}), device=device).bfloat16() for v in program.inputs]
     executor = hi.Executor(program, kernels="triton" if picture.strategy == "fused" else "aten")
     replay = graphed(partial(executor, *inputs))
-    found = kernels(replay)
+    spans = kernels(replay)
     if joined.rank == 0:
         trace = Trace(f"{picture}, rank 0 of {joined.size}")
-        lanes = {s: f"stream {i}" for i, s in enumerate(sorted({k[1] for k in found if "nccl" not in k[0]}))}
-        for name, stream, start, end in found:
+        lanes = {s: f"stream {i}" for i, s in enumerate(sorted({k[1] for k in spans if "nccl" not in k[0]}))}
+        for name, stream, start, end in spans:
             trace.add(0, "communication" if "nccl" in name else lanes[stream], short(name), start, end)
         folder.mkdir(parents=True, exist_ok=True)
         trace.to_svg(folder / picture.file)
-        total = max(k[3] for k in found) - min(k[2] for k in found)
-        print(f"{picture.file}: {len(found)} kernels, {total * 1e6:.0f} us", flush=True)
+        total = max(k[3] for k in spans) - min(k[2] for k in spans)
+        print(f"{picture.file}: {len(spans)} kernels, {total * 1e6:.0f} us", flush=True)
 
 
 def main() -> None:
-    """Draws all pictures."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--out", type=Path, required=True)
-    given = options.parse_args()
+    """Draw all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
     with session("cuda") as joined:
         assert joined
         for picture in PICTURES:
-            draw(joined, picture, given.out)
+            draw(joined, picture, options.out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What an executor's proofs take: the first sizes of a program, and each of the next 100 different M.
+"""Times of an executor's proofs: for the first sizes of a program, and for each of the next 100 values of M.
 
     python -m benchmarks.proofs --out benchmarks/results/proofs
 
-All patterns on 8 ranks with 8 slices, by every strategy, lowered once with M as a symbol. For each M the proof that an
-executor asks for when it makes a plan is timed, in milliseconds of the CPU; what was proved before of other programs is
-forgotten. Each M is then checked in full, and must have no findings either. `--pattern NAME` takes one pattern, and
-`--quick` skips the checks.
+All patterns on 8 ranks with 8 slices, by every strategy, lowered once with M as a symbol. For each M it measures the
+proof that an executor needs for a plan, in milliseconds of the CPU, without proofs of other programs in the cache. Each
+M is then checked in full, and must have no findings. `--pattern NAME` takes one pattern, and `--quick` skips the
+checks.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ RANKS, SLICES, FIRST, MORE = 8, 8, 256, 100
 
 
 def programs(only: str | None) -> Iterator[tuple[str, str, Program]]:
-    """Each pattern by each strategy that can lower it."""
+    """Yield each pattern by each strategy that can lower it."""
     for pattern in patterns.PATTERNS:
         if only not in (None, pattern.__name__):
             continue
         known = pattern.__code__.co_varnames[: pattern.__code__.co_argcount]
-        given: dict[str, Any] = {"ranks": RANKS, "S": SLICES, "M": "M"}
-        fusion = pattern(**{name: value for name, value in given.items() if name in known})
+        sizes: dict[str, Any] = {"ranks": RANKS, "S": SLICES, "M": "M"}
+        fusion = pattern(**{name: value for name, value in sizes.items() if name in known})
         for strategy in STRATEGIES:
             try:
                 with knobs.scope(spec=0):
                     yield pattern.__name__, strategy, hi.lower(fusion, strategy)
-            except HostIRError:  # it cannot overlap this
+            except HostIRError:  # the strategy cannot overlap this pattern
                 continue
 
 
 def measure(pattern: str, strategy: str, program: Program, quick: bool) -> dict[str, Any]:
-    """Milliseconds of the first proof, and of the slowest of the next 100."""
+    """Return the milliseconds of the first proof, and of the slowest of the next 100."""
     forget()
     many = [FIRST + 64 * i for i in range(MORE + 1)]
     times = []
@@ -57,7 +57,7 @@ def measure(pattern: str, strategy: str, program: Program, quick: bool) -> dict[
         prove(program, {"M": m})
         times.append(1e3 * (time.thread_time() - begun))
         if not quick:
-            errors = [found for found in check(program, sizes={"M": m}) if found.level == "error"]
+            errors = [finding for finding in check(program, sizes={"M": m}) if finding.level == "error"]
             assert not errors, (pattern, strategy, m, errors)
     return {
         "pattern": pattern,
@@ -76,10 +76,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)
     console = Console(stderr=True)
-    found = list(programs(options.pattern))
+    selected = list(programs(options.pattern))
     rows = [
         measure(*each, options.quick)
-        for each in track(found, "proving", console=console, disable=not console.is_terminal)
+        for each in track(selected, "proving", console=console, disable=not console.is_terminal)
     ]
     headers = list(rows[0])
     text = table(headers, [[str(row[h]) for h in headers] for row in rows])

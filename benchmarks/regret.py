@@ -1,15 +1,15 @@
-"""Regret of the choice by estimates: the time of the candidate it picks over the fastest one's, from recorded results.
+"""Regret of the choice by estimates: the time of its candidate over the fastest candidate's, from recorded results.
 
     python -m benchmarks.regret
     python -m benchmarks.regret --rows --out benchmarks/results/regret
 
-Reads the committed results of the comparisons, and estimates every candidate of every row anew with today's cost model,
-for the machine of the results; nothing is run. Candidates that were not measured do not take part. A candidate's time
-is that of its faster mode, eager or from a graph. *regret* is the time of the candidate with the lowest estimate over
-the time of the fastest candidate, and *of 4* the same for the fastest of the four lowest estimates and the sequential
-program, which is what measuring these would leave. *estimates* says how far the estimates of candidates in a graph are
-from their times: the median of estimate over time, and the share of candidates within 10 %. A change of the cost model
-is judged by this table.
+Reads the committed results of the comparisons, and estimates every candidate of every row again with today's cost
+model, for the machine of the results; nothing is run. Candidates that were not measured are left out. A candidate's
+time is the time of its faster mode, eager or from a graph. *regret* is the time of the candidate with the lowest
+estimate over the time of the fastest candidate. *of 4* is the regret if the four lowest estimates and the sequential
+program were measured and the fastest of them chosen. *estimates* compares the estimates of candidates in a graph with
+their times: the median of estimate over time, and the share of candidates within 10 %. This table decides about changes
+of the cost model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hostir.ir import HostIRError
 from hostir.lower.strategies import fusion_of
 
 RESULTS = Path(__file__).parent / "results"
-MEASURED = 4  # lowest estimates that would be measured
+MEASURED = 4  # number of the lowest estimates that would be measured
 NEAR = 0.1
 KERNELS = ("aten", "cublas", "triton")
 ALLOWED = 1.05  # a regret that counts as large
@@ -52,7 +52,7 @@ def scaled(pattern: Callable[..., hi.Fusion], row: Result, **sizes: int) -> hi.F
     return pattern(ranks=row["ranks"], M=row["M"], **sizes, dtype=row["dtype"], scales=row["scales"], fast=row["fast"])
 
 
-# The fusion of a row in so many slices, by kind of row.
+# Functions that make the fusion of a row in a number of slices, by the row's pattern.
 FUSIONS: Mapping[str, Callable[[Result, int], Fused]] = {
     "allgather": lambda r, n: patterns.allgather_matmul(
         ranks=r["ranks"], S=n, M=r["M"], K=r["K"], N=r["N"], dtype=r["dtype"]
@@ -73,18 +73,18 @@ FUSIONS: Mapping[str, Callable[[Result, int], Fused]] = {
     ),
     "scaled_gather": lambda r, n: scaled(patterns.scaled_allgather_matmul, r, K=r["K"], N=r["N"]),
     "scaled_scatter": lambda r, n: scaled(
-        lambda **given: patterns.scaled_row_parallel(**given, bias=False), r, K=r["K"], N=r["N"]
+        lambda **arguments: patterns.scaled_row_parallel(**arguments, bias=False), r, K=r["K"], N=r["N"]
     ),
 }
 
 
 @dataclass(frozen=True)
 class Regret:
-    """A row: what each candidate took and was estimated to take.
+    """A row: the times and the estimates of its candidates.
 
     Fields:
-        name: of the row.
-        times: microseconds of the candidates that were measured, in the faster mode.
+        name: the name of the row.
+        times: microseconds of the measured candidates, in the faster mode.
         graph: microseconds from a graph.
         timings: the estimates of these candidates.
     """
@@ -96,38 +96,38 @@ class Regret:
 
     @property
     def best(self) -> str:
-        """The fastest candidate."""
+        """Name of the fastest candidate."""
         return min(self.times, key=self.times.__getitem__)
 
     @property
     def order(self) -> Sequence[str]:
-        """The candidates by estimate."""
+        """Names of the candidates, the lowest estimate first."""
         return sorted(self.timings, key=lambda name: self.timings[name].us)
 
     @property
     def regret(self) -> float:
-        """The time of the first by estimate, over the best one's."""
+        """Time of the candidate with the lowest estimate over the best time."""
         return self.times[self.order[0]] / self.times[self.best]
 
     @property
     def of_four(self) -> float:
-        """The same if those with the lowest estimates, and the sequential program, were measured."""
+        """Regret if the candidates with the lowest estimates and the sequential program were measured."""
         tried = [*self.order[:MEASURED], *(name for name in self.order if name.startswith(SEQUENTIAL))]
         return min(self.times[name] for name in tried) / self.times[self.best]
 
     @property
     def ratios(self) -> Sequence[float]:
-        """Estimate over time from a graph, of each candidate that has both."""
+        """Estimate over time, in a graph, of each candidate that has both."""
         both = [(self.timings[n].graph, t) for n, t in self.graph.items() if n in self.timings]
         return [estimate / time for estimate, time in both if estimate]
 
 
 def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
-    """Estimate every candidate of a row, by its name in the results."""
+    """Return the estimate of every candidate of a row, by its name in the results."""
     hardware = hardware_of(gpu)
     if hardware is None:
         raise SystemExit(f"there are no constants of {gpu}")
-    platform, found = reference(hardware, row["ranks"]), {}
+    platform, by_name = reference(hardware, row["ranks"]), {}
     several = sorted({int(name.split()[1]) for name in row["times"] if " slices " in name})
     for slices in (1, *several):
         try:
@@ -138,8 +138,8 @@ def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
             continue
         for timing in timings:
             each = timing.candidate
-            found[str(Variant(each.strategy, each.kernels, slices, each.streams))] = timing
-    return found
+            by_name[str(Variant(each.strategy, each.kernels, slices, each.streams))] = timing
+    return by_name
 
 
 def regret_of(row: Result, gpu: str) -> Regret | None:
@@ -159,18 +159,18 @@ def benchmarks() -> Iterator[tuple[str, str, list[Regret]]]:
         data = json.loads(file.read_text())
         rows = data.get("rows", []) if isinstance(data, dict) else []
         gpu = data.get("environment", {}).get("gpu", "") if isinstance(data, dict) else ""
-        of = [regret_of(row, gpu) for row in rows if gpu and row.get("kind") in FUSIONS]
-        if found := [each for each in of if each is not None]:
-            yield str(file.relative_to(RESULTS).with_suffix("")), gpu, found
+        regrets = [regret_of(row, gpu) for row in rows if gpu and row.get("kind") in FUSIONS]
+        if complete := [each for each in regrets if each is not None]:
+            yield str(file.relative_to(RESULTS).with_suffix("")), gpu, complete
 
 
-def summary(name: str, of: Sequence[Regret]) -> list[str]:
+def summary(name: str, rows: Sequence[Regret]) -> list[str]:
     """Return the cells of a benchmark's line."""
-    regrets, four, ratios = [r.regret for r in of], [r.of_four for r in of], [x for r in of for x in r.ratios]
+    regrets, four, ratios = [r.regret for r in rows], [r.of_four for r in rows], [x for r in rows for x in r.ratios]
     near = sum(abs(math.log(x)) <= math.log(1 + NEAR) for x in ratios)
     return [
         name,
-        str(len(of)),
+        str(len(rows)),
         *(f"{value:.2f}" for value in (geometric_mean(regrets), max(regrets))),
         str(sum(r > ALLOWED for r in regrets)),
         *(f"{value:.2f}" for value in (geometric_mean(four), max(four))),
@@ -180,23 +180,25 @@ def summary(name: str, of: Sequence[Regret]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", action="store_true", help="also print each row's candidates, by estimate")
+    parser.add_argument(
+        "--rows", action="store_true", help="also print the candidates of each row, the lowest estimate first"
+    )
     parser.add_argument("--only", default="", help="results with this in their name")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = [(name, of) for name, _, of in benchmarks() if options.only in name]
-    lines = [summary(name, of) for name, of in found]
-    lines.append(summary("all", [r for _, of in found for r in of]))
+    results = [(name, rows) for name, _, rows in benchmarks() if options.only in name]
+    lines = [summary(name, rows) for name, rows in results]
+    lines.append(summary("all", [r for _, rows in results for r in rows]))
     headers = ["results", "rows", "regret", "max", f"over {ALLOWED}", f"of {MEASURED}", "max of 4", "estimates"]
     text = table(headers, lines)
     if options.rows:
-        for name, of in found:
-            for r in of:
+        for name, rows in results:
+            for r in rows:
                 shown = (f"{n} {r.timings[n].us:.0f}/{r.times[n]:.0f}" for n in r.order)
                 print(f"{name} {r.name}: {r.regret:.2f}, best {r.best}; estimate/time: {', '.join(shown)}")
     print(text)
     if options.out:
-        data = {name: {"regret": [r.regret for r in of], "of_four": [r.of_four for r in of]} for name, of in found}
+        data = {n: {"regret": [r.regret for r in rows], "of_four": [r.of_four for r in rows]} for n, rows in results}
         write(options.out, "Regret of the choice by estimates", text, {"results": data})
 
 

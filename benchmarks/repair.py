@@ -1,4 +1,4 @@
-"""What repairs give back: every program with one synchronisation taken out, repaired, and its longest chain of work.
+"""Longest chains of repairs: remove one synchronisation from a program, repair it, and compare with the original.
 
     python -m benchmarks.repair --limit 60                               a first look
     python -m benchmarks.repair --out benchmarks/results/repair          all of them
@@ -32,12 +32,12 @@ SYNCHRONISATIONS = ("fork", "join", "synchronize", "wait", "wait_signal", "signa
 
 @dataclass(frozen=True)
 class Repaired:
-    """A mutant with one synchronisation less, and its repair.
+    """A mutant that lacks one synchronisation, and its repair.
 
     Fields:
-        before: the longest chain of the program that was right.
-        after: that of the repair; -1 where there is none, or something is found in it.
-        why: what is wrong where there is none.
+        before: the longest chain of the original program.
+        after: the longest chain of the repair; -1 if the repair failed or has findings.
+        why: the reason if the repair failed or has findings.
     """
 
     mutant: Mutant
@@ -52,22 +52,22 @@ class Repaired:
 
 
 def broken(programs: Sequence[Program]) -> Iterator[tuple[Program, Mutant]]:
-    """Every mutant of these programs with one synchronisation less, with the program that it was made from."""
+    """Yield every mutant of these programs that lacks one synchronisation, after its original program."""
     kinds = {f"delete {name}" for name in SYNCHRONISATIONS}
     for program in programs:
         yield from ((program, mutant) for mutant in mutants(program) if mutant.operator in kinds)
 
 
 def repaired(original: Program, mutant: Mutant) -> Repaired:
-    """The repair of a mutant, read back from its text."""
+    """Repair a mutant; the repair is printed and parsed again."""
     before, start = chain(original), time.perf_counter()
     try:
         after = hi.parse(str(repair(hi.parse(mutant.text, mutant.name))), mutant.name)
     except HostIRError as refused:
         return Repaired(mutant, before, -1, time.perf_counter() - start, refused.diagnostics[0].message)
     seconds = time.perf_counter() - start
-    if found := analyse(after).findings:
-        return Repaired(mutant, before, -1, seconds, f"not repaired: {found[0].message}")
+    if findings := analyse(after).findings:
+        return Repaired(mutant, before, -1, seconds, f"not repaired: {findings[0].message}")
     return Repaired(mutant, before, chain(after), seconds)
 
 
@@ -79,22 +79,22 @@ def chain(program: Program) -> int:
 
 
 def main() -> None:
-    """Repairs them, prints what each kind came to, and writes it."""
+    """Repair all mutants; print and write the outcomes of each kind of edit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, default=0, help="at most so many, drawn at random (default: all)")
-    parser.add_argument("--out", type=Path, help="writes .json and .md there")
-    given = parser.parse_args()
+    parser.add_argument("--limit", type=int, default=0, help="the most mutants, drawn at random (default: all)")
+    parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    options = parser.parse_args()
     every = list(broken(originals()))
-    if given.limit:
-        every = Random(0).sample(every, min(given.limit, len(every)))
+    if options.limit:
+        every = Random(0).sample(every, min(options.limit, len(every)))
     counts = {kind: Counter[str]() for kind in sorted({mutant.operator for _, mutant in every})}
     slowest, bad = 0.0, list[str]()
     for original, mutant in every:
-        found = repaired(original, mutant)
-        slowest = max(slowest, found.seconds)
-        counts[mutant.operator]["as short" if found.good else "longer" if found.after >= 0 else "not repaired"] += 1
-        if not found.good:
-            end = found.why or f"the longest chain grows from {found.before} to {found.after}"
+        result = repaired(original, mutant)
+        slowest = max(slowest, result.seconds)
+        counts[mutant.operator]["as short" if result.good else "longer" if result.after >= 0 else "not repaired"] += 1
+        if not result.good:
+            end = result.why or f"the longest chain grows from {result.before} to {result.after}"
             bad.append(f"@{mutant.name} {mutant.change}: {end}")
             print(bad[-1], flush=True)
     outcomes = ("as short", "longer", "not repaired")
@@ -102,10 +102,10 @@ def main() -> None:
     rows = [[kind, str(n.total()), *(str(n[outcome]) for outcome in outcomes)] for kind, n in (counts | total).items()]
     text = table(["edit", "mutants", *outcomes], rows) + f"\n\nThe slowest repair took {slowest:.1f} s."
     print(text)
-    if given.out:
+    if options.out:
         data = {"counts": {kind: dict(n) for kind, n in counts.items()}, "slowest_s": round(slowest, 1), "bad": bad}
         listed = "\n\n" + "\n".join(f"- {line}" for line in bad) if bad else ""
-        write(given.out, "Repairs of programs that lack one synchronisation", text + listed, data)
+        write(options.out, "Repairs of programs that lack one synchronisation", text + listed, data)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class Operands(Subject):
         self.a.copy_(torch.randn(self.a.shape, device=self.device).to(F8))
 
     def by_torch(self, a: torch.Tensor, scale_a: torch.Tensor) -> torch.Tensor:
-        """Return torch's product of flat rows. On a CPU it is the reference: not every torch has the product there."""
+        """Return torch's scaled matmul of flat rows; on a CPU, where some versions lack it, the reference result."""
         if not self.on_gpu:
             return self.exact(a, scale_a, self.dtype)
         scales = scale_a, self.scale_b
@@ -138,14 +138,14 @@ class Operands(Subject):
         return self.scale_b.t().contiguous().t()
 
     def rounded(self, a: torch.Tensor, scale_a: torch.Tensor) -> torch.Tensor:
-        """Return torch's product of flat rows; if torch has no such product, the exact product, rounded."""
+        """Return torch's scaled matmul of flat rows; if torch does not have it, the exact result, rounded."""
         try:
             return self.by_torch(a, scale_a)
         except (RuntimeError, ValueError):
             return self.exact(a, scale_a, self.dtype)
 
     def exact(self, a: torch.Tensor, scale_a: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Return a product of flat rows, summed in float64."""
+        """Return a scaled matmul of flat rows, summed in float64."""
         return scaled_matmul_reference(a, self.b, scale_a, self.scale_b, None, dtype)
 
     def scales_of(self, scale_a: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Operands(Subject):
 
     @cached_property
     def on_axis_0(self) -> Work:
-        """A call of `hi.compile` for rows that are gathered or scattered on axis 0, after a check of its result."""
+        """Check and return a call of `hi.compile` for rows that are gathered or scattered on axis 0."""
         options = {"scales": self.scales, "fast": self.fast, "axis": 0}
         subject = type(self)(self.row, self.dtype, self.job, **options)
         candidate = compiled(subject, EAGER)
@@ -309,7 +309,7 @@ class Scattered(Operands):
 
 
 class EmulatedGathered(Gathered):
-    """A row's tensors on a rank that emulates one of fields ranks: the peer sends the rows of all other ranks."""
+    """Tensors of a row on a rank that emulates one of more ranks: the peer sends the rows of all other ranks."""
 
     def renew(self) -> None:
         if not hasattr(self, "bytes"):
@@ -336,7 +336,7 @@ class EmulatedGathered(Gathered):
         return {"gemm": self.multiply, "copies": self.pull}
 
     def pull(self) -> None:
-        """Copy as many shards from the peer, without a wait for them."""
+        """Copy the same number of shards from the peer, without waiting for them."""
         for block in self.pulled.chunk(self.ranks)[1:]:
             block.copy_(self.peer_bytes)
 
@@ -360,7 +360,7 @@ class EmulatedGathered(Gathered):
 
 
 class EmulatedScattered(EmulatedRank, Scattered):
-    """A row's tensors on a rank that emulates one of fields ranks: it sends all blocks but its own to the peer."""
+    """Tensors of a row on a rank that emulates one of more ranks: it sends all blocks but its own to the peer."""
 
     def __init__(self, row: Row, dtype: torch.dtype, job: Session, *, ranks: int, **fields: Any) -> None:
         super().__init__(row, dtype, job, **fields)
@@ -394,7 +394,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--scales", choices=("rows", "tensor", "blocks"), default="rows", help="(%(default)s)")
     parser.add_argument("--exact", action="store_true", help="sum in f32, not in the tensor cores")
     parser.add_argument("--axis", type=int, choices=(0, 1), help="the axis of rows [2, M / 2, K]; needs scales of rows")
-    parser.add_argument("--as-rank-of", type=int, metavar="R", help="let 2 GPUs emulate two of so many ranks")
+    parser.add_argument("--as-rank-of", type=int, metavar="R", help="let 2 GPUs emulate two of R ranks")
     return parser
 
 

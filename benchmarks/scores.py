@@ -68,10 +68,10 @@ SCALED_MUST = {
     "gather": dict(zip(LARGE, (0.82, 0.88, 0.90, 0.92), strict=True)),
     "scatter": dict(zip(LARGE, (0.75, 0.80, 0.82, 0.83), strict=True)),
 }
-OF_AXIS_0 = 1.05  # rows that are gathered or scattered on another axis may take so many times as long as on axis 0
+OF_AXIS_0 = 1.05  # the largest time on another axis, as a multiple of the time on axis 0
 FEW = (1, 16, 64, 128, 512)  # numbers of rows
 DECODED = (1, 16, 64)
-# Shapes (K and N of a rank) that nothing was tuned for.
+# Shapes (K and N of a rank) that no kernel was tuned for.
 ODD = {
     "K=3696 N=8192": (1536, 6000, 12288),
     "K=2304 N=7168": (4096,),
@@ -333,7 +333,7 @@ def scored(row: Result) -> Result:
         row: has the microseconds of each part by itself: `gemm_us` and the collectives (None if one did not run).
             `times` has, for each candidate, whether it is `ours`, and the microseconds of each mode in which it ran.
             `compiled`, if present, has the choice of `hi.compile` and the mode of its calls. Then that call is scored
-            as `ours`, and the best candidate is scored besides.
+            as `ours`, and the best candidate is scored as well.
     """
     gemm, collective = row.get("gemm_us") or 0.0, min(_collectives(row).values(), default=0.0)
     floor = max(gemm, collective)

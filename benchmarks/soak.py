@@ -1,16 +1,16 @@
-"""A job of two ranks that call executors for minutes, while their processes do what healthy programs do besides.
+"""Soak test: two ranks call executors for minutes, while their processes use forks, signals, threads and pools.
 
     python -m benchmarks.soak --seconds 600 --out benchmarks/results/soak
     python -m benchmarks.soak --seconds 20 --hold 2                            a first look
 
-On each rank two threads call one program each, in a process group of their own, with other sizes and inputs every time,
-and compare every result. Now and then a call is refused on both ranks, and they go on. Meanwhile the main thread runs
-pools and data loaders, forks children that end by themselves or by a signal, holds the GIL, computes in threads, starts
-processes, and gets signals for which it has handlers, from before the first executor and from after it; no two ranks do
-the same at one time.
+On each rank two threads call one program each, each in its own process group, with other sizes and inputs every time,
+and compare every result. Sometimes a call is refused on both ranks, and they go on. Meanwhile the main thread runs
+pools and data loaders, forks children that exit or are killed, holds the GIL, computes in threads, starts processes,
+and gets signals. Its signal handlers are installed partly before the first executor and partly after it. The two ranks
+do these things in different orders.
 
-Every rank prints how often it did each. The exit code is 0 where all of them came to the end, nothing died, and nothing
-was wrong; that is known by `--seconds` and two minutes.
+Every rank prints how often it did each thing. The exit code is 0 if all ranks finished and all results were right. The
+job takes `--seconds`, and at most two minutes more.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from tests.launch import launch
 
 RANKS = 2
 ROWS = (0, 4, 8, 12, 64, 256, 1024)
-REFUSED = 0.05  # of the calls, about
-ROUND = 10  # calls, after which ranks agree whether to go on
-PATIENCE = 60.0  # seconds that anything but a call may take
-GRACE = 120.0  # seconds that a job may take longer than it was asked to
+REFUSED = 0.05  # share of calls with refused inputs
+ROUND = 10  # calls between two agreements on whether to go on
+PATIENCE = 60.0  # seconds that anything other than a call may take
+GRACE = 120.0  # seconds that a job may take in addition to `--seconds`
 GOING = """hostir 1
 mesh @mesh [didx] = 0 1
 program @going_NAME(%mine: f32[1] partial(didx)) -> (%all) {
@@ -70,17 +70,17 @@ program @going_NAME(%mine: f32[1] partial(didx)) -> (%all) {
 
 # Calls ------------------------------------------------------------------------------------------------------------
 class Caller(threading.Thread):
-    """Calls one program of a group again and again, until the ranks agree that it is time to stop.
+    """Thread that calls one program in a group repeatedly, until the ranks agree to stop.
 
     Fields:
-        counts: what it did.
-        problem: what went wrong; empty where nothing did.
+        counts: the numbers of calls and of refused calls.
+        problem: a traceback; empty if nothing went wrong.
     """
 
     def __init__(self, name: str, fusion: Program, strategy: str, rank: int, until: float, group: Any = None) -> None:
         super().__init__(name=f"calls {name}")
         self.group = group
-        self.what, self.rank, self.until = name, rank, until
+        self.program_name, self.rank, self.until = name, rank, until
         self.fusion, self.program = fusion, hi.lower(fusion, strategy)
         self.odd = ["of a dtype", "of a shape", *(["of odd rows"] if name == "reduced" else [])]
         self.counts: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class Caller(threading.Thread):
 
     def run(self) -> None:
         try:
-            programs = self.program, hi.parse(GOING.replace("NAME", self.what))
+            programs = self.program, hi.parse(GOING.replace("NAME", self.program_name))
             executor, going = [hi.Executor(program, group=self.group) for program in programs]
             first = 0
             while not self.agreed(going, first):
@@ -99,13 +99,13 @@ class Caller(threading.Thread):
             self.problem = f"{self.name}: {traceback.format_exc()}"
 
     def agreed(self, going: hi.Executor, number: int) -> bool:
-        """Whether any rank's time is up, as all of them know from this call."""
+        """Return True if any rank's time is up; an all-reduce tells all ranks."""
         (all,) = going(torch.tensor([float(time.monotonic() > self.until)]))
         return number > 0 and bool(all.item())
 
     def call(self, executor: hi.Executor, number: int) -> None:
-        """One call with inputs of this number, the same on all ranks."""
-        random = Random(f"{self.what} {number}")
+        """Call with the inputs of this number, which are the same on all ranks, and compare the result."""
+        random = Random(f"{self.program_name} {number}")
         sizes = {"M": random.choice(ROWS)}
         inputs = random_inputs(self.fusion, sizes, number)
         ends = zip(self.program.inputs, inputs, strict=True)
@@ -118,10 +118,10 @@ class Caller(threading.Thread):
             mine, error = shard(e, value.tensor, self.rank, sizes), bound(p, e, reductions(self.program))
             if mine is None or got.shape != mine.shape or not relative_error(got, mine) <= error:
                 raise AssertionError(f"call {number}, M={sizes['M']}: {value} is wrong: {got}, expected {mine}")
-        self.counts[f"calls {self.what}"] += 1
+        self.counts[f"calls {self.program_name}"] += 1
 
     def refused(self, executor: hi.Executor, parts: Sequence[torch.Tensor | None], why: str) -> None:
-        """A call that every rank is to refuse."""
+        """Make a call that every rank must refuse."""
         x, *rest = [part for part in parts if part is not None]
         odd = {"of a dtype": x.double(), "of a shape": x[:, :-1], "of odd rows": x.new_zeros(3, x.shape[1])}[why]
         try:
@@ -132,13 +132,13 @@ class Caller(threading.Thread):
         raise AssertionError(f"an input {why} is not refused")
 
 
-# What else a program does -----------------------------------------------------------------------------------------
+# Beside the calls -----------------------------------------------------------------------------------------------
 def doubled(x: int) -> int:
     return 2 * x
 
 
 class Beside:
-    """The main thread of a rank, in turns at what it can do; each raises where something comes out wrong."""
+    """Activities of a rank's main thread. Each one raises if its result is wrong."""
 
     def __init__(self, rank: int, hold: float) -> None:
         self.rank, self.hold, self.process_id = rank, hold, os.getpid()
@@ -148,7 +148,7 @@ class Beside:
         self.turns: list[Callable[[], None]] = []
 
     def turn(self) -> None:
-        """The next thing to do: all of them in each round, in another order each time."""
+        """Do the next activity. Each round does all of them, in a new random order."""
         if not self.turns:
             every = [self.pool, self.loader, self.child_exits, self.child_is_killed, self.child_kills_itself]
             every += [self.holds_the_gil, self.pickles, self.computes, self.process, *[self.signals] * 3]
@@ -160,7 +160,9 @@ class Beside:
 
     def pool(self) -> None:
         fork = multiprocessing.get_context("fork")
-        with fork.Pool(2, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:  # which ends its processes by that
+        with fork.Pool(
+            2, signal.signal, (signal.SIGTERM, signal.SIG_DFL)
+        ) as pool:  # Pool ends its processes by SIGTERM
             assert pool.map_async(doubled, range(20)).get(PATIENCE) == [2 * x for x in range(20)]
 
     def loader(self) -> None:
@@ -173,7 +175,7 @@ class Beside:
         child = os.fork()
         if not child:
             signal.alarm(int(PATIENCE))
-            sys.exit(7)  # and all that Python does at the end
+            sys.exit(7)  # with Python's normal shutdown
         code = self.end_of(child)
         assert code == 7, code
 
@@ -209,19 +211,19 @@ class Beside:
     def computes(self) -> None:
         def multiply() -> None:
             x = torch.randn(200, 200, dtype=torch.float64)
-            found.append(bool(torch.allclose((x @ x.T).trace(), x.square().sum())))
+            equal.append(bool(torch.allclose((x @ x.T).trace(), x.square().sum())))
 
-        found: list[bool] = []
+        equal: list[bool] = []
         threads = [threading.Thread(target=multiply) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [True] * 4, found
+        assert equal == [True] * 4, equal
 
     def process(self) -> None:
-        said = subprocess.run(["echo", "here"], capture_output=True, text=True, check=True, timeout=PATIENCE)
-        assert said.stdout == "here\n"
+        echo = subprocess.run(["echo", "here"], capture_output=True, text=True, check=True, timeout=PATIENCE)
+        assert echo.stdout == "here\n"
 
     # Signals
     def handle(self, *numbers: int) -> None:
@@ -229,13 +231,13 @@ class Beside:
             signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Counts; but a forked child, which has this handler too, ends: a pool waits for workers that it ends so."""
+        """Count the signal. A forked child inherits this handler; there it exits, as a pool waits for its workers."""
         if os.getpid() != self.process_id:
             os._exit(128 + number)
         self.heard[number] += 1
 
     def signals(self) -> None:
-        """One of its signals, from itself or from another process; now and then its handler is installed anew."""
+        """Get a signal from this or another process; sometimes install its handler again first."""
         number = self.random.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
         if self.random.random() < 0.3:
             self.handle(number)
@@ -251,13 +253,13 @@ class Beside:
 
 # A job ------------------------------------------------------------------------------------------------------------
 def too_late() -> None:
-    """Ends a rank that hangs; `faulthandler.dump_traceback_later` would keep its forked children from ending."""
+    """End a rank that hangs. With `faulthandler.dump_traceback_later` its forked children could not exit."""
     faulthandler.dump_traceback()
     os._exit(1)
 
 
 def on_this_rank(seconds: float, hold: float) -> int:
-    """All that a rank does; 1 where something went wrong."""
+    """Run the calls and the activities of this rank; end the process with 1 if something goes wrong."""
     late = threading.Timer(seconds + GRACE, too_late)
     late.daemon = True
     late.start()
@@ -293,34 +295,42 @@ def on_this_rank(seconds: float, hold: float) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job and prints what its ranks did; 1 where it did not end well."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--seconds", type=float, default=600.0)
-    options.add_argument("--hold", type=float, default=12.0, help="seconds for which the GIL is held")
-    options.add_argument("--out", type=Path, help="writes .json and .md there")
-    options.add_argument("--on-this-rank", action="store_true", help=argparse.SUPPRESS)
-    given = options.parse_args(arguments)
-    if given.on_this_rank:
-        return on_this_rank(given.seconds, given.hold)
-    command = ["-m", "benchmarks.soak", "--on-this-rank", "--seconds", str(given.seconds), "--hold", str(given.hold)]
+    """Run a job and print the counts of its ranks; return 1 if it failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--hold", type=float, default=12.0, help="seconds that the GIL is held")
+    parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    parser.add_argument("--on-this-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.on_this_rank:
+        return on_this_rank(options.seconds, options.hold)
+    command = [
+        "-m",
+        "benchmarks.soak",
+        "--on-this-rank",
+        "--seconds",
+        str(options.seconds),
+        "--hold",
+        str(options.hold),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     begun = time.monotonic()
     try:
-        job = launch(RANKS, *command, env=env, timeout=given.seconds + 2 * GRACE)
+        job = launch(RANKS, *command, env=env, timeout=options.seconds + 2 * GRACE)
     except subprocess.TimeoutExpired as hung:
-        printed, said = ((text or b"").decode() for text in (hung.stdout, hung.stderr))
-        job = subprocess.CompletedProcess(command, 1, printed, said + "the job hangs\n")
+        printed, errors = ((text or b"").decode() for text in (hung.stdout, hung.stderr))
+        job = subprocess.CompletedProcess(command, 1, printed, errors + "the job hangs\n")
     counts = dict(json.loads(line.removeprefix("COUNTS ")) for line in job.stdout.splitlines() if "COUNTS" in line)
     ranks = sorted(counts)
-    each = sorted({what for some in counts.values() for what in some})
-    rows = [[what, *(str(counts[rank].get(what, 0)) for rank in ranks)] for what in each]
+    names = sorted({name for by_name in counts.values() for name in by_name})
+    rows = [[name, *(str(counts[rank].get(name, 0)) for rank in ranks)] for name in names]
     text = table(["what", *(f"rank {rank}" for rank in ranks)], rows)
     ended = f"{len(counts)} of {RANKS} ranks came to the end, after {time.monotonic() - begun:.0f} s"
     ended += f"; exit code {job.returncode}"
     print(f"{text}\n\n{ended}")
-    if given.out:
-        data = {"seconds": given.seconds, "hold": given.hold, "exit_code": job.returncode, "counts": counts}
-        write(given.out, "Two ranks beside pools, forks, signals and threads", f"{text}\n\n{ended}.", data)
+    if options.out:
+        data = {"seconds": options.seconds, "hold": options.hold, "exit_code": job.returncode, "counts": counts}
+        write(options.out, "Two ranks beside pools, forks, signals and threads", f"{text}\n\n{ended}.", data)
     print(job.stderr, file=sys.stderr, end="")
     return int(job.returncode != 0 or len(counts) != RANKS)
 

@@ -1,15 +1,15 @@
-"""How hostir is built: files and lines of each room, lists of classes kept by hand, long signatures, what a statement
-touches, a warm call.
+"""Figures on hostir's structure: lines of each package, hand-kept lists of classes, long signatures, files that a new
+statement changes, and functions of a warm call.
 
     python -m benchmarks.structure
     python -m benchmarks.structure --root ../before --out benchmarks/results/structure
 
-Lines are code, docstrings, comments, imports and blank ones. A list of classes kept by hand is an `isinstance`, a
-`case`, or the keys and items of a literal that name classes of statements, or of operations of an unrolled program, in
-a room that should ask them for what they do: `ROOMS`. The files that a new statement touches are those
-that docs/extending.md changes, as a test does. The parameters of a method are those that a call gives, not `self`. A
-warm call is `executor(a, b, out=(c,))` of a program that one CPU process runs, for the fourth time; its chain is the
-deepest stack of hostir's own functions.
+Lines are code, docstrings, comments, imports or blank. A hand-kept list of classes is an `isinstance`, a `case`, or the
+keys and items of a literal that name classes of statements or of operations of an unrolled program. It counts in the
+packages that should ask for traits instead, `ROOMS`. The files that a new statement changes are taken
+from docs/extending.md, as in the test of that page. Parameters of a method do not include `self`. A warm call is the
+fourth call `executor(a, b, out=(c,))` of a program on one CPU process; its chain is the deepest stack of hostir's
+functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from pathlib import Path
 from benchmarks.harness import table, write
 from tests.edits import anchor
 
-ROOMS = ("check", "repair", "plan", "job", "machines", "call", "choice")  # which are to keep no lists of classes
+ROOMS = (
+    "check",
+    "repair",
+    "plan",
+    "job",
+    "machines",
+    "call",
+    "choice",
+)  # packages that should keep no lists of classes
 LONG = 12  # parameters
 CHANGE = re.compile(r"^```python (?:after|in|import) (\S+)$", re.MULTILINE)
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
@@ -63,7 +71,7 @@ print("\\n".join(deepest), "", *sorted(called), sep="\\n")
 
 
 def lines_of(text: str) -> Counter[str]:
-    """How many lines of a module are of each kind."""
+    """Return the number of lines of a module by kind."""
     tree = ast.parse(text)
     kinds = dict.fromkeys(range(1, len(text.splitlines()) + 1), "code")
     for n, line in enumerate(text.splitlines(), 1):
@@ -81,26 +89,26 @@ def lines_of(text: str) -> Counter[str]:
 
 
 def modules(root: Path) -> dict[str, str]:
-    """The text of each module below `root`, by its path."""
+    """Return the text of each module below `root`, by its path."""
     return {str(path.relative_to(root)): path.read_text() for path in sorted((root / "hostir").rglob("*.py"))}
 
 
 def classes(texts: dict[str, str]) -> set[str]:
-    """The classes of statements, and of operations of an unrolled program."""
+    """Return the names of the classes of statements and of operations of an unrolled program."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for text in texts.values()
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef)
     }
-    found = {"Statement", "Op"}
-    while more := {name for name, of in bases.items() if of & found} - found:
-        found |= more
-    return found
+    subclasses = {"Statement", "Op"}
+    while more := {name for name, parents in bases.items() if parents & subclasses} - subclasses:
+        subclasses |= more
+    return subclasses
 
 
 def lists(name: str, text: str, known: set[str]) -> Iterator[str]:
-    """Where a module names several of these classes, or asks what something is an instance of."""
+    """Yield the places where a module lists several of these classes, or tests for an instance of one."""
     for node in ast.walk(ast.parse(text)):
         named = []
         if (
@@ -121,7 +129,7 @@ def lists(name: str, text: str, known: set[str]) -> Iterator[str]:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """The names in an expression, those of modules left out."""
+    """Return the names in an expression, without names of modules."""
     return [
         n.attr if isinstance(n, ast.Attribute) else n.id
         for n in ast.walk(node)
@@ -130,12 +138,20 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def long_signatures(name: str, text: str) -> Iterator[str]:
-    """Functions that take more arguments than anyone can keep apart; those of Triton's are apart."""
+    """Yield functions of more than LONG parameters; Triton kernels are marked."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            given = node.args
+            arguments = node.args
             names = [
-                p.arg for p in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if p
+                p.arg
+                for p in (
+                    *arguments.posonlyargs,
+                    *arguments.args,
+                    *arguments.kwonlyargs,
+                    arguments.vararg,
+                    arguments.kwarg,
+                )
+                if p
             ]
             count = len(names) - (names[:1] in (["self"], ["cls"]))
             kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -144,32 +160,32 @@ def long_signatures(name: str, text: str) -> Iterator[str]:
 
 
 def statements_of(root: Path) -> dict[str, str]:
-    """The sections of docs/extending.md that add a statement, by title."""
+    """Return the sections of docs/extending.md that add a statement, by title."""
     page = (root / "docs/extending.md").read_text()
     sections = (section.partition("\n") for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
     return {title: text for title, _, text in sections if "statement" in title}
 
 
 def touched(root: Path, section: str) -> list[str]:
-    """Return the files of hostir that the changes of a section go to."""
+    """Return the files of hostir that a section changes."""
     paths = (anchor(root, name).path.relative_to(root).as_posix() for name in CHANGE.findall(section))
     return [*dict.fromkeys(paths)]
 
 
 def warm_call(root: Path) -> tuple[list[str], list[str]]:
-    """The deepest chain of a warm call, and every function that it calls."""
+    """Return the deepest chain of a warm call, and every function that it calls."""
     done = subprocess.run([sys.executable, "-c", WARM], cwd=root, capture_output=True, text=True, check=True)
     chain, _, called = done.stdout.partition("\n\n")
     return chain.split(), called.split()
 
 
 def main() -> None:
-    """Prints the figures, and writes them."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--root", type=Path, default=Path(), help="another checkout (default: this one)")
-    options.add_argument("--out", type=Path, help="where to write .json and .md")
-    given = options.parse_args()
-    texts = modules(given.root)
+    """Print and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(), help="another checkout (default: this one)")
+    parser.add_argument("--out", type=Path, help="write .json and .md files with this name")
+    options = parser.parse_args()
+    texts = modules(options.root)
     rooms: dict[str, Counter[str]] = {}
     for name, text in texts.items():
         parts = name.split("/")[1:-1] or ["hostir"]
@@ -184,21 +200,21 @@ def main() -> None:
         at for name, text in texts.items() if set(name.split("/")) & set(ROOMS) for at in lists(name, text, known)
     ]
     long = [at for name, text in texts.items() for at in long_signatures(name, text)]
-    added = {title: touched(given.root, section) for title, section in statements_of(given.root).items()}
-    chain, called = warm_call(given.root)
+    added = {title: touched(options.root, section) for title, section in statements_of(options.root).items()}
+    chain, called = warm_call(options.root)
     functions = f"{len(called)} functions of {len({f.partition(':')[0] for f in called})} files"
-    said = [
+    sections = [
         table(["room", "files", *KINDS], rows),
         f"{len(by_hand)} lists of classes kept by hand in {', '.join(ROOMS)}:\n" + "\n".join(by_hand),
         f"{len(long)} functions of more than {LONG} parameters:\n" + "\n".join(long),
         *(f"{title}: {len(files)} files\n" + "\n".join(files) for title, files in added.items()),
         f"a warm call: {functions}; the deepest chain:\n" + "\n".join(chain),
     ]
-    print("\n\n".join(said))
-    if given.out is not None:
-        text = "\n\n".join([said[0], *(f"```\n{text}\n```" for text in said[1:])])
-        found = {"rooms": rooms, "by_hand": by_hand, "long": long, "touched": added, "chain": chain, "called": called}
-        write(given.out, "Structure", text, found)
+    print("\n\n".join(sections))
+    if options.out is not None:
+        text = "\n\n".join([sections[0], *(f"```\n{text}\n```" for text in sections[1:])])
+        data = {"rooms": rooms, "by_hand": by_hand, "long": long, "touched": added, "chain": chain, "called": called}
+        write(options.out, "Structure", text, data)
 
 
 if __name__ == "__main__":

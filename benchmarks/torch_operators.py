@@ -7,15 +7,15 @@
 Rows are the first (`gather`) and the second (`scatter`) weight of the MLPs of Llama 3 8B and 70B with tensor
 parallelism 8, with M from 16 to 16384 tokens. `trained` rows compute the gradients of input and weight as well. Every
 call is timed eagerly and in a CUDA graph that the caller captures, all in one process group. floor = max(all matmuls by
-cuBLAS, all collectives by NCCL); a score is floor/time. Each mode has its scores: in each, hostir must reach 0.98 times
-the fastest peer's score.
+cuBLAS, all collectives by NCCL); a score is floor/time. Each mode has its own scores: hostir must reach 0.98 times
+the fastest peer's score in each mode.
 
 The candidates:
 
     hostir          column_parallel_linear or row_parallel_linear
     hostir out=     all_gather_matmul or matmul_reduce_scatter with `out=`; forward only
-    torch fused     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; on a CPU torch's own
-                    fallbacks, by plain collectives
+    torch fused     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; on a CPU, torch's
+                    fallbacks with plain collectives
     NCCL + cuBLAS   all_gather_into_tensor, reduce_scatter_tensor and torch.matmul
 
 The peers compute gradients as torchtitan's functions do: the gradient of the input by the other operator, the gradient
@@ -57,7 +57,7 @@ from hostir.torch import all_gather_matmul, column_parallel_linear, matmul_reduc
 
 
 class ByHand:
-    """NCCL and cuBLAS, one after the other. The rows of products are computed in `pieces` pieces."""
+    """NCCL and cuBLAS, one after the other. Matmuls compute their rows in `pieces` pieces."""
 
     def __init__(self, pieces: int = 1) -> None:
         self.pieces = pieces
@@ -66,7 +66,7 @@ class ByHand:
         return a @ b if self.pieces == 1 else torch.cat([x @ b for x in a.chunk(self.pieces)])
 
     def gather(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gathered rows of `a`, and their product with `b`."""
+        """Return the gathered rows of `a`, and the matmul of these rows with `b`."""
         full = a.new_empty(a.shape[0] * dist.get_world_size(), a.shape[1])
         dist.all_gather_into_tensor(full, a)
         return full, self.product(full, b)
@@ -129,7 +129,7 @@ Layer = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> output
 
 
 class Operands(Subject):
-    """A layer's tensors on this rank. The result is y; if `trained`, it is the gradients of x and the weight.
+    """Tensors of a layer on this rank. The result is y; if `trained`, the result is the gradients of x and the weight.
 
     Fields:
         gathers: True if x is gathered, False if y is scattered.
@@ -186,7 +186,7 @@ class Operands(Subject):
         )
 
     def rows(self, a: Tensor, b: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
-        """Sample rows of `a @ b`, or of this rank's rows of its sum over ranks. Return their numbers and values."""
+        """Sample rows of `a @ b`; if `summed`, of this rank's rows of its sum over ranks. Return numbers and values."""
         if summed:
             return summed_rows(self.row.M, self.ranks, self.rank, lambda rows: a[rows].double() @ b, self.device)
         rows = torch.cat([torch.arange(0, len(a), max(len(a) // 64, 1)), torch.tensor([len(a) - 1])]).unique()
@@ -241,7 +241,7 @@ class Operands(Subject):
 
 
 class GradientJudge(Judge):
-    """Compares the gradients of x and the weight, as rows one after the other."""
+    """Judge of gradients: the rows of x's gradient, then the rows of the weight's gradient."""
 
     def spoil(self, c: Any) -> None:
         for gradient in c:
@@ -252,7 +252,7 @@ class GradientJudge(Judge):
 
 
 def ours(name: str, mode: str, call: Callable[[], Any]) -> Candidate:
-    """Return the candidate of a function of hostir, which chooses by estimates. In a graph, the caller captures it."""
+    """Return the candidate of a hostir function. It chooses by estimates; in mode `graph` the benchmark captures it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hi.FallbackWarning)  # impossible strategies warn at the first call
         call()

@@ -1,9 +1,9 @@
-"""Draws the rooms of hostir as SVG: who may import whom, how large each room is, where a program's life takes place.
+"""Draw the packages (*rooms*) of hostir as SVG: the import order, the size of each room, and the steps in it.
 
     python docs/rooms.py docs/images/rooms.svg
 
-Rows and their order are the layers of the import contract in pyproject.toml, sizes are counted in the files, words come
-from the table in CONTRIBUTING.md and from docstrings. Colours follow the reader's: light or dark.
+The rows are the layers of the import contract in pyproject.toml, in its order. Sizes are counted in the files. The
+words come from the table in CONTRIBUTING.md and from docstrings. Colours follow the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STEPS = {
     "hostir/kernels": ("8 compute",),
 }
 
-# In pixels.
+# Sizes in pixels.
 WIDTH, MARGIN, GAP, PAD, TOP = 920, 16, 10, 12, 68
-ROW, LINE, INNER = 52, 15, 80  # a room's least height; a line of text; a room within a room
-CHARACTER, PILL = 6.2, 20  # of the small text, on average; the height of a step's mark
+ROW, LINE, INNER = 52, 15, 80  # heights: the least of a room; a line of text; a room inside a room
+CHARACTER, PILL = 6.2, 20  # mean width of a small character; height of a step's mark
 
 STYLE = """<style>
 text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #24292f }
@@ -62,7 +62,7 @@ text { fill: #e6edf3 }
 
 @dataclass(frozen=True)
 class Room:
-    """A package of hostir, or a module that stands beside them: its path without a suffix, and what is in it."""
+    """A package of hostir, or a module beside the packages: its path without a suffix, its description and its size."""
 
     path: str
     words: str
@@ -72,13 +72,13 @@ class Room:
 
     @property
     def size(self) -> str:
-        """Files, and lines rounded to hundreds, so that the picture stays right while the code changes a little."""
-        about = f"{max(round(self.lines, -2), 100):,} lines"
-        return about if self.files == 1 else f"{self.files} files, {about}"
+        """Number of files and lines; lines are rounded to hundreds, so that small changes keep the picture valid."""
+        lines = f"{max(round(self.lines, -2), 100):,} lines"
+        return lines if self.files == 1 else f"{self.files} files, {lines}"
 
 
 def layers(root: Path = ROOT) -> list[list[Room]]:
-    """The rooms by layer, from the one that may import all others to the one that imports none."""
+    """Return the rooms by layer, from the layer that may import all others to the layer that imports no other."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     rows = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     table = re.findall(r"^\| `(hostir/\w+)` \| (.*?) \|$", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE)
@@ -101,13 +101,13 @@ def _lines(file: Path) -> int:
 
 
 def _summary(file: Path) -> str:
-    """The first sentence of a module's docstring."""
+    """Return the first sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return " ".join(re.split(r"\.(?:\s|$)", text, maxsplit=1)[0].replace("`", "").split())
 
 
 def draw(rows: Sequence[Sequence[Room]]) -> str:
-    """The picture of these layers."""
+    """Return the SVG of these layers."""
     parts: list[str] = []
     y = TOP
     for row in rows:
@@ -134,7 +134,7 @@ def draw(rows: Sequence[Sequence[Room]]) -> str:
 
 
 def _widths(row: Sequence[Room]) -> list[int]:
-    """Equal widths, but two shares for a room that has others in it."""
+    """Return the widths of a row's rooms: equal shares, and two shares for a room with inner rooms."""
     shares = [2 if room.inner else 1 for room in row]
     free = WIDTH - 2 * MARGIN - GAP * (len(row) - 1)
     widths = [free * share // sum(shares) for share in shares[1:]]
@@ -146,9 +146,9 @@ def _height(room: Room, width: int) -> int:
     return text + 2 * INNER + 3 * GAP if room.inner else text
 
 
-def _box(room: Room, x: int, y: int, width: int, height: int, kind: str) -> Iterator[str]:
+def _box(room: Room, x: int, y: int, width: int, height: int, style: str) -> Iterator[str]:
     name = room.path.removeprefix("hostir/")
-    yield f'<g><title>{room.path}: {room.size}</title><rect class="{kind}" rx="5" x="{x}" y="{y}" width="{width}"'
+    yield f'<g><title>{room.path}: {room.size}</title><rect class="{style}" rx="5" x="{x}" y="{y}" width="{width}"'
     yield f' height="{height}"/><text class="name" x="{x + PAD}" y="{y + 21}">{escape(name)}</text>'
     yield f'<text class="quiet size" x="{x + width - PAD}" y="{y + 21}">{room.size}</text></g>'
     for n, line in enumerate(_wrapped(room.words, width)):
@@ -170,7 +170,7 @@ def _wrapped(words: str, width: int) -> list[str]:
 
 
 def main() -> None:
-    """Writes the picture."""
+    """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path, help="the SVG to write")
     parser.parse_args().picture.write_text(draw(layers()), encoding="utf-8")

@@ -26,8 +26,8 @@ from typing import NoReturn, TextIO
 
 import hostir
 from hostir import knobs
-from hostir.ir.program import VERSION
 from hostir.ir.source import HostIRError, did_you_mean, error
+from hostir.ir.text import VERSION
 from hostir.lower import AUTO, CALLS, STRATEGIES, STREAMS
 
 FORMATS = ("hir", "nvfuser", "dot")

@@ -217,7 +217,7 @@ def main() -> None:
     import hostir.cli.run
     import hostir.kernels.reduce  # with Triton and the matmul
     import hostir.torch  # noqa: F401
-    from hostir.ir.parser import tree_of
+    from hostir.ir.grammar import tree_of
 
     tree_of("hostir 1\nmesh @one [rank] = 0\nfusion @none() -> () {\n}\n", "")  # builds the parser
     gc.collect()

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import hostir as hi
-from hostir.dsl.tensor import LoopAxis
+from hostir.dsl.tensors import LoopAxis
 
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Writing a fusion", ("Fusion", "tensor", "Tensor", "LoopAxis", "DeviceMesh", "ParallelType")),
@@ -44,7 +44,7 @@ INTERNAL = {  # used by other parts of hostir only
     "Choice": {"from_json", "to_json"},
     "Ranges": {"candidate", "first_program", "program", "representative", "representatives", "to_json"},
     "DeviceMesh": {"axis_name"},
-    "Fusion": {"operate", "size"},
+    "Fusion": {"size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},
     "Session": {"asking", "close", "exchange", "first", "wait"},
     "Trace": {"add", "lanes"},

@@ -16,7 +16,8 @@ import torch
 from hostir.ir import parse
 from hostir.ir.host_ops import For
 from hostir.ir.op import Codec, Phase, Statement, codecs_of
-from hostir.ir.program import VERSION, Program
+from hostir.ir.program import Program
+from hostir.ir.text import VERSION
 
 HEAD = f"hostir {VERSION}\nmesh @mesh [didx] = 0 1 2 3 4 5 6 7\n"
 OTHER = "mesh @other [didx] = 3 4 5 6 7 0 1 2\n"

@@ -11,21 +11,9 @@ from hypothesis import strategies as st
 import hostir as hi
 from hostir.ir import Axis, HostIRError, Mesh, Phase, Program, Statement, TensorType, Value
 from hostir.ir.comm_ops import Reshard
-from hostir.ir.op import (
-    REGISTRY,
-    Bin,
-    Codec,
-    Expr,
-    FieldPart,
-    Lit,
-    OptionalPart,
-    Ref,
-    SyntaxPart,
-    codecs_of,
-    defaults_of,
-    template,
-)
+from hostir.ir.op import REGISTRY, Bin, Codec, Expr, Lit, Ref, codecs_of, defaults_of
 from hostir.ir.sizes import ONE, Size
+from hostir.ir.text import FieldPart, OptionalPart, SyntaxPart, template
 from hostir.ir.types import DTYPES, FLAG, STREAM, Factor, Kind
 
 Draw = Callable[..., Any]

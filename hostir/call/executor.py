@@ -42,7 +42,8 @@ from hostir.ir.source import HostIRError, amount, check_known, described, error,
 from hostir.job.agreement import Agreement
 from hostir.job.groups import Groups
 from hostir.job.guest import session_of
-from hostir.job.links import MisalignedError
+from hostir.job.links import AlikeError, MisalignedError, headline
+from hostir.job.offers import KindOfSizes
 from hostir.job.session import Session, forked_from, launched
 from hostir.job.symmetric import shares_memory
 from hostir.job.watchdog import LAST_WORDS, Watchdog
@@ -267,9 +268,8 @@ class Executor:
                 return self._call(inputs, out)
             except HostIRError:
                 raise
-            except BaseException:
-                if calls.agreed:  # the others may run it
-                    calls.broken = calls.broken or f"rank {self.rank} was interrupted in @{self.program.name}"
+            except BaseException as problem:
+                self._interrupted(problem)
                 raise
             finally:
                 calls.inside = None
@@ -312,8 +312,7 @@ class Executor:
         except HostIRError as failure:
             raise self._blamed(failure) from failure.__cause__
         except BaseException:
-            if self._machine.groups.abandoned:
-                self._blamed(error(f"rank {self.rank} was interrupted in @{self.program.name}"))
+            self.calls.visible = self.calls.visible or bool(self._machine.groups.abandoned)
             raise
         finally:
             if gradients:
@@ -365,7 +364,13 @@ class Executor:
         with self.calls.turn(self.program.name):
             if self.watchdog is not None and self.watchdog.disturbed:
                 self._resume()
-            plan = self._choose(cache_key(inputs), inputs, places=True)
+            try:
+                plan = self._choose(cache_key(inputs), inputs, places=True)
+            except HostIRError:
+                raise
+            except BaseException as problem:
+                self._interrupted(problem)
+                raise
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
             # The call may be on another stream than this one, to which a new plan issues copies.
@@ -446,6 +451,18 @@ class Executor:
             groups.renew(self.timeout)
             self._renew()
         return failure
+
+    def _interrupted(self, problem: BaseException) -> None:
+        """Report to the other ranks, which may run this call, that an exception other than HostIRError has ended it."""
+        calls, groups = self.calls, self._machine.groups
+        if calls.broken or not calls.visible:
+            return
+        what = f"rank {self.rank} was interrupted in @{self.program.name} by {headline(problem)}"
+        if groups.broken:  # its threads may still run
+            calls.end(what)
+            return
+        groups.abandoned = groups.abandoned or what
+        self._blamed(error(what))
 
     def _resume(self) -> None:
         """Go on after a failure on some rank; if a call was abandoned, raise or, once all have raised, begin anew."""
@@ -620,14 +637,29 @@ class Executor:
         self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
         self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
-        shared = (kind if proof is not None and proof.resizable else None), self.symmetric_limit
+        if waited_for := self._communicates and self.session is not None and self.session.size > 1:
+            self.calls.visible = True  # the others ask this rank nothing more
+        try:
+            return self._plan(unrolled, kind if proof is not None and proof.resizable else None, inputs)
+        except (AlikeError, MisalignedError):
+            raise
+        except HostIRError as failure:
+            groups = machine.groups
+            if not waited_for or groups.abandoned:  # which the others know
+                raise
+            groups.abandoned = headline(failure)
+            raise self._blamed(failure) from failure.__cause__
+
+    def _plan(self, unrolled: UnrolledProgram, kind: KindOfSizes, inputs: Sequence[Part]) -> Plan:
+        """Bind an unrolled program to this rank's machine; `kind`: of the sizes that share its symmetric memory."""
         if self._order is not None:
             self._order.follow()  # the plan writes tables where dropped plans had theirs, which calls may still read
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
+            machine = self._machine
             if isinstance(machine, GlooMachine):
-                return machine.plan(unrolled, self.trace, *shared)
+                return machine.plan(unrolled, self.trace, kind, self.symmetric_limit)
             timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
-            return machine.plan(unrolled, timeline, *shared, inputs)
+            return machine.plan(unrolled, timeline, kind, self.symmetric_limit, inputs)
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
         """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""

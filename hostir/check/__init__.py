@@ -38,24 +38,11 @@ def check(
         calls: how many successive calls to check; by default enough to show the errors of any number of calls.
     """
     findings = check_structure(program, explicit=explicit)
-    if findings:
-        return findings
-    return _orders(program, sizes, calls)
-
-
-def _orders(program: Program, sizes: Mapping[str, int] | None, calls: int | None = None) -> list[Diagnostic]:
-    """Return the findings about a program of sound structure."""
-    return program.misfits(sizes or {}) if program.phase is not Phase.HOST else _analysed(program, sizes, calls)[0]
-
-
-def _analysed(
-    program: Program, sizes: Mapping[str, int] | None, calls: int | None = None
-) -> tuple[list[Diagnostic], bool]:
-    """Return the findings about a host program of sound structure; and True if its symmetric buffers are resizable."""
+    if findings or program.phase is not Phase.HOST:
+        return findings or program.misfits(sizes or {})
     from hostir.check.proof import analyse_quickly  # loads numpy
 
-    analysis = analyse_quickly(program, sizes, calls)
-    return analysis.findings, analysis.resizable
+    return analyse_quickly(program, sizes, calls).findings
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
@@ -94,15 +81,17 @@ def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
     program.check_whole(bound)
     if bound.keys() != known.names:
-        from hostir.check.signature import small_sizes
+        from hostir.check.small_sizes import small_sizes
 
         bound = small_sizes(program, bound) or bound
     key = known.of(bound)
     if key not in known.proved:
-        findings, resizable = _analysed(program, bound)
-        if errors := [each for each in findings if each.level == "error"]:
+        from hostir.check.proof import analyse_quickly  # loads numpy
+
+        analysis = analyse_quickly(program, bound)
+        if errors := [each for each in analysis.findings if each.level == "error"]:
             raise HostIRError(*(_refused(each) if each.kind == UNCHECKED else each for each in errors))
-        known.proved[key] = resizable
+        known.proved[key] = analysis.resizable
     return Proof(key, known.proved[key])
 
 

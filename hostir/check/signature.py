@@ -1,4 +1,35 @@
-"""Compute signatures of sizes: a proof of a program for some sizes holds for all others with the same signature."""
+"""Compute signatures of sizes: a proof of a program for some sizes holds for all others with the same signature.
+
+The findings of the checker follow from three things: the statements that run on each rank; the accesses that meet or
+cover others; and errors while tracing, such as a view that needs a copy, an index outside its axis, or ranks that
+disagree about a size. None of them needs the sizes themselves. Think of each axis of a buffer as the interval from 0
+to 1, and of an element as a cell of the cube that the axes span. A position in the cube does not depend on extents.
+
+- `select` takes the i-th of n equal slabs of an axis, `chunk` the i-th of n pieces: n has to be the same.
+- A reshape, and the rows of a computation by blocks, merge axes with extents e1, .., ek into one axis. The position
+  on this axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on the innermost axis. A
+  reshape splits an axis by the same formula. All extents but the innermost have to be the same: the innermost extent
+  only says how fine the cells are. A reshape is cut into groups of axes wherever the products of the old and of the
+  new extents are equal as formulas.
+- If the first of several axes of rows is divisible by the number of blocks, the blocks cut this axis alone, and no
+  extent matters.
+- Every other statement takes unsliced tensors, or permutes their axes.
+
+So if these numbers are the same, each view is the same part of its buffer's cube; and if every division is exact, the
+view's boundaries lie between cells. Parts meet, or cover each other, as sets. For sets of complete cells this does
+not depend on how fine the cells are.
+
+Strides are formulas, too. They decide whether a view exists, whether it is dense, and whether a statement writes
+exactly the view that it reads. If the formulas say yes, it holds for all sizes. If they do not, two axes form one
+stretch of memory, or two views are one, only if some axes happen to have extent 1. Then the signature includes, for
+every extent, whether it is 1.
+
+The numbers of loop rounds and of flags are part of the signature, so the same statements run. Ranks compare the sizes
+of messages; they compare the sizes of collectives if one of them is within an `if`. These sizes need to be equal in
+the same places.
+
+If a statement does not fit this form, the signature consists of all sizes of the program.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +46,6 @@ from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size, product
 from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, TensorType
-
-# Signatures -----------------------------------------------------------------------------------------------------------
-# Signatures of sizes: a proof of a program for some sizes holds for all sizes with the same signature.
-#
-# The findings of the checker follow from three things: the statements that run on each rank; the accesses that meet or
-# cover others; and errors while tracing, such as a view that needs a copy, an index outside its axis, or ranks that
-# disagree about a size. None of them needs the sizes themselves. Think of each axis of a buffer as the interval from 0
-# to 1, and of an element as a cell of the cube that the axes span. A position in the cube does not depend on extents.
-#
-# - `select` takes the i-th of n equal slabs of an axis, `chunk` the i-th of n pieces: n has to be the same.
-# - A reshape, and the rows of a computation by blocks, merge axes with extents e1, .., ek into one axis. The position
-#   on this axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on the innermost axis. A
-#   reshape splits an axis by the same formula. All extents but the innermost have to be the same: the innermost extent
-#   only says how fine the cells are. A reshape is cut into groups of axes wherever the products of the old and of the
-#   new extents are equal as formulas.
-# - If the first of several axes of rows is divisible by the number of blocks, the blocks cut this axis alone, and no
-#   extent matters.
-# - Every other statement takes unsliced tensors, or permutes their axes.
-#
-# So if these numbers are the same, each view is the same part of its buffer's cube; and if every division is exact, the
-# view's boundaries lie between cells. Parts meet, or cover each other, as sets. For sets of complete cells this does
-# not depend on how fine the cells are.
-#
-# Strides are formulas, too. They decide whether a view exists, whether it is dense, and whether a statement writes
-# exactly the view that it reads. If the formulas say yes, it holds for all sizes. If they do not, two axes form one
-# stretch of memory, or two views are one, only if some axes happen to have extent 1. Then the signature includes, for
-# every extent, whether it is 1.
-#
-# The numbers of loop rounds and of flags are part of the signature, so the same statements run. Ranks compare the sizes
-# of messages; they compare the sizes of collectives if one of them is within an `if`. These sizes need to be equal in
-# the same places.
-#
-# If a statement does not fit this form, the signature consists of all sizes of the program.
 
 SizesKey = tuple[Any, ...]
 
@@ -281,7 +279,6 @@ def sizes_of(program: Program) -> Iterator[Size]:
         yield from (getattr(s, f) for f, c in codecs_of(type(s)).items() if c is Codec.SIZE)
 
 
-# The form of a program: the program without sizes, name and text positions ------------------------------------------
 @lru_cache(maxsize=256)
 def _proved(form: SizesKey) -> dict[SizesKey, bool]:
     """Return the proved signatures of programs of a form, which callers add to; True if buffers are resizable."""
@@ -294,6 +291,7 @@ def forget_forms() -> None:
 
 
 def _form(program: Program) -> SizesKey:
+    """Return the form of a program: the program without sizes, name and text positions."""
     ends = (tuple(_form_of_value(v) for v in values) for values in (program.inputs, program.outputs))
     return (*ends, program.meshes, program.streams, tuple(map(_form_of_statement, program.body)))
 
@@ -315,39 +313,3 @@ def _form_of_statement(s: Statement) -> SizesKey:
             it = _form_of_value(it)
         parts.append(None if codec is Codec.SIZE else it)
     return tuple(parts)
-
-
-# Small sizes that represent all ---------------------------------------------------------------------------------------
-# Small sizes that represent all: values for the symbols of a program that make all its sizes integers.
-#
-# The order of events depends on the numbers of loop rounds. So a symbol that counts rounds gets more rounds than there
-# are streams, if possible. Other symbols get the smallest value that makes divisions exact.
-
-TRIES = 4096
-
-
-def small_sizes(program: Program, chosen: Mapping[str, int]) -> dict[str, int] | None:
-    """Return a small value for every symbol of a program, or None if no values fit."""
-    bound = {name: value for name, value in chosen.items() if name in program.size_names}
-    free = sorted(program.size_names - bound.keys())
-    if not free:
-        return bound
-    sizes = [division.size for division in program.divisions]
-    rounds = {n for s in program.walk() if s.bodies for n in s.repeats.names}
-    least = lcm(*(size.den for size in sizes), *(n for mesh in program.meshes for n in mesh.shape))
-    many = 2 * program.streams + 1
-    counts = [least * -(-many // least), many, 3, 2, 1]
-    extents = [least, 2 * least, 4 * least, least**2, least * many, 1]
-    choices = [counts if name in rounds else extents for name in free]
-    for _, values in zip(range(TRIES), product_of(*choices), strict=False):
-        candidate = bound | dict(zip(free, values, strict=True))
-        if _all_integers(sizes, candidate):
-            return candidate
-    return None
-
-
-def _all_integers(sizes: list[Size], values: Mapping[str, int]) -> bool:
-    try:
-        return all(size.bind(values) for size in sizes)
-    except HostIRError:
-        return False

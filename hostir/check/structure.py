@@ -1,13 +1,13 @@
-"""Check structure: names, scopes, phases, types, and the buffers behind names."""
+"""Check structure: names, scopes, phases and types. Every program must pass this check before any other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from math import isfinite, prod
 
+from hostir.check.buffers import Buffers
+from hostir.check.fields import malformed
 from hostir.ir.op import (
-    VALUE_CODECS,
     Bin,
     Codec,
     Expr,
@@ -17,277 +17,15 @@ from hostir.ir.op import (
     Statement,
     Value,
     codecs_of,
-    defaults_of,
     expr_values,
 )
 from hostir.ir.program import Program
-from hostir.ir.sizes import Size
-from hostir.ir.source import Diagnostic, HostIRError, described, did_you_mean
-from hostir.ir.types import DTYPES, FLAG, FP8, STREAM, Axis, Factor, Kind, Mesh, TensorType
-
-# Field types of programs ----------------------------------------------------------------------------------------------
-# Field types of a program. The parser guarantees them; a program built in Python may violate them.
-
-KNOWN = "_well_formed"
-
-
-def malformed(program: Program) -> Iterator[Diagnostic]:
-    """Yield a diagnostic for each field of the program and its statements that holds a value of the wrong type."""
-    parts: dict[str, tuple[bool, str]] = {
-        "name": (isinstance(program.name, str), "a name"),
-        "phase": (isinstance(program.phase, Phase), "a Phase"),
-        "meshes": (bool(program.meshes) and _all(program.meshes, _is_mesh), "meshes, at least one"),
-        "inputs": (_all(program.inputs, _is_value), "values"),
-        "outputs": (_all(program.outputs, _is_value), "values"),
-        "body": (isinstance(program.body, tuple), "statements"),
-        "streams": (_is_int(program.streams), "an integer from 0"),
-        "aliases": (isinstance(program.aliases, tuple), "pairs of names"),
-    }
-    for name, (holds, expected) in parts.items():
-        if not holds:
-            yield Diagnostic(f"field '{name}' of the program is {described(getattr(program, name))}", expected=expected)
-            return
-    yield from _block(program.body)
-
-
-def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
-    for s in body:
-        if not isinstance(s, Statement):  # isinstance, as a program built in Python may hold anything
-            yield Diagnostic(f"{described(s)} stands among the statements", expected="statements")
-            continue
-        for name, codec in codecs_of(type(s)).items():
-            held = getattr(s, name)
-            left_out = held is None and defaults_of(type(s)).get(name, Codec) is None
-            if not left_out and not _holds(codec, held):
-                what = f"field '{name}' of '{s.keyword()}' is {described(held)}"
-                yield Diagnostic(what, s.span, expected=codec.value)
-            elif codec is Codec.BLOCK:
-                yield from _block(held)
-
-
-def _holds(codec: Codec, held: object) -> bool:
-    """Return True if a value fits a field of this codec."""
-    if codec in VALUE_CODECS:
-        return _is_value(held)
-    if codec in (Codec.STREAM, Codec.INDEX):
-        return _is_expr(held)
-    if codec is Codec.SIZE:
-        return _is_size(held)
-    if codec is Codec.INT:
-        return _is_int(held)
-    if codec is Codec.INTS:
-        return _all(held, _is_int)
-    if codec is Codec.NUMBER:
-        return isinstance(held, float) and isfinite(held)
-    return isinstance(held, tuple if codec is Codec.BLOCK else str)
-
-
-def _all(held: object, is_one: object) -> bool:
-    assert callable(is_one)
-    return isinstance(held, tuple) and all(map(is_one, held))
-
-
-def _is_int(held: object) -> bool:
-    return isinstance(held, int) and not isinstance(held, bool) and held >= 0
-
-
-def _is_name(held: object) -> bool:
-    return isinstance(held, str)
-
-
-def _is_expr(held: object) -> bool:
-    if isinstance(held, Bin):
-        return held.op in ("+", "-", "*", "/", "%") and _is_expr(held.left) and _is_expr(held.right)
-    return _is_value(held.value) if isinstance(held, Ref) else isinstance(held, Lit) and _is_int(held.value)
-
-
-def _is_size(held: object) -> bool:
-    """Return True if a value is a size, and an integer if it has no symbols."""
-    if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
-        return False
-    return held.den == 1 or bool(held.symbols)
-
-
-def _is_value(held: object) -> bool:
-    if not isinstance(held, Value) or not isinstance(held.name, str):
-        return False
-    return isinstance(held.type, Kind) or (isinstance(held.type, TensorType) and _is_tensor_type(held.type))
-
-
-def _is_tensor_type(held: TensorType) -> bool:
-    """Return True if a value is a sound tensor type. Cached with the type, which many statements share."""
-    if KNOWN not in vars(held):
-        vars(held)[KNOWN] = _is_sound(held)
-    return bool(vars(held)[KNOWN])
-
-
-def _is_sound(held: TensorType) -> bool:
-    if held.dtype not in (*DTYPES.values(), FLAG):
-        return False
-    if not (held.mesh is None or _is_mesh(held.mesh)) or not _all(held.axes, _is_axis):
-        return False
-    if not _all(held.partial, _is_name):
-        return False
-    marks = [mark for axis in held.axes for mark in axis.marks if mark != STREAM] + list(held.partial)
-    known = held.mesh.axes if held.mesh else ()
-    return len(set(marks)) == len(marks) and all(mark in known for mark in marks)
-
-
-def _is_axis(held: object) -> bool:
-    return isinstance(held, Axis) and bool(held.factors) and _all(held.factors, _is_factor)
-
-
-def _is_factor(held: object) -> bool:
-    return isinstance(held, Factor) and _is_size(held.extent) and (held.on is None or isinstance(held.on, str))
-
-
-def _is_mesh(held: object) -> bool:
-    if not isinstance(held, Mesh) or not isinstance(held.name, str) or not _all(held.axes, _is_name):
-        return False
-    if not _all(held.shape, _is_int) or not _all(held.devices, _is_int) or not held.devices:
-        return False
-    fits = len(held.axes) == len(held.shape) in (1, 2) and prod(held.shape) == len(held.devices)
-    return fits and len(set(held.devices)) == len(held.devices)
-
-
-# Index expressions ----------------------------------------------------------------------------------------------------
-# Facts about index expressions that hold for all values of loop indices.
-
-_UNIT = Lit(1)
-
-
-def constant(expr: Expr) -> int | None:
-    """Return the value of a constant expression, else None."""
-    terms = _terms(expr)
-    return terms.get(_UNIT, 0) if terms.keys() <= {_UNIT} else None
-
-
-def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
-    """Yield the parts of an expression that divide by a literal zero."""
-    if isinstance(expr, Bin):
-        if expr.op in "/%" and constant(expr.right) == 0:
-            yield expr
-        yield from divisions_by_zero(expr.left)
-        yield from divisions_by_zero(expr.right)
-
-
-def _terms(expr: Expr) -> dict[Expr, int]:
-    """Return the expression as a sum: the factor of each term. The constant is the factor of `_UNIT`."""
-    if isinstance(expr, Lit):
-        return {_UNIT: expr.value} if expr.value else {}
-    if isinstance(expr, Bin):
-        left, right = _terms(expr.left), _terms(expr.right)
-        if expr.op in "+-":
-            sign = 1 if expr.op == "+" else -1
-            total = {part: left.get(part, 0) + sign * right.get(part, 0) for part in {**left, **right}}
-            return {part: factor for part, factor in total.items() if factor}
-        for one, other in ((left, right), (right, left)):
-            if expr.op == "*" and one.keys() <= {_UNIT}:
-                times = one.get(_UNIT, 0)
-                return {part: factor * times for part, factor in other.items() if times}
-    return {expr: 1}
-
-
-# Buffers --------------------------------------------------------------------------------------------------------------
-# Buffers behind the names of a host program: which may be freed, reached by peers, and returned to the caller.
-
-
-class Buffers:
-    """Tracks the buffer behind each value. The caller passes the statements of a program in order.
-
-    Only facts that hold on every rank and in every round are checked here; the tracer checks the rest.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.inputs = {v.name for v in program.inputs}
-        self.roots = {name: name for name in self.inputs}  # by the name of a value: the name of its buffer
-        self.written: set[str] = set()
-        self.densed: dict[str, Value] = {}  # by input: the result of `dense`, which may be the input or a copy
-        self.symmetric: set[str] = set()
-
-    def see(self, s: Statement) -> Iterator[Diagnostic]:
-        """Record a statement; yield findings about frees of memory that the program does not own."""
-        for value in s.values(Codec.WRITE):
-            if root := self.roots.get(value.name):
-                self.written.add(root)
-                yield from self._both(s, value, root)
-        if s.freed and (root := self.roots.get(s.freed.name)):
-            yield from self._free(s, s.freed, root)
-        if s.buffer:
-            self.roots[s.buffer.name] = s.buffer.name
-            self.written.discard(s.buffer.name)
-            (self.symmetric.add if s.symmetric else self.symmetric.discard)(s.buffer.name)
-        view = s.defines(Phase.HOST)
-        if s.viewed and view and (root := self.roots.get(s.viewed.name)):
-            self.roots[view.name] = root
-            if s.may_copy:
-                self.densed.setdefault(root, view)
-                yield from self._dense(s, s.viewed, root)
-
-    def _dense(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
-        """Yield a finding unless `x` is an input, or a view of one, that nothing writes."""
-        if root not in self.inputs:
-            yield Diagnostic(
-                f"{_named(x, root)} is not an input",
-                s.span,
-                expected="an input, or a view of one: all other memory has known strides",
-                hint="copy it to a buffer if it is not dense",
-            )
-        elif root in self.written:
-            yield from self._both(s, x, root)
-
-    def _both(self, s: Statement, value: Value, root: str) -> Iterator[Diagnostic]:
-        if root in self.densed:
-            yield Diagnostic(
-                f"{_named(value, root)} is written, and {self.densed[root]} may be its memory or a copy of it",
-                s.span,
-                expected="no write to an input that is made dense",
-                hint="copy the input to a buffer instead, and write there",
-            )
-
-    def _free(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
-        view = "" if x.name == root else "a view of "
-        if root in self.inputs:
-            yield Diagnostic(
-                f"{x} is {view}an input: only the caller may free an input", s.span, hint="remove this line"
-            )
-        elif root in self.symmetric:
-            yield Diagnostic(
-                f"{x} is {view}a symmetric buffer: it lasts from call to call", s.span, hint="remove this line"
-            )
-
-    def reach(self, s: Statement) -> Iterator[Diagnostic]:
-        """Yield findings about a statement that reaches memory of a peer that is not symmetric."""
-        if s.remote is None or (root := self.roots.get(s.remote.name)) is None:
-            return
-        if root not in self.symmetric:
-            yield Diagnostic(
-                f"{s.keyword()} cannot reach {_named(s.remote, root)} at a peer",
-                s.span,
-                expected="a buffer of allocate_symmetric, or a view of one",
-            )
-
-    def unwritten_outputs(self, outputs: Collection[Value]) -> Iterator[Diagnostic]:
-        """Yield findings about outputs that no statement writes."""
-        for value in dict.fromkeys(outputs):
-            root = self.roots.get(value.name)
-            if root is not None and root not in self.written | self.inputs:
-                yield Diagnostic(
-                    f"the output {_named(value, root)} is never written",
-                    value.span,
-                    expected="a statement that writes it",
-                )
-
-
-def _named(value: Value, root: str) -> str:
-    return f"{value}" if value.name == root else f"{value}, a view of %{root},"
-
-
-# Structure ------------------------------------------------------------------------------------------------------------
-# Structure: names, scopes, phases and types. Every program must pass this check before any other.
+from hostir.ir.source import Diagnostic, HostIRError, did_you_mean
+from hostir.ir.types import FLAG, FP8, Kind, TensorType
 
 MAX_STREAMS = 1024  # in the pool of a rank; few devices support more than a hundred distinct streams
 MAX_RANKS = 65536
+_UNIT = Lit(1)
 
 
 def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnostic]:
@@ -466,3 +204,29 @@ def _agree(a: TensorType, b: TensorType) -> bool:
     """Return True if two types are equal up to Stream marks and normal form."""
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial
+
+
+def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
+    """Yield the parts of an expression that divide by a literal zero."""
+    if isinstance(expr, Bin):
+        if expr.op in "/%" and not _terms(expr.right):
+            yield expr
+        yield from divisions_by_zero(expr.left)
+        yield from divisions_by_zero(expr.right)
+
+
+def _terms(expr: Expr) -> dict[Expr, int]:
+    """Return the expression as a sum: the factor of each term. The constant is the factor of `_UNIT`; 0 is {}."""
+    if isinstance(expr, Lit):
+        return {_UNIT: expr.value} if expr.value else {}
+    if isinstance(expr, Bin):
+        left, right = _terms(expr.left), _terms(expr.right)
+        if expr.op in "+-":
+            sign = 1 if expr.op == "+" else -1
+            total = {part: left.get(part, 0) + sign * right.get(part, 0) for part in {**left, **right}}
+            return {part: factor for part, factor in total.items() if factor}
+        for one, other in ((left, right), (right, left)):
+            if expr.op == "*" and one.keys() <= {_UNIT}:
+                times = one.get(_UNIT, 0)
+                return {part: factor * times for part, factor in other.items() if times}
+    return {expr: 1}

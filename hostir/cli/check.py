@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostir.check import check_calls, check_structure
-from hostir.check.proof import Analysis, Finding, analyse, analyse_quickly
+from hostir.check.findings import Finding
+from hostir.check.proof import Analysis, analyse, analyse_quickly
 from hostir.cli.loading import STANDARD, write
 from hostir.cli.lowering import load_to_lower, lowered
 from hostir.ir.op import Phase

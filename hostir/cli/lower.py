@@ -7,13 +7,16 @@ from collections.abc import Iterable
 
 from hostir.cli.loading import write
 from hostir.cli.lowering import choose_strategy, load_to_lower, lowering_of
-from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import CurrentStream, For, FreeBuffer, SetStream, Synchronize, Wait
+from hostir.ir.message_ops import Message
 from hostir.ir.onesided_ops import Barrier, If, PeerCopy, Signal, WaitSignal
 from hostir.ir.op import Codec, Expr, Phase, Ref, Statement
-from hostir.ir.program import Printer, Program, format_statement
+from hostir.ir.program import Program, format_statement
 from hostir.ir.source import did_you_mean, error
-from hostir.ir.tensor_ops import Contraction, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import Contraction, TensorOp
+from hostir.ir.text import Printer
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower import lower, passes_of
 
 CALLER = "the caller's stream"

@@ -6,23 +6,14 @@ import inspect
 from argparse import Namespace
 from dataclasses import dataclass
 
-from hostir.ir.comm_ops import Communication, Message, Reshard
+from hostir.ir.comm_ops import Communication, Reshard
+from hostir.ir.message_ops import Message
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, PeerCopy, Signal, WaitSignal
-from hostir.ir.op import (
-    REGISTRY,
-    VALUE_CODECS,
-    Codec,
-    OptionalPart,
-    Phase,
-    Statement,
-    SyntaxPart,
-    codecs_of,
-    defaults_of,
-    template,
-)
-from hostir.ir.program import declares_type
-from hostir.ir.tensor_ops import TensorOp, ViewStatement
+from hostir.ir.op import REGISTRY, VALUE_CODECS, Codec, Phase, Statement, codecs_of, defaults_of
+from hostir.ir.tensor_ops import TensorOp
+from hostir.ir.text import OptionalPart, SyntaxPart, declares_type, template
 from hostir.ir.types import DTYPES
+from hostir.ir.view_ops import ViewStatement
 
 SECTIONS: tuple[tuple[str, tuple[type[Statement], ...]], ...] = (
     ("Computations", (TensorOp,)),

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from hostir.call.local import rehearse
 from hostir.call.random import random_inputs
-from hostir.check.proof import Finding
-from hostir.check.tracer import Event
+from hostir.check.findings import Finding
+from hostir.check.tracing.events import Event
 from hostir.cli.run import Results, wrong_outputs
 from hostir.ir.program import Program
 from hostir.ir.source import Diagnostic, HostIRError

@@ -15,8 +15,7 @@ A tensor with a mesh has the sharding of its axes; other tensors get theirs by p
 named after the variable they are assigned to. Errors point at the user's line.
 """
 
-from hostir.dsl.fusion import (
-    Fusion,
+from hostir.dsl.functions import (
     add,
     cast,
     gelu,
@@ -34,7 +33,9 @@ from hostir.dsl.fusion import (
     sum,
     tensor,
 )
-from hostir.dsl.tensor import DeviceMesh, ParallelType, Tensor
+from hostir.dsl.fusion import Fusion
+from hostir.dsl.mesh import DeviceMesh, ParallelType
+from hostir.dsl.tensors import Tensor
 
 __all__ = [
     "DeviceMesh",

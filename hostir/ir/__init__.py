@@ -2,9 +2,11 @@
 
 import hostir.ir.comm_ops
 import hostir.ir.host_ops
+import hostir.ir.message_ops
 import hostir.ir.onesided_ops
 import hostir.ir.scaled_ops
-import hostir.ir.tensor_ops  # noqa: F401  the vocabulary registers itself
+import hostir.ir.tensor_ops
+import hostir.ir.view_ops  # noqa: F401  the vocabulary registers itself
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, format_program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span

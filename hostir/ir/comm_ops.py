@@ -1,4 +1,11 @@
-"""Define communication statements: collectives and transfers over a mesh axis, and messages between two ranks."""
+"""Define communication statements, which change only on which ranks the parts of a tensor lie.
+
+On the unsharded tensor each communication is the identity; the types of `x` and `out` say which parts move. In a
+fusion a communication defines its result. In a host program it fills a buffer and returns a handle to wait for:
+
+    %h = allgather %x -> %y over didx
+    wait %h
+"""
 
 from __future__ import annotations
 
@@ -7,38 +14,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from hostir.ir.machine import Exchange, Move, meshes_of
-from hostir.ir.onesided_ops import mesh_over, own_rank, peer_of
-from hostir.ir.op import (
-    BOTH,
-    Codec,
-    Define,
-    DefineIf,
-    Index,
-    Name,
-    Phase,
-    Read,
-    Shape,
-    Statement,
-    Value,
-    Write,
-    statement,
-)
+from hostir.ir.op import BOTH, DefineIf, Name, Phase, Read, Shape, Statement, Value, Write, statement
+from hostir.ir.sharding import Mark, flat_marks, leads
 from hostir.ir.sizes import Size, product
 from hostir.ir.source import did_you_mean
-from hostir.ir.types import Kind, Mark, Mesh, TensorType, flat_marks, leads
+from hostir.ir.types import Mesh, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
-
-
-# Collectives and transfers --------------------------------------------------------------------------------------------
-# Communication statements: they change on which ranks the parts of a tensor lie, and nothing else.
-#
-# On the unsharded tensor each communication is the identity; the types of `x` and `out` say which parts move. In a
-# fusion a communication defines its result. In a host program it fills a buffer and returns a handle to wait for:
-#
-#     %h = allgather %x -> %y over didx
-#     wait %h
 
 
 @statement
@@ -401,143 +384,3 @@ class SendRecv(Transfer):
     def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
         pairs = zip(source.devices, target.devices, strict=True)
         return tuple(Move(s, d, (0, 1), (0, 1)) for s, d in pairs)
-
-
-# Messages between two ranks -------------------------------------------------------------------------------------------
-# Messages between two ranks of one mesh.
-#
-# A rank's messages within a team run one after another, in the order issued. Each ends when both sides have met. So two
-# ranks that both send first wait for each other forever; `exchange` sends and receives at once:
-#
-#     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
-#     wait %h
-#
-# The k-th send from rank A to rank B meets the k-th receive of rank B from rank A. Collectives and messages of a team
-# do not wait for each other.
-
-WHOLE = (0, 1)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Message(Statement):
-    """The base class of messages."""
-
-    transfers: ClassVar[bool] = True
-    per_rank: ClassVar[bool] = True
-    uncut: ClassVar[bool] = True
-
-    handle: Define
-    over: Name
-
-    @property
-    def needs_dense(self) -> bool:
-        return True
-
-    @property
-    def compared(self) -> tuple[Shape, ...]:
-        return elements(*self.values(Codec.READ, Codec.WRITE))
-
-    @property
-    def mesh(self) -> Mesh:
-        """Return the mesh whose ranks exchange the message; raise unless it has the axis `over`."""
-        return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
-
-    @property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sorted(team)) for team in self.mesh.teams(self.over))
-
-    def infer(self) -> Kind:
-        return Kind.HANDLE
-
-    def verify(self) -> None:
-        mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
-
-    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        """Return the messages that this rank sends and receives."""
-        raise AssertionError(type(self).__name__)
-
-    def evaluate(self, frame: Frame) -> None:
-        if not frame.here(self.mesh):
-            return
-        me = own_rank(self, frame)
-        if any(frame.empty(value) for value in self.values(Codec.READ, Codec.WRITE)):
-            return
-        team = tuple(sorted(self.mesh.team(me, self.over)))
-        x, out = (next(self.values(codec), None) for codec in (Codec.READ, Codec.WRITE))
-        exchange = Exchange(self.keyword(), team, self.moves(frame, me))
-        frame[self.handle] = frame.machine.communicate(exchange, frame[x], frame[out])
-
-
-@statement
-@dataclass(frozen=True, eq=False, repr=False)
-class Send(Message):
-    """Sends a tensor to a peer, which receives it. `peer` is a place along the mesh axis `over`.
-
-    Example: %h = send %x: f32[8@didx, 32] to 1 over didx
-    """
-
-    syntax = "{handle} = send {x} to {peer} over {over}"
-    x: Read
-    peer: Index
-
-    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        return (Move(me, _other(self, me, peer_of(self, frame, self.x, self.over, self.peer)), WHOLE, WHOLE),)
-
-
-@statement
-@dataclass(frozen=True, eq=False, repr=False)
-class Recv(Message):
-    """Receives a tensor from a peer, which sends it. `peer` is a place along the mesh axis `over`.
-
-    Example: %h = recv %y: f32[8@didx, 32] from 0 over didx
-    """
-
-    syntax = "{handle} = recv {out} from {peer} over {over}"
-    out: Write
-    peer: Index
-
-    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        return (Move(_other(self, me, peer_of(self, frame, self.out, self.over, self.peer)), me, WHOLE, WHOLE),)
-
-
-@statement
-@dataclass(frozen=True, eq=False, repr=False)
-class SendAndRecv(Message):
-    """Sends to one peer and receives from another, both at once: the step of a ring.
-
-    If both peers are this rank itself, as on a ring of one rank, it copies.
-
-    Example: %h = exchange %x: f32[8@didx, 32] to (%r + 1) % 8, %y: f32[8@didx, 32] from (%r + 7) % 8 over didx
-    """
-
-    syntax = "{handle} = exchange {x} to {to}, {out} from {source} over {over}"
-    x: Read
-    to: Index
-    out: Write
-    source: Index
-
-    def verify(self) -> None:
-        super().verify()
-        if self.x.tensor.mesh != self.out.tensor.mesh:
-            raise self.fail(f"{self.x} and {self.out} lie on different meshes", expected="one mesh")
-
-    def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        to = peer_of(self, frame, self.x, self.over, self.to)
-        source = peer_of(self, frame, self.out, self.over, self.source)
-        if to == me and source == me:
-            return (Move(me, me, WHOLE, WHOLE),)
-        return Move(me, _other(self, me, to), WHOLE, WHOLE), Move(_other(self, me, source), me, WHOLE, WHOLE)
-
-
-MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the keywords of messages
-
-
-def _other(op: Message, me: int, peer: int) -> int:
-    """Return the peer's rank; raise if it is this rank, which cannot be its own partner."""
-    if peer == me:
-        raise op.fail(
-            f"rank {me} would wait for itself: its messages run one after another",
-            expected="a peer that is another rank",
-            hint="use a copy for data that stay on the rank",
-        )
-    return peer

@@ -24,9 +24,10 @@ from hostir.ir.op import (
     ViewStrides,
     statement,
 )
+from hostir.ir.sharding import refine
 from hostir.ir.sizes import Division, Size, product
-from hostir.ir.tensor_ops import ViewStatement
-from hostir.ir.types import Axis, Kind, TensorType, refine
+from hostir.ir.types import Axis, Kind, TensorType
+from hostir.ir.view_ops import ViewStatement
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame

@@ -270,9 +270,6 @@ def meshes_of(values: Iterable[Value]) -> tuple[Mesh | None, ...]:
     return tuple(v.type.mesh for v in values if isinstance(v.type, TensorType))
 
 
-# The interpreter ------------------------------------------------------------------------------------------------------
-# Evaluates the statements of a program on a machine, in program order.
-
 MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes and much memory
 
 

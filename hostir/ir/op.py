@@ -1,4 +1,15 @@
-"""Define the base class of statements: frozen dataclasses whose fields and syntax template drive everything else."""
+"""Define the base class of statements: frozen dataclasses whose fields and syntax template drive everything else.
+
+A statement class declares
+- its fields; the codec in a field's annotation tells its syntax and its effect (read, write, define);
+- `syntax`, the template for both printer and grammar: literal words, `{field}`, `<? optional ?>`;
+- `infer`, the type of its result, if the operands determine it;
+- `evaluate`, its meaning on the machine protocol;
+- a docstring that ends with an example, which the tests parse, print, check and run.
+
+The idea of one declarative string for both directions comes from xDSL's `assembly_format`; registering codecs by
+annotation is new.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum, Flag, auto
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, get_args, get_type_hints
 
 from hostir.ir.sizes import ONE, Division, Size
 from hostir.ir.source import HostIRError, Span, error
@@ -15,9 +26,6 @@ from hostir.ir.types import Kind, TensorType, Type
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
-
-
-# Values and index expressions: the contents of statement fields -------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,20 +105,6 @@ def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
     if isinstance(expr, Bin):
         return Bin(expr.op, rename_expr(expr.left, names), rename_expr(expr.right, names))
     return expr
-
-
-# Statements -----------------------------------------------------------------------------------------------------------
-# A statement is a frozen dataclass whose fields, syntax template and methods drive everything else.
-#
-# A statement class declares
-# - its fields; the codec in a field's annotation tells its syntax and its effect (read, write, define);
-# - `syntax`, the template for both printer and grammar: literal words, `{field}`, `<? optional ?>`;
-# - `infer`, the type of its result, if the operands determine it;
-# - `evaluate`, its meaning on the machine protocol;
-# - a docstring that ends with an example, which the tests parse, print, check and run.
-#
-# The idea of one declarative string for both directions comes from xDSL's `assembly_format`; registering codecs by
-# annotation is new.
 
 
 class Phase(Enum):
@@ -219,7 +213,7 @@ class Traits:
     """The traits of a statement, which analyses ask for instead of keeping lists of classes.
 
     These are the defaults. The values that a statement reads, writes, views, frees and defines follow from the codecs
-    of its fields: see `Statement`.
+    of its fields: see `Operands`.
     """
 
     on_host: ClassVar[bool] = False  # it issues no work, whichever stream is current
@@ -333,15 +327,12 @@ class Traits:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Statement(Traits):
-    """The base class of all statements.
+class Operands:
+    """The fields of a statement, by their codecs: the values that it reads, writes, views, frees and defines.
 
     Equality, hash and `repr` are defined here for all statements. If `dataclass` generated them for each class, loading
     the modules of statements would take twice as long.
     """
-
-    syntax: ClassVar[str] = ""
-    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
     note: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -363,25 +354,6 @@ class Statement(Traits):
         """Return the fields that equality compares: all except the span and the note."""
         return tuple(getattr(self, name) for name in codecs_of(type(self)))
 
-    def infer(self) -> Type | None:
-        """Return the type of the value that it defines, from its operands; None if the text must declare the type."""
-        return None
-
-    def verify(self) -> None:
-        """Raise if the operands do not fit each other."""
-
-    def verify_layout(self) -> None:
-        """Raise if the parts that ranks hold do not match. Called once every change of sharding is explicit."""
-
-    def divisions(self) -> Iterator[Division]:
-        """Yield the divisions into equal parts that do not follow from the types of its values."""
-        yield from ()
-
-    def evaluate(self, frame: Frame) -> None:
-        """Run the statement on the frame's machine."""
-        raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
-
-    # The fields by codec -----------------------------------------------------------------------------------------
     def values(self, *codecs: Codec) -> Iterator[Value]:
         """Yield the values in fields of these codecs, in the order of the fields; index expressions count as USE."""
         for name, codec in codecs_of(type(self)).items():
@@ -445,21 +417,13 @@ class Statement(Traits):
         """The handle of the communication that it waits for, if any."""
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
 
-    def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Statement:
+    def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Self:
         """Return the same statement with each body replaced by `change(body)`."""
         named = codecs_of(type(self)).items()
         blocks: dict[str, Any] = {n: change(getattr(self, n)) for n, c in named if c is Codec.BLOCK}
         return replace(self, **blocks) if blocks else self
 
-    def in_place(self, operand: int) -> bool:
-        """Return True if its result may be exactly the view that it reads as this operand."""
-        return False
-
-    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """Return an error that points at this statement."""
-        return error(message, self.span, expected=expected, hint=hint)
-
-    def rename(self, names: dict[str, Value]) -> Statement:
+    def rename(self, names: dict[str, Value]) -> Self:
         """Return the same statement with each operand whose name is in `names` replaced."""
         changes: dict[str, Any] = {}
         for name, codec in codecs_of(type(self)).items():
@@ -473,6 +437,40 @@ class Statement(Traits):
             elif codec is Codec.BLOCK:
                 changes[name] = tuple(s.rename(names) for s in got)
         return replace(self, **changes)
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        """Return an error that points at this statement."""
+        return error(message, self.span, expected=expected, hint=hint)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Statement(Traits, Operands):
+    """The base class of all statements: what each class declares."""
+
+    syntax: ClassVar[str] = ""
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
+
+    def infer(self) -> Type | None:
+        """Return the type of the value that it defines, from its operands; None if the text must declare the type."""
+        return None
+
+    def verify(self) -> None:
+        """Raise if the operands do not fit each other."""
+
+    def verify_layout(self) -> None:
+        """Raise if the parts that ranks hold do not match. Called once every change of sharding is explicit."""
+
+    def divisions(self) -> Iterator[Division]:
+        """Yield the divisions into equal parts that do not follow from the types of its values."""
+        yield from ()
+
+    def evaluate(self, frame: Frame) -> None:
+        """Run the statement on the frame's machine."""
+        raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
+
+    def in_place(self, operand: int) -> bool:
+        """Return True if its result may be exactly the view that it reads as this operand."""
+        return False
 
     @classmethod
     @cache
@@ -490,11 +488,11 @@ class Statement(Traits):
 Body = Annotated[tuple[Statement, ...], Codec.BLOCK]
 
 
-_codecs: dict[type[Statement], dict[str, Codec]] = {}  # cached, because get_type_hints is slow
-_defaults: dict[type[Statement], dict[str, Any]] = {}
+_codecs: dict[type[Operands], dict[str, Codec]] = {}  # cached, because get_type_hints is slow
+_defaults: dict[type[Operands], dict[str, Any]] = {}
 
 
-def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
+def codecs_of(cls: type[Operands]) -> dict[str, Codec]:
     """Return the codec of each field of a statement class, by field name."""
     if cls not in _codecs:
         hints = get_type_hints(cls, include_extras=True)
@@ -505,18 +503,17 @@ def codecs_of(cls: type[Statement]) -> dict[str, Codec]:
     return _codecs[cls]
 
 
-def defaults_of(cls: type[Statement]) -> dict[str, Any]:
+def defaults_of(cls: type[Operands]) -> dict[str, Any]:
     """Return the default of each field that has one."""
     if cls not in _defaults:
         _defaults[cls] = {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
     return _defaults[cls]
 
 
-def _own_fields(cls: type[Statement]) -> list[Field[Any]]:
+def _own_fields(cls: type[Operands]) -> list[Field[Any]]:
     return [f for f in fields(cls) if f.name not in ("span", "note")]
 
 
-# The registry -----------------------------------------------------------------------------------------------------
 REGISTRY: dict[str, type[Statement]] = {}
 
 
@@ -527,39 +524,3 @@ def statement(cls: type[S]) -> type[S]:
     """Register a statement class under its keyword."""
     REGISTRY[cls.keyword()] = cls
     return cls
-
-
-# Templates --------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class FieldPart:
-    """A field in a template."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class OptionalPart:
-    """A part of a template that is left out if its first field has the default value."""
-
-    parts: tuple[SyntaxPart, ...]
-
-    @property
-    def field(self) -> str:
-        return next(p.name for p in self.parts if isinstance(p, FieldPart))
-
-
-SyntaxPart = str | FieldPart | OptionalPart
-
-
-@cache
-def template(syntax: str) -> tuple[SyntaxPart, ...]:
-    """Return a syntax template as literal strings, fields and optional groups."""
-    parts: list[SyntaxPart] = []
-    for piece in re.split(r"(<\?.*?\?>|\{\w+\})", syntax):
-        if piece.startswith("<?"):
-            parts.append(OptionalPart(template(piece[2:-2])))
-        elif piece.startswith("{"):
-            parts.append(FieldPart(piece[1:-1]))
-        elif piece:
-            parts.append(piece)
-    return tuple(parts)

@@ -1,4 +1,9 @@
-"""Compute with regions, the sets of elements that strided views access. Results are exact for all views."""
+"""Compute with strided views: the sets of elements that they access, their density, and views in another shape.
+
+Results about sets of elements are exact for all views. Layouts follow torch's rules: shapes with strides in elements.
+Views of dense buffers by index, piece, permutation and reshape are lattices whose strides nest: a step along one axis
+leads past all elements that the inner axes reach. Two such sets are compared axis by axis, from the outermost in.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,6 @@ from math import prod
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-
-# Regions --------------------------------------------------------------------------------------------------------------
-# Sets of elements that strided views access: do two of them meet, do several cover another? Exact for all views.
-#
-# Views of dense buffers by index, piece, permutation and reshape are lattices whose strides nest: a step along one axis
-# leads past all elements that the inner axes reach. Two such sets are compared axis by axis, from the outermost in.
 
 Dims = tuple[tuple[int, int], ...]  # extent and stride, outermost first
 
@@ -145,9 +144,6 @@ def _common(runs: Any, others: Any) -> Any:
     return np.stack([np.maximum(runs[mine, 0], other[:, 0]), np.minimum(runs[mine, 1], other[:, 1])], axis=1)
 
 
-# Layouts --------------------------------------------------------------------------------------------------------------
-# Shapes with strides in elements, by torch's rules: density, and the shapes that a view may have without a copy.
-
 Extents = tuple[int, ...]
 
 
@@ -197,9 +193,6 @@ def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | No
         size, step = 1, strides[axis - 1]
     return tuple(reversed(new_strides))
 
-
-# An index of regions --------------------------------------------------------------------------------------------------
-# Finds the regions of a buffer that meet another region, without comparing all of them.
 
 T = TypeVar("T")
 

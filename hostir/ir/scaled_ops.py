@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from hostir.ir.op import Int, Name, Read, ReadIf, Shape, Value, statement
+from hostir.ir.sharding import ALONE, CONTRACTED, Map
 from hostir.ir.sizes import ONE, Division, Size
 from hostir.ir.source import did_you_mean
-from hostir.ir.tensor_ops import ALONE, BY_BLOCKS, CONTRACTED, Contraction, Map, TensorOp, check_contracted
+from hostir.ir.tensor_ops import BY_BLOCKS, Contraction, TensorOp, check_contracted
 from hostir.ir.types import DTYPES, FP8, DType, TensorType
 
 BLOCK = 128  # elements along K, and columns of B, that share a block-wise scale
@@ -36,9 +37,6 @@ def _fp8_named(op: TensorOp, name: str) -> DType:
     return FP8[name]
 
 
-# Products -------------------------------------------------------------------------------------------------------------
-
-
 class Scaling(Enum):
     """The granularity of scales: the elements that share a scale."""
 
@@ -55,8 +53,81 @@ class ScaleShapes:
     a: Shape
     b: Shape
 
-    def __str__(self) -> str:
-        return f"{self.scaling.value} {_shown(self.a)} and {_shown(self.b)}"
+
+@dataclass(frozen=True)
+class OperandScales:
+    """The scales `of_a` and `of_b` of the operands `a` and `b` of a product."""
+
+    a: Value
+    b: Value
+    of_a: Value
+    of_b: Value
+
+    def verify(self, op: TensorOp) -> None:
+        """Raise unless the two scales have the same granularity and fit the operands."""
+        for scale in (self.of_a, self.of_b):
+            _require_f32(op, scale)
+        if self.scaling is not None:
+            return
+        a, b, K = self.of_a.tensor.shape, self.of_b.tensor.shape, self.a.tensor.shape[-1]
+        forms = list(self.forms(ONE))
+        alike = [form for form in forms if form.a == a]
+        if not alike and len(a) > 1 and not a[0].is_one:
+            alike = [form for form in self.forms(self.groups) if form.a == a]
+        hint = ""
+        if a[-1:] != (ONE,) and not (K / BLOCK).is_integer and not K.symbols:
+            hint = f"block-wise scales need a multiple of {BLOCK} elements along K, and K is {K}"
+        if any(form.b == a and form.a == b for form in forms):
+            hint = f"{self.of_a} fits {self.b}, and {self.of_b} fits {self.a}: exchange them"
+        N = self.b.tensor.shape[-1]
+        if a[-1] == b[0] == K / BLOCK and not N.divisible_by(BLOCK) and b[-1] != N and not N.symbols:
+            message = f"{self.b} has {N} columns, and a block-wise scale covers {BLOCK} columns"
+            raise op.fail(message, expected=f"a multiple of {BLOCK} columns, or other scales")
+        if alike:
+            raise op.fail(
+                f"{self.of_a} is a {alike[0].scaling.value} scale of {self.a}, and {self.of_b} is {self.of_b.tensor}",
+                expected=" or ".join(dict.fromkeys(_shown(form.b) for form in alike)),
+                hint=hint or "both scales are tensor-wise, both row-wise, or both block-wise",
+            )
+        raise op.fail(
+            f"{self.of_a}: {self.of_a.tensor} is not a scale of {self.a}: {self.a.tensor}",
+            expected=" or ".join(f"{_shown(form.a)} ({form.scaling.value})" for form in forms),
+            hint=hint,
+        )
+
+    @property
+    def groups(self) -> Size:
+        """The number of scales along K, which may be spread over ranks; 1 without groups."""
+        groups, K = self.of_a.tensor.shape[-1:], self.a.tensor.shape[-1]
+        return groups[0] if groups and groups[0].value is not None and K.divisible_by(groups[0]) else ONE
+
+    def forms(self, groups: Size) -> Iterator[ScaleShapes]:
+        """Yield the shapes of both scales for each granularity, also with `groups` scales along K."""
+        *rows, K = self.a.tensor.shape
+        N = self.b.tensor.shape[1]
+        yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), ONE), (ONE, ONE))
+        yield ScaleShapes(Scaling.ROW, (*rows, ONE), (ONE, N))
+        if K.divisible_by(BLOCK) and N.divisible_by(BLOCK):
+            yield ScaleShapes(Scaling.BLOCK, (*rows, K / BLOCK), (K / BLOCK, N / BLOCK))
+        if groups != ONE:
+            yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), groups), (groups, ONE))
+            yield ScaleShapes(Scaling.ROW, (*rows, groups), (groups, N))
+
+    @cached_property
+    def scaling(self) -> Scaling | None:
+        """The granularity of both scales; None if they do not fit one."""
+        a, b, groups = self.of_a.tensor.shape, self.of_b.tensor.shape, self.groups
+        if not a or not b:
+            return None
+        scaling = next((form.scaling for form in self.forms(groups) if (form.a, form.b) == (a, b)), None)
+        if (
+            scaling is None
+            and all(size.is_one for size in (*a[:-1], *b[1:]))
+            and a[-1] == b[0]
+            and b[0] in (ONE, groups)
+        ):
+            return Scaling.TENSOR  # with any number of axes: slicing the rows may remove one
+        return scaling
 
 
 @statement
@@ -115,77 +186,20 @@ class ScaledMatmul(Contraction):
             )
         if self.accumulate not in ("", "fast"):
             raise self.fail(f"it cannot accumulate '{self.accumulate}'", expected="'accumulate fast', or neither word")
-        self._check_scales()
+        self.scales.verify(self)
         dtype, n = DTYPES[self.dtype], self.b.tensor.shape[1]
         if self.bias is not None and (self.bias.tensor.shape != (n,) or self.bias.tensor.dtype != dtype):
             raise self.fail(f"the bias {self.bias} is {self.bias.type}", expected=f"{dtype}[{n}]")
         return dtype, (*self.a.tensor.shape[:-1], n)
 
-    def _check_scales(self) -> None:
-        """Raise unless the two scales have the same granularity and fit the operands."""
-        for scale in (self.scale_a, self.scale_b):
-            _require_f32(self, scale)
-        if self.scaling is not None:
-            return
-        a, b, K = self.scale_a.tensor.shape, self.scale_b.tensor.shape, self.a.tensor.shape[-1]
-        forms = list(self._forms(ONE))
-        alike = [form for form in forms if form.a == a]
-        if not alike and len(a) > 1 and not a[0].is_one:
-            alike = [form for form in self._forms(self._groups) if form.a == a]
-        hint = ""
-        if a[-1:] != (ONE,) and not (K / BLOCK).is_integer and not K.symbols:
-            hint = f"block-wise scales need a multiple of {BLOCK} elements along K, and K is {K}"
-        if any(form.b == a and form.a == b for form in forms):
-            hint = f"{self.scale_a} fits {self.b}, and {self.scale_b} fits {self.a}: exchange them"
-        N = self.b.tensor.shape[-1]
-        if a[-1] == b[0] == K / BLOCK and not N.divisible_by(BLOCK) and b[-1] != N and not N.symbols:
-            message = f"{self.b} has {N} columns, and a block-wise scale covers {BLOCK} columns"
-            raise self.fail(message, expected=f"a multiple of {BLOCK} columns, or other scales")
-        if alike:
-            raise self.fail(
-                f"{self.scale_a} is a {alike[0].scaling.value} scale of {self.a}, and {self.scale_b} is "
-                f"{self.scale_b.tensor}",
-                expected=" or ".join(dict.fromkeys(_shown(form.b) for form in alike)),
-                hint=hint or "both scales are tensor-wise, both row-wise, or both block-wise",
-            )
-        raise self.fail(
-            f"{self.scale_a}: {self.scale_a.tensor} is not a scale of {self.a}: {self.a.tensor}",
-            expected=" or ".join(f"{_shown(form.a)} ({form.scaling.value})" for form in forms),
-            hint=hint,
-        )
+    @cached_property
+    def scales(self) -> OperandScales:
+        return OperandScales(self.a, self.b, self.scale_a, self.scale_b)
 
     @property
-    def _groups(self) -> Size:
-        """The number of scales along K, which may be spread over ranks; 1 without groups."""
-        groups, K = self.scale_a.tensor.shape[-1:], self.a.tensor.shape[-1]
-        return groups[0] if groups and groups[0].value is not None and K.divisible_by(groups[0]) else ONE
-
-    def _forms(self, groups: Size) -> Iterator[ScaleShapes]:
-        *rows, K = self.a.tensor.shape
-        N = self.b.tensor.shape[1]
-        yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), ONE), (ONE, ONE))
-        yield ScaleShapes(Scaling.ROW, (*rows, ONE), (ONE, N))
-        if K.divisible_by(BLOCK) and N.divisible_by(BLOCK):
-            yield ScaleShapes(Scaling.BLOCK, (*rows, K / BLOCK), (K / BLOCK, N / BLOCK))
-        if groups != ONE:
-            yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), groups), (groups, ONE))
-            yield ScaleShapes(Scaling.ROW, (*rows, groups), (groups, N))
-
-    @cached_property
     def scaling(self) -> Scaling | None:
         """The granularity of both scales; None if they do not fit one."""
-        a, b, groups = self.scale_a.tensor.shape, self.scale_b.tensor.shape, self._groups
-        if not a or not b:
-            return None
-        scaling = next((form.scaling for form in self._forms(groups) if (form.a, form.b) == (a, b)), None)
-        if (
-            scaling is None
-            and all(size.is_one for size in (*a[:-1], *b[1:]))
-            and a[-1] == b[0]
-            and b[0] in (ONE, groups)
-        ):
-            return Scaling.TENSOR  # with any number of axes: slicing the rows may remove one
-        return scaling
+        return self.scales.scaling
 
     def maps(self) -> tuple[Map, ...]:
         rows, scaling = len(self.a.tensor.axes) - 1, self.scaling
@@ -245,9 +259,6 @@ class ScaledMatmul(Contraction):
     def options(self) -> dict[str, Any]:
         options = super().options()
         return {n: x for n, x in options.items() if n not in ("dtype", "accumulate")} | {"fast": bool(self.accumulate)}
-
-
-# Quantization ---------------------------------------------------------------------------------------------------------
 
 
 @statement

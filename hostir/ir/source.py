@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-# Values in messages ---------------------------------------------------------------------------------------------------
-# Users' values and names, each on one line of bounded length, with a suggestion for a misspelt name.
-
 SHOWN = 80  # the most characters of a shown value
 
 
@@ -99,9 +96,6 @@ def _plain(name: str) -> str:
     """Return a name in lower case without the `%`, `@` or `--` before it."""
     return name.casefold().lstrip("%@-")
 
-
-# Spans and diagnostics ------------------------------------------------------------------------------------------------
-# Positions in a source, and messages about mistakes: file:line:col, a caret, the expected text, a hint.
 
 WIDEST = 160  # characters; messages show only a part of a longer source line
 MAX_WORD, MAX_TEXT = 240, 2000  # characters; longer words and texts are shortened in messages
@@ -275,12 +269,8 @@ def check_known(what: str, value: object, known: Iterable[str]) -> None:
         raise error(message, user_span(), expected=expected, hint=did_you_mean(value, words))
 
 
-# Logging --------------------------------------------------------------------------------------------------------------
-# Log records of decisions, creations and releases, in standard `logging` below the logger `hostir`.
-#
 # Nothing is logged until a program asks for it: `logging.getLogger("hostir").setLevel(logging.INFO)`, with a handler.
 # A call of an executor that runs an existing plan, or replays an existing graph, logs nothing.
-
 logging.getLogger("hostir").addHandler(logging.NullHandler())
 
 
@@ -305,10 +295,6 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
 def logger(module: str) -> Logger:
     """Return the logger of a module, given its `__name__`."""
     return Logger(logging.getLogger(module), {})
-
-
-# Notices --------------------------------------------------------------------------------------------------------------
-# Warnings about a job that runs nevertheless, each issued once.
 
 
 class FallbackWarning(UserWarning):

@@ -1,4 +1,9 @@
-"""Define tensor computations and views, which fusions and host programs share."""
+"""Define computations on sharded tensors, which fusions and host programs share.
+
+In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`). In a host program it writes an existing
+buffer (`matmul %a, %b -> %c`). A `Map` relates each operand's axes to the result's axes; sharding propagation, slicing
+and type inference all use it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +20,11 @@ from hostir.ir.op import (
     BOTH,
     VALUE_CODECS,
     ZERO,
-    Alias,
     Codec,
-    Define,
     Expr,
     FlagOperand,
     Index,
     Int,
-    Ints,
     Name,
     Number,
     Phase,
@@ -32,30 +34,20 @@ from hostir.ir.op import (
     Statement,
     UseIf,
     Value,
-    ViewStrides,
     Write,
     codecs_of,
     statement,
 )
+from hostir.ir.sharding import ALONE, CONTRACTED, Map, join
 from hostir.ir.sizes import Division, Size, product
-from hostir.ir.source import HostIRError, described, did_you_mean
-from hostir.ir.types import DTYPES, FP8, DType, TensorType, flat_marks, join, leads
+from hostir.ir.source import HostIRError, did_you_mean
+from hostir.ir.types import DTYPES, FP8, DType, TensorType
 
 if TYPE_CHECKING:
     from hostir.ir.machine import Frame
 
 
-# Computations ---------------------------------------------------------------------------------------------------------
-# Computations on sharded tensors. Host programs use the same statements as fusions.
-#
-# In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`). In a host program it writes an
-# existing buffer (`matmul %a, %b -> %c`). A `Map` relates each operand's axes to the result's axes; sharding
-# propagation, slicing and type inference all use it.
-
 MAX_F32, MAX_F64 = (2 - 2.0**-23) * 2.0**127, sys.float_info.max
-CONTRACTED = -1  # in a Map: the axis is summed over, and the result does not have it
-ALONE = -2  # in a Map: each rank reads all of the axis, for example a broadcast axis of extent 1
-Map = tuple[int, ...]  # for each axis of an operand: the axis of the result with its elements, or one for each block
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,7 +95,7 @@ class TensorOp(Statement):
     def infer(self) -> TensorType:
         """Return the result's type if every rank computes on its local parts; raise if the parts do not match."""
         dtype, shape = self.result()
-        self._one_mesh(self.operands)
+        check_one_mesh(self, self.operands)
         return join(self, dtype, shape, self.operands, self.maps())
 
     def verify(self) -> None:
@@ -119,7 +111,7 @@ class TensorOp(Statement):
             raise self.fail(f"{self.out} is {declared}, but {self.keyword()} gives {gives}", expected=gives)
 
     def verify_layout(self) -> None:
-        self._one_mesh([*self.operands, self.out])
+        check_one_mesh(self, [*self.operands, self.out])
 
     @property
     def computed(self) -> Value:
@@ -131,14 +123,6 @@ class TensorOp(Statement):
             return ()
         first, axes = self.operands[0], self.maps()[0]
         return [n for n, axis in zip(first.tensor.local_shape, axes, strict=True) if axis == CONTRACTED]
-
-    def _one_mesh(self, values: Sequence[Value]) -> None:
-        meshes = {m.name for m in meshes_of(values) if m}
-        if len(meshes) > 1:
-            raise self.fail(
-                f"operands of {self.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
-                hint="reshard one of them to the mesh of the other",
-            )
 
     def evaluate(self, frame: Frame) -> None:
         if not frame.here(self.out.tensor.mesh):
@@ -175,6 +159,16 @@ class TensorOp(Statement):
     @classmethod
     def form(cls, phase: Phase) -> str:
         return cls.syntax if phase is Phase.HOST else "{out} = " + cls.syntax.replace(" -> {out}", "")
+
+
+def check_one_mesh(op: Statement, values: Sequence[Value]) -> None:
+    """Raise if these operands lie on different meshes."""
+    meshes = {m.name for m in meshes_of(values) if m}
+    if len(meshes) > 1:
+        raise op.fail(
+            f"operands of {op.keyword()} lie on different meshes: {', '.join(sorted(meshes))}",
+            hint="reshard one of them to the mesh of the other",
+        )
 
 
 def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
@@ -296,7 +290,7 @@ class ByBlocks(TensorOp):
 
     def verify_layout(self) -> None:
         others = (v for v in (self.ready, self.done, self.own) if v)
-        self._one_mesh([*self.operands, self.out, *others])
+        check_one_mesh(self, [*self.operands, self.out, *others])
 
     def divisions(self) -> Iterator[Division]:
         for flags, x in ((self.ready, self.rows), (self.done, self.out)):
@@ -793,143 +787,3 @@ class RmsNorm(TensorOp):
                 expected="complete rows on each rank",
                 hint="gather the last axis first, or shard the rows",
             )
-
-
-# Views ----------------------------------------------------------------------------------------------------------------
-# Views: statements whose result is the same memory with another shape or type. Both phases have them.
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ViewStatement(Statement):
-    """The base class of views: the result is the same memory with another shape or type."""
-
-    phases: ClassVar[frozenset[Phase]] = BOTH
-    on_host: ClassVar[bool] = True
-    uncut: ClassVar[bool] = True
-
-    x: Alias
-    out: Define
-
-    def view(self, frame: Frame, x: Any) -> Any:
-        """Return the machine's view of `x`."""
-        raise AssertionError(type(self).__name__)
-
-    def evaluate(self, frame: Frame) -> None:
-        if frame.here(self.out.tensor.mesh):
-            frame[self.out] = self.view(frame, frame[self.x])
-
-
-@statement
-@dataclass(frozen=True, eq=False, repr=False)
-class Reshape(ViewStatement):
-    """The same elements in another shape. No element may move to another rank.
-
-    Example: %y: f32[8@didx, 4, 32] = reshape %x: f32[32@didx, 32]
-    """
-
-    syntax = "{out} = reshape {x}"
-
-    def verify(self) -> None:
-        old, new = self.x.tensor, self.out.tensor
-        if old.dtype != new.dtype:
-            raise self.fail(f"reshape cannot change {old.dtype} to {new.dtype}", hint="use cast")
-        if product(old.shape) != product(new.shape):
-            raise self.fail(f"{self.x} has {product(old.shape)} elements, {self.out} has {product(new.shape)}")
-
-    def verify_layout(self) -> None:
-        old, new = self.x.tensor, self.out.tensor
-        if old.mesh and new.mesh and flat_marks(old) != flat_marks(new):
-            raise self.fail(
-                f"reshape would move elements between ranks: {old} to {new}",
-                expected="every sharded axis to keep the elements of each rank",
-                hint="change the sharding first, or split the sharded axis so that its outer part has the mesh's size",
-            )
-
-    def strides(self, of: ViewStrides) -> Shape:
-        return of.reshaped(self.out.tensor.local_shape)
-
-    def view(self, frame: Frame, x: Any) -> Any:
-        return frame.machine.reshape(x, frame.shape(self.out.tensor))
-
-
-@statement
-@dataclass(frozen=True, eq=False, repr=False)
-class Permute(ViewStatement):
-    """Permutes the axes: axis `i` of the result is axis `axes[i]` of `x`.
-
-    Example: %y: f32[32, 16] = permute %x: f32[16, 32] (1, 0)
-    """
-
-    syntax = "{out} = permute {x} {axes}"
-    axes: Ints
-
-    def infer(self) -> TensorType:
-        type = self.x.tensor
-        if sorted(self.axes) != list(range(len(type.axes))):
-            raise self.fail(
-                f"{described(self.axes)} is not an order of the {len(type.axes)} axes of {self.x}",
-                expected=f"each of {tuple(range(len(type.axes)))} once",
-            )
-        return type.with_axes(type.axes[i] for i in self.axes)
-
-    def verify(self) -> None:
-        self.infer()
-
-    def strides(self, of: ViewStrides) -> Shape:
-        return of.permuted(self.axes)
-
-    def view(self, frame: Frame, x: Any) -> Any:
-        return frame.machine.permute(x, self.axes)
-
-
-@statement
-@dataclass(frozen=True, eq=False, repr=False)
-class Shard(ViewStatement):
-    """Takes each rank's block of a replicated tensor, without communication.
-
-    Example: %y: f32[8@didx, 32] = shard %x: f32[8, 32]
-    """
-
-    syntax = "{out} = shard {x}"
-
-    def _moved(self) -> list[tuple[int, str]]:
-        """Return the axes that become sharded, each with its mesh axis."""
-        pairs = zip(self.x.tensor.axes, self.out.tensor.host().axes, strict=True)
-        return [(k, mark) for k, (old, new) in enumerate(pairs) for mark in new.marks if mark not in old.marks]
-
-    def verify(self) -> None:
-        old, new = self.x.tensor, self.out.tensor
-        for value in (self.x, self.out):
-            if value.tensor.mesh is None:
-                raise self.fail(
-                    f"{value} is 'auto': it has no mesh yet to be sharded over",
-                    expected="both types of a shard written out",
-                    hint=f"remove 'auto' from the type of {value}",
-                )
-        if (
-            len(old.axes) != len(new.axes)
-            or old.dtype != new.dtype
-            or old.mesh != new.mesh
-            or old.partial != new.partial
-        ):
-            raise self.fail(f"shard keeps everything but the sharding: {old} to {new}")
-        marks = [mark for _, mark in self._moved()]
-        if not marks or new.with_axes(a.without(*marks) for a in new.axes).host() != old.host():
-            raise self.fail(f"shard only spreads replicated axes: {old} to {new}")
-        for k, mark in self._moved():
-            if not leads(new, mark, [new.host().axes[k]]):
-                raise self.fail(
-                    f"the blocks of a rank are not contiguous in {new.axes[k]}",
-                    hint="reshape first, so that the blocks over the ranks become a separate axis",
-                )
-
-    def strides(self, of: ViewStrides) -> Shape:
-        return of.same()
-
-    def view(self, frame: Frame, x: Any) -> Any:
-        mesh, rank = self.out.tensor.mesh, frame.machine.rank
-        if rank is None or mesh is None:
-            return x
-        for k, mark in self._moved():
-            x = frame.machine.chunk(x, k, 1, mesh.size(mark), frame.place(mesh, mark))
-        return x

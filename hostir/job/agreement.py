@@ -137,6 +137,7 @@ class Agreement:
     def restart(self) -> None:
         """Agree anew on calls of every kind, as all ranks do."""
         self.agreed.clear()
+        self.call = replace(self.call, executor=None)  # some ranks may have ended its first call, and others not
         self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
@@ -171,6 +172,7 @@ class Agreement:
         if broken := self.session.groups.broken:
             raise error(f"@{self.program.name} cannot run: {broken}", hint=ANEW)
         where = f"the call of @{self.program.name}" + "".join(f", {name}={size}" for name, size in bound)
+        self.calls.visible = self.session.size > 1
         meetings, what = self.session.meetings, f"rank {self.session.rank} does not run @{self.program.name}"
         call, self.failed = self._counted(self.of(sizes)), (self._made(), self._tries() + 1)
         while True:

@@ -134,13 +134,14 @@ class Calls:
         store: a store that the ranks share; None for a rank alone.
         rank, ranks: this rank, and all of the team.
         timeout: seconds to wait for what another rank must do first.
-        check: raises, while this rank waits at a place, if another is lost.
+        check: raises, while this rank waits at a place, if another is lost or has abandoned a call.
         report: tells all ranks why one may run a call that another does not make; returns the first such report.
 
     Fields:
         lock: held by the thread whose call runs.
         inside: the thread whose call runs; None if none does.
-        agreed: whether the ranks have agreed on that call.
+        visible: whether other ranks may know of that call, and run it: this rank has begun to post it, or its peers
+            may notice what it has issued.
         entered, latest: how many calls have begun, and the thread that made the latest.
         caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
             belongs to the thread that waits for them.
@@ -166,7 +167,7 @@ class Calls:
         self.check = check
         self.report = report
         self.unlock()
-        self.agreed = False
+        self.visible = False
         self.entered = 0
         self.latest: threading.Thread | None = None
         self.caller: threading.Thread | None = None
@@ -221,7 +222,7 @@ class Calls:
             if thread is not self.caller:
                 self._take_over(thread)
             self.latest = thread
-        self.inside, self.agreed, self.entered = thread, False, self.entered + 1
+        self.inside, self.visible, self.entered = thread, False, self.entered + 1
 
     def refuse_overlap(self, program: str, other: threading.Thread) -> None:
         """Raise if a call would overlap the call of another thread, on every rank, or if it is within one of its own.
@@ -261,13 +262,13 @@ class Calls:
         if not self.others:
             return
         self.check_order()
-        mine = str(call)
+        mine, self.visible = str(call), True
         first, running, text = self._post(mine, planned)
         theirs = call if text == mine else Call.of(text)
         same = theirs is call or replace(theirs, thread=call.thread) == call
-        self.agreed = same and self._same_thread(first, theirs.thread)
+        agreed = same and self._same_thread(first, theirs.thread)
         self._move()
-        if self.agreed:
+        if agreed:
             return
         if theirs.refusal and call.is_by(theirs):
             what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
@@ -326,6 +327,10 @@ class Calls:
         """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
         if self.broken:
             raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
+
+    def end(self, why: str) -> None:
+        """Make no call any more, and let no other rank make one."""
+        self._misaligned(why)
 
     def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
         """Make no call any more, and let no other rank make one; return the error that all of them raise."""

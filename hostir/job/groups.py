@@ -105,7 +105,8 @@ class Groups:
         def abort() -> None:
             for group in (group for its in each for group in its.made.values()):
                 _abort(group, self.device)
-                _abandoned.append(group)
+                if self.device.type == "cuda":  # gloo's end with the plans: their communications have just failed
+                    _abandoned.append(group)
 
         assert self.memory is not None
         self.memory.renew(abort, seconds)

@@ -290,7 +290,13 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def headline(failure: HostIRError) -> str:
-    """Return the first line of an error, for messages of other ranks."""
+class AlikeError(HostIRError):
+    """Raised on every rank, in the same call, once the ranks have met and one of them cannot go on: no rank waits."""
+
+
+def headline(failure: BaseException) -> str:
+    """Return the first line of an error, for messages of other ranks; of a foreign one, its type and words."""
+    if not isinstance(failure, HostIRError):
+        return f"{type(failure).__name__}{': ' * bool(str(failure))}{failure}"
     diagnostic = failure.diagnostics[0]
     return f"{diagnostic.message} ({diagnostic.span})" if diagnostic.span else diagnostic.message

@@ -133,7 +133,7 @@ class Session:
         teams.set_timeout(patience)
         self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
         report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # there is no watchdog yet
-        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check, report)
+        self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check_following, report)
         self.meetings = Meetings(self)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
         self.first_store = self.store
@@ -202,6 +202,12 @@ class Session:
         if self.watchdog.misaligned:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
+    def check_following(self, where: str) -> None:
+        """Raise as `check`, and if another rank has abandoned a call: it does not follow this rank's calls."""
+        if self.has_lost_call:
+            raise self.lost_call()
+        self.check(where)
+
     # Calls that end midway --------------------------------------------------------------------------------------------
     # After a rank has abandoned a call, all ranks raise once. At their next calls they renew their shared state.
     #
@@ -227,7 +233,8 @@ class Session:
     def renew(self) -> None:
         """Meet all ranks, and give what they share its first state again; each has raised because of the same call.
 
-        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls.
+        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls. After any
+        other exception no rank makes more calls.
         """
         if broken := self.groups.broken:
             raise error(f"rank {self.rank} makes no more calls: {broken}", hint=ANEW)
@@ -244,11 +251,14 @@ class Session:
                 memory.meetings = numbers[2]
             self.watchdog.renewed()  # first: from then on, a thread that looks sees no lost call
             self.groups.renew(min(self.timeout, TIMEOUT.get()))
+            for member in list(self.members):
+                member._renew()
         except HostIRError as problem:
             self.groups.broken = self.groups.broken or headline(problem)
             raise
-        for member in list(self.members):
-            member._renew()
+        except BaseException as problem:  # what the ranks share is renewed in part
+            self.calls.end(f"rank {self.rank} did not begin anew after a call that ended midway: {headline(problem)}")
+            raise
         LOG.info("renewed what the ranks share, after a call that ended midway")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:

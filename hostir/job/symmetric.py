@@ -36,6 +36,7 @@ from hostir.ir.op import Value
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.types import FLAG, bind_shape
+from hostir.job.links import AlikeError
 from hostir.job.offers import (
     BARRIERS,
     BufferInfo,
@@ -185,6 +186,17 @@ class SharedMemory:
             if owner == rank:
                 buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
 
+    def overwrite(self, rank: int, page: torch.Tensor) -> None:
+        """Copy a page of bytes again and again over a rank's buffers of floating point, without kernels.
+
+        Args:
+            page: uint8, in pinned memory; the copies are issued on the current stream.
+        """
+        for (_, owner), buffer in self.whole.items():
+            if owner == rank and buffer.is_floating_point():
+                for part in buffer.view(torch.uint8).split(len(page)):
+                    part.copy_(page[: len(part)], non_blocking=True)
+
     def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
         """Return a rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
         return self.buffers[(BARRIERS, team), rank]
@@ -286,7 +298,7 @@ class SymmetricMemory:
         if larger and isinstance(made, HostIRError):
             made = self.made(unrolled, rooms)
         if isinstance(made, HostIRError):
-            raise made
+            raise AlikeError(*made.diagnostics)
         return made
 
     def made(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:

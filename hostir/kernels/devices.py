@@ -219,14 +219,17 @@ class StandIn(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        if "out" in options:
+        if options.get("out") is not None:
             return options["out"]
-        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
-            return args[0]
         known: dict[int, StandIn] = {}
         with torch._C.DisableTorchFunctionSubclass():
             bare = [_bare(x, known) for x in args]
             result = func(*bare, **{name: _bare(x, known) for name, x in options.items()})
+            if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+                target = args[0] if args else next(iter(options.values()))
+                if isinstance(target, cls) and _layout(result) != _layout(target):
+                    raise NotImplementedError(f"{func.__name__} changes the layout of a tensor without memory")
+                return target
             if isinstance(result, torch.Tensor):
                 return cls._like(result, known)
             several = isinstance(result, tuple | list) and any(isinstance(x, torch.Tensor) for x in result)
@@ -249,6 +252,10 @@ def _bare(x: Any, known: dict[int, StandIn]) -> Any:
     if isinstance(x, torch.Tensor):
         return x.to("meta")
     return type(x)([_bare(each, known) for each in x]) if type(x) in (tuple, list) else x
+
+
+def _layout(x: torch.Tensor) -> tuple[Sequence[int], Sequence[int], int]:
+    return x.shape, x.stride(), int(x.storage_offset())
 
 
 def _storage(x: torch.Tensor) -> int:

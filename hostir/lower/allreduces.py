@@ -19,8 +19,9 @@ from hostir.ir.comm_ops import AllGather, AllReduce, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import product
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, RmsNorm, Shard, Unary
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, RmsNorm, Unary
 from hostir.ir.types import Axis, Factor, TensorType
+from hostir.ir.view_ops import Shard
 from hostir.lower.propagate import result_of, users_of
 
 
@@ -99,9 +100,6 @@ def shared_axis(s: AllReduce) -> int | None:
 def fits_chunks(s: AllReduce) -> bool:
     """Return True if the axis that ranks share is outermost in a rank's memory, so that chunks are contiguous."""
     return shared_axis(s) is not None and shared_axis(s) == rows_axis(s)
-
-
-# Two collectives ------------------------------------------------------------------------------------------------------
 
 
 def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:

@@ -9,8 +9,9 @@ from hostir.ir.host_ops import Chunk, For, Select, SetStream, Synchronize
 from hostir.ir.onesided_ops import If, Signal, WaitSignal
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum, ViewStatement
+from hostir.ir.tensor_ops import Contraction, DenseCopy, Sum
 from hostir.ir.types import Axis, TensorType
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower.allreduces import rows_axis
 from hostir.lower.host import Host
 from hostir.lower.scatters import add_view, epilogue
@@ -77,7 +78,6 @@ class Chunks:
             places = operand_places(self.product, rows_in(self.count, self.axis))
             rows = {name: self.chunk(host.values[name], chunk, views, at.axis) for name, at in places.items()}
             product = self.product.rename({**host.values, **rows})
-            assert isinstance(product, Contraction)
             raising = replace(product, out=part, done=self.done, raised=_epoch(chunk), first=team.peer(Lit(1)))
             note = "the rows for each rank are sent when they are done, its own come last"
             computed = [replace(raising, note=note)]

@@ -12,8 +12,9 @@ from hostir.ir.comm_ops import AllGather, ReduceScatter
 from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import product
-from hostir.ir.tensor_ops import Cast, Contraction, DenseCopy, Matmul, Permute, Reshape
+from hostir.ir.tensor_ops import Cast, Contraction, DenseCopy, Matmul
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import Permute, Reshape
 from hostir.lower.propagate import operands_of, result_of, users_of
 
 SWAPPED = (1, 0)

@@ -12,12 +12,11 @@ from hostir.ir.onesided_ops import Put, Rank
 from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Sync, Value
 from hostir.ir.program import Names, Program, rewrite
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import DenseCopy, Reshape, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Kind
+from hostir.ir.view_ops import Reshape, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.propagate import splits_only
-
-# Rounds on worker streams ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,6 @@ class AssignStreams(Pass):
         ]
 
 
-# Communications before computations -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Stagger(Pass):
     """Delays a round's computation until the communication that it should overlap with has its SMs.
@@ -107,9 +103,6 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
     yield SetStream(following)
     yield Synchronize(turn)
     yield SetStream(turn)
-
-
-# Buffers --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,9 +222,6 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
             seen[key] = s.out
         kept.append(s)
     return tuple(kept), renamed
-
-
-# Dense inputs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,20 @@ from hostir.ir.host_ops import Allocate, AsPartial, CurrentStream, Wait
 from hostir.ir.onesided_ops import Rank
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
+from hostir.ir.sharding import leads
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import DenseCopy, Permute, Reshape, ViewStatement
-from hostir.ir.types import Axis, Factor, Kind, TensorType, leads
+from hostir.ir.tensor_ops import DenseCopy
+from hostir.ir.types import Axis, Factor, Kind, TensorType
+from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
-
-# Layouts --------------------------------------------------------------------------------------------------------------
-# Communications need dense buffers in which the moved axis is outermost.
-#
-# If an operand has another layout, the axis over ranks is split off and permuted to the front: by a view if the memory
-# order stays the same, else by a copy to a dense buffer.
 
 
 @dataclass(frozen=True)
 class Front:
-    """A view of a tensor with the axis that a communication moves outermost: axes are split, then permuted."""
+    """A view of a tensor with the axis that a communication moves outermost: axes are split, then permuted.
+
+    Communications need dense buffers, so a tensor is copied to one if the permutation changes the order in memory.
+    """
 
     split: TensorType
     order: tuple[int, ...]
@@ -100,9 +99,6 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
     return Front(x.with_axes(left), order), Front(out.with_axes(axes), order)
 
 
-# Teams ----------------------------------------------------------------------------------------------------------------
-
-
 class Team:
     """The team of a collective: this rank's place in the team, and the places of its peers."""
 
@@ -121,9 +117,6 @@ class Team:
 def modulo(expr: Expr, ranks: int) -> Expr:
     """Return `expr % ranks`, for places and stream numbers that wrap around."""
     return Bin("%", expr, Lit(ranks))
-
-
-# Scopes ---------------------------------------------------------------------------------------------------------------
 
 
 class Scope:
@@ -192,9 +185,6 @@ class Scope:
 
 def _why(s: Communication, operand: Value) -> str:
     return f"copy: {s.keyword()} moves dense buffers, and {operand} does not lie so"
-
-
-# The program ----------------------------------------------------------------------------------------------------------
 
 
 class Host(Scope):

@@ -14,10 +14,9 @@ from hostir.ir.tensor_ops import Binary, Contraction
 from hostir.ir.types import STREAM, Kind
 from hostir.lower import Pass
 from hostir.lower.host import Host
+from hostir.lower.loops import Slices
 from hostir.lower.propagate import operands_of, result_of, stream_place
-from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
-
-# The passes -----------------------------------------------------------------------------------------------------------
+from hostir.lower.slices import SlicedGroup, SlicePlace, operand_places, result_place, schedule, why_not
 
 NOT_OVERLAPPED = "not overlapped"  # begins the comment of a communication that is not sliced
 NO_STREAM_AXIS = "no tensor has a Stream axis to slice it along, and the program is sequential"
@@ -85,9 +84,6 @@ def loop(host: Host, group: SlicedGroup) -> For:
     for s in group.statements:
         slices.statement(s)
     return For(index, group.count, tuple(slices.body), span=group.statements[0].span)
-
-
-# The statements of a loop ---------------------------------------------------------------------------------------------
 
 
 def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, SlicePlace]]:

@@ -21,13 +21,14 @@ from hostir.ir.comm_ops import (
 from hostir.ir.op import Codec, Statement, Value, codecs_of
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul
-from hostir.ir.tensor_ops import Add, DenseCopy, Linear, Reshape, Shard, TensorOp, ViewStatement
-from hostir.ir.types import Axis, Mesh, TensorType, leads
+from hostir.ir.sharding import leads
+from hostir.ir.tensor_ops import Add, DenseCopy, Linear, TensorOp
+from hostir.ir.types import Axis, Mesh, TensorType
+from hostir.ir.view_ops import Reshape, Shard, ViewStatement
 from hostir.lower import Pass
 from hostir.lower.host import isolate
-from hostir.lower.propagate import OperandShardings, choose, choose_view, result_of, users_of
-
-# Reshards -------------------------------------------------------------------------------------------------------------
+from hostir.lower.propagate import result_of, users_of
+from hostir.lower.shardings import OperandShardings, choose, choose_view
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,6 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
     return len(mesh.axes) == 1 and all(len(axis.factors) == 1 for axis in type.axes)
 
 
-# Communications -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Communicate(Pass):
     """Turns each reshard into a communication, or into a view if a rank already has the elements.
@@ -252,11 +250,8 @@ def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
     assert old.mesh
     assert new.mesh
     if old.mesh != new.mesh:
-        sides = (bool(_axes(old)), bool(_axes(new)))
-        transfer = {(False, False): Broadcast, (True, False): Gather, (False, True): Scatter, (True, True): SendRecv}[
-            sides
-        ]
-        yield transfer(s.x, s.out, span=s.span)
+        transfers = {(False, False): Broadcast, (True, False): Gather, (False, True): Scatter, (True, True): SendRecv}
+        yield transfers[_marks(old.host()), _marks(new.host())](s.x, s.out, span=s.span)
         return
     mark = next(
         m for m in old.mesh.axes if (m in old.partial) != (m in new.partial) or old.axis_on(m) != new.axis_on(m)
@@ -267,10 +262,6 @@ def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
     there = new.axis_on(mark) is not None
     collective = (ReduceScatter if there else AllReduce) if mark in old.partial else AllToAll if there else AllGather
     yield collective(s.x, s.out, over=mark, span=s.span)
-
-
-def _axes(type: TensorType) -> list[str]:
-    return [m for axis in type.host().axes for m in axis.marks]
 
 
 def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
@@ -293,8 +284,6 @@ def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
     yield DenseCopy(out=dense, x=block, span=s.span, note="copy: the blocks of a rank lie apart")
     yield Reshape(dense, s.out, span=s.span)
 
-
-# Sums of partial sums -------------------------------------------------------------------------------------------------
 
 Reduction = AllReduce | ReduceScatter
 

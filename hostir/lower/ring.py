@@ -21,13 +21,14 @@ from hostir.ir.onesided_ops import Get
 from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
 from hostir.ir.program import Program
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import DenseCopy, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import DenseCopy, TensorOp
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower import Pass
 from hostir.lower.allreduces import shared_axis
 from hostir.lower.columns import columns_as_rows
-from hostir.lower.fused import in_one_step
 from hostir.lower.host import Host, modulo
+from hostir.lower.loops import Slices
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.rows import (
     RowCollective,
@@ -40,8 +41,8 @@ from hostir.lower.rows import (
     users,
 )
 from hostir.lower.scales import send_scales
-from hostir.lower.scatters import ScatteredBlocks, add_view
-from hostir.lower.slices import SlicedGroup, SlicePlace, Slices, operand_places, result_place, schedule, why_not
+from hostir.lower.scatters import ScatteredBlocks, add_view, in_one_step
+from hostir.lower.slices import SlicedGroup, SlicePlace, operand_places, result_place, schedule, why_not
 from hostir.lower.transfers import Transfers
 
 FIRST = Lit(0)  # the worker that prepares the shards before it takes its turns
@@ -92,9 +93,6 @@ class Ring(Pass):
 def _pool(s: RowCollective, streams: int) -> int:
     """Return the number of worker streams: the requested number, but at most the number of peers."""
     return min(streams, s.mesh.size(s.over) - 1)
-
-
-# Computations of a turn -----------------------------------------------------------------------------------------------
 
 
 def _groups(rows: RowCollectives) -> list[SlicedGroup]:
@@ -195,9 +193,6 @@ def _in_one_piece(s: TensorOp, place: SlicePlace, places: dict[str, SlicePlace])
     """Return True if each slice that a computation reads or writes is contiguous in its axis on every rank."""
     sliced = [(s.out, place), *((v, places[v.name]) for v in s.operands if v.name in places)]
     return all(at.blocks_outside(v.tensor).is_one for v, at in sliced)
-
-
-# One group ------------------------------------------------------------------------------------------------------------
 
 
 class Peers:

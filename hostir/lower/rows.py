@@ -10,8 +10,9 @@ from hostir.ir.op import Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.scaled_ops import ScaledMatmul, Scaling
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Contraction, Reshape
+from hostir.ir.tensor_ops import Contraction
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import Reshape
 from hostir.lower.allreduces import in_two_steps
 from hostir.lower.host import isolate
 from hostir.lower.pipeline import with_reasons
@@ -19,8 +20,6 @@ from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
 
 SLICES = (4, 2)  # candidates for the number of slices of rows, if columns are gathered
-
-# The collectives of rows ----------------------------------------------------------------------------------------------
 
 RowCollective = AllGather | ReduceScatter
 
@@ -375,9 +374,6 @@ def maker_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Statement |
     while isinstance(maker, Reshape) and maker.x.tensor.shape[-1] == maker.out.tensor.shape[-1]:
         maker = makers.get(maker.x.name)
     return maker
-
-
-# The layout of shards -------------------------------------------------------------------------------------------------
 
 
 def shard_of(s: RowCollective) -> Value:

@@ -12,7 +12,7 @@ from hostir.ir.comm_ops import AllGather
 from hostir.ir.host_ops import For
 from hostir.ir.op import Bin, Expr, Lit, Statement, Value
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import Shard, ViewStatement
+from hostir.ir.view_ops import Shard, ViewStatement
 from hostir.lower.host import Host
 from hostir.lower.rows import long_axes
 from hostir.lower.scatters import one_of

@@ -7,19 +7,46 @@ and each sum is rounded once. A sum that waits for arrivals reads the local rows
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hostir.ir.comm_ops import AllReduce, ReduceScatter
-from hostir.ir.host_ops import Chunk, For, Select
+from hostir.ir.host_ops import Chunk, For, Select, SetStream
 from hostir.ir.onesided_ops import WaitSignal
-from hostir.ir.op import Bin, Expr, Lit, Ref, Value
-from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import ACTIVATIONS, Add, DenseCopy, Permute, Sum, Unary, ViewStatement
+from hostir.ir.op import Bin, Expr, Lit, Ref, Statement, Value
+from hostir.ir.sizes import ONE, Size, product
+from hostir.ir.tensor_ops import ACTIVATIONS, Add, Contraction, DenseCopy, Sum, Unary
 from hostir.ir.types import Axis
+from hostir.ir.view_ops import Permute, ViewStatement
+from hostir.lower.allreduces import AllReduceSteps
 from hostir.lower.host import Host, modulo
+from hostir.lower.pipeline import NOT_OVERLAPPED
 from hostir.lower.reshard import Reduction
-from hostir.lower.rows import piece_axis, shard_place
-from hostir.lower.transfers import ARRIVED, Blocks, Transfers, Turns
+from hostir.lower.rows import long_axes, maker_of_rows, piece_axis, shard_place
+from hostir.lower.transfers import ARRIVED, COPY_STREAM, Blocks, Mover, Transfers, Turns
+
+MIN_PIECE_ROWS = 256  # two tiles
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The number of pieces that the rows for another rank are cut into, so that copies begin early.
+
+    More than two gain nothing: every copy takes time to start, and to signal when it has ended.
+    """
+
+    most: int = 2
+    min_bytes: int = 8 << 20
+
+    def of(self, s: ReduceScatter) -> int:
+        """Return the number of pieces for a reduce_scatter: the most that are large enough; 1 if sizes are unknown."""
+        shard = s.out.tensor
+        extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
+        rows = product(shard.local_shape[:-1]).value
+        if extent is None or columns is None or rows is None:
+            return 1
+        size = rows * columns * shard.dtype.bytes
+        fits = (n for n in range(self.most, 1, -1) if extent % n == 0 and rows >= n * MIN_PIECE_ROWS)
+        return next((n for n in fits if size >= n * self.min_bytes), 1)
 
 
 class ScatteredBlocks:
@@ -211,6 +238,94 @@ class OneStep(ScatteredBlocks):
 
     def mine(self, full: Value, views: list[ViewStatement]) -> Value:
         return full
+
+
+class ScatteredRows:
+    """Builds one sum over ranks. If a product makes the rows, copies begin while it runs.
+
+    With copy engines, the product sets a flag after each block. It ends with a block of its own rank. If it waits for
+    gathered rows, it must begin with rows that have arrived; then their order decides, and blocks are sent in that
+    order.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        s: Reduction,
+        mover: Mover,
+        pieces: Pieces,
+        steps: AllReduceSteps,
+        product: Contraction | None = None,
+    ) -> None:
+        # One stream, so that the stream itself signals: a signal kernel would get no SM while the product runs.
+        self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
+        rows = host.values[s.x.name if product is None else product.out.name]
+        early = product is not None and not mover.sms
+        if isinstance(s, ReduceScatter):
+            axis = next(iter(long_axes(s)), None)
+            self.blocks = ScatteredBlocks(host, s, rows, axis, pieces.of(s) if early and axis is None else 1)
+        else:
+            self.blocks = OneStep(host, s, rows, steps.blocks_of(s) if early else 1)
+            early = early and self.blocks.parts > 1  # else copies begin after the product
+        self.transfers, self.team = self.blocks.transfers, self.blocks.team
+        self.done: Value | None = None
+        self.first: Expr | None = None  # the block that is ready first, if the product itself waits for rows
+        if early:
+            self.done = self.transfers.row(f"{rows.name}_done", Size(self.blocks.parts))
+            if not (self.team.past_last_call and host.forked):
+                self.transfers.fork()
+                host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
+
+    def raising(self, s: Statement) -> Statement:
+        """Return the matmul with a flag set after each block of rows, if copies wait for the blocks."""
+        if self.done is None:
+            return s
+        assert isinstance(s, Contraction)
+        last = ", its own come last" if self.blocks.axis is None and s.ready is None else ""
+        note = f"the rows for each rank are sent when they are done{last}"
+        if isinstance(self.scatter, AllReduce):
+            note = "each block is sent to all ranks when it is done"
+        raising = replace(s, done=self.done, raised=ARRIVED, note=f"{s.note}; {note}" if s.note else note)
+        if s.ready is None:
+            return replace(raising, first=self.blocks.first)
+        waits = s.ready.tensor.shape[0].value
+        self.first = None if waits is None else first_done(s.first, waits, self.blocks.parts)
+        return raising
+
+    def send(self) -> None:
+        """Send each rank its rows: first to the next rank, and so on up; or in the order in which they are computed."""
+        host, s, blocks = self.host, self.scatter, self.blocks
+        full = host.packed(host.values[s.x.name], s)
+        turns, sent = blocks.in_turns(full, self.done, self.first)
+        if self.done is not None:
+            host.body.append(SetStream(COPY_STREAM))
+        elif not self.mover.sms:
+            self.transfers.fork()
+        host.body += self.transfers.once(sent)
+        note = "to all, who sum them up" if isinstance(s, AllReduce) else "to the rank that sums up these rows"
+        self.transfers.send(sent, turns, self.mover, note)
+
+    def receive(self) -> None:
+        """Add the sum of the blocks that all ranks have sent.
+
+        The sum takes each block when it has arrived. If copy engines send rows that no product makes, the sum starts
+        only when all blocks have arrived: it holds no SM while bytes travel.
+        """
+        if self.product is not None or self.mover.sms:
+            self.blocks.add_up()
+        else:
+            maker = maker_of_rows(self.host.program, self.scatter)
+            why = f"{NOT_OVERLAPPED}: the {maker.keyword()} that makes the rows raises no flags for it" if maker else ""
+            self.blocks.add_up(why, polls=False)
+        self.transfers.join()
+
+
+def in_one_step(host: Host, s: AllReduce) -> int:
+    """Add an allreduce in one step by copy engines; return the number of worker streams that it uses."""
+    reduced = ScatteredRows(host, s, Mover(streams=1), Pieces(), AllReduceSteps(blocks=1))
+    reduced.send()
+    reduced.receive()
+    return reduced.transfers.workers
 
 
 def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -23,8 +24,6 @@ from hostir.lower.pipeline import Pipeline, Sequential
 from hostir.lower.propagate import Propagate
 from hostir.lower.reshard import Communicate, MakeReshards
 from hostir.lower.ring import Ring
-
-# The strategies -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,20 @@ def fusion_of(fusion: object) -> Program:
     return program
 
 
-# Running passes -------------------------------------------------------------------------------------------------------
-
 Watcher = Callable[[str, Program], None]
-# A fusion, HOSTIR_SPEC, and the fusion after the passes of EXPLICIT.
-_latest: tuple[Program, int, Program] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Fusion:
+    """A fusion as the key of a cache: it equals only itself, because equal programs may come from different lines."""
+
+    program: Program
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Fusion) and self.program is other.program
+
+    def __hash__(self) -> int:
+        return id(self.program)
 
 
 def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
@@ -115,25 +123,23 @@ def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None =
     before and after every pass to numbered files, which can be parsed again. HOSTIR_SPEC=0 verifies only at the end, 1
     after every pass. 2 also prints and parses the program after every pass, and requires an equal program.
     """
-    global _latest
-    spec, folder = knobs.SPEC.get(), knobs.DUMP.get()
+    spec, folder, done = knobs.SPEC.get(), knobs.DUMP.get(), 0
     verify(program)
     _dump(folder, 0, "fusion", program)
-    fusion, latest, done = program, _latest, 0
-    alike = folder is None and watch is None and tuple(passes[: len(EXPLICIT)]) == EXPLICIT
-    # Strategies run one after another on the same fusion.
-    if alike and latest is not None and latest[0] is fusion and latest[1] == spec:
-        program, done = latest[2], len(EXPLICIT)
+    if folder is None and watch is None and tuple(passes[: len(EXPLICIT)]) == EXPLICIT:
+        program, done = _explicit(_Fusion(program), spec), len(EXPLICIT)
     for number, each in enumerate(passes[done:], done + 1):
-        program = each.run(program)
-        if spec:
-            _hold(each, program, spec)
+        program = _run(each, program, spec)
         _dump(folder, number, each.name, program)
         if watch:
             watch(each.name, program)
-        if alike and number == len(EXPLICIT):
-            _latest = fusion, spec, program
     return _proved(verify(program, explicit=program.phase is Phase.HOST))
+
+
+@lru_cache(maxsize=1)  # strategies run one after another on the same fusion
+def _explicit(fusion: _Fusion, spec: int) -> Program:
+    """Return a fusion after the passes of EXPLICIT."""
+    return reduce(lambda program, each: _run(each, program, spec), EXPLICIT, fusion.program)
 
 
 def _proved(program: Program) -> Program:
@@ -148,7 +154,11 @@ def _proved(program: Program) -> Program:
         return program
 
 
-def _hold(each: Pass, program: Program, spec: int) -> None:
+def _run(each: Pass, program: Program, spec: int) -> Program:
+    """Run a pass, and verify its result as HOSTIR_SPEC says."""
+    program = each.run(program)
+    if not spec:
+        return program
     try:
         verify(program, explicit=each.explicit_reshards)
         if spec > 1 and parse(str(program)) != program:
@@ -156,6 +166,7 @@ def _hold(each: Pass, program: Program, spec: int) -> None:
     except HostIRError as wrong:
         wrong.add_note(f"after the pass '{each.name}', which left:\n{program}")
         raise
+    return program
 
 
 def _dump(folder: Path | None, number: int, name: str, program: Program) -> None:

@@ -28,8 +28,8 @@ from hostir.ir.host_ops import For, SetStream, Synchronize
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.op import Expr, Lit, Ref, Statement, Value
 from hostir.ir.sizes import ONE, Size
-from hostir.ir.tensor_ops import ViewStatement
 from hostir.ir.types import FLAG, Axis, TensorType
+from hostir.ir.view_ops import ViewStatement
 from hostir.lower.host import Host
 
 ARRIVED = Lit(1)  # the epoch of a block that has arrived: epochs restart in every call

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from hostir.ir import comm_ops as comm
 from hostir.ir import host_ops as host
 from hostir.ir import tensor_ops as ops
-from hostir.ir import tensor_ops as views
+from hostir.ir import view_ops as views
 from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
 from hostir.ir.program import Names, Program
 from hostir.ir.sizes import ONE, Size
 from hostir.ir.source import error
 from hostir.ir.types import FLAG, Axis, Kind, Mesh, TensorType
-from hostir.nvfuser.parse import CASTS, COMPUTE, FLOATS, INFIX
-from hostir.nvfuser.read import COLLECTIVES, STREAMS, TRANSFERS
+from hostir.nvfuser.parse import CASTS, COMPUTE, INFIX
+from hostir.nvfuser.parts import FLOATS
+from hostir.nvfuser.read import COLLECTIVES, TRANSFERS
+from hostir.nvfuser.streams import STREAMS
 
 INDENT = "  "
 TYPES = {cls: name for name, cls in (*COLLECTIVES.items(), *TRANSFERS.items())}
@@ -60,7 +62,6 @@ class DumpPrinter:
             lines += ["Index definitions:", f"{INDENT}numberOfStreams = {self.program.streams}"]
         return "\n".join(lines) + "\n"
 
-    # Tensors -----------------------------------------------------------------------------------------------------
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
         """Number a tensor and its axes, in the order of its axes or in the `order` of a permute."""
         type = value.tensor
@@ -117,7 +118,6 @@ class DumpPrinter:
             rest = f"( ceilDiv({rest}, {_size(extent)}) )"
         return (*shown, self.domain(f"{kind}S", rest))
 
-    # Statements --------------------------------------------------------------------------------------------------
     def block(self, body: Iterable[Statement], depth: int) -> Iterator[str]:
         for s in body:
             if isinstance(s, host.For):
@@ -251,7 +251,6 @@ class DumpPrinter:
         self.other[s.handle.name] = name
         return [line]
 
-    # Streams and indices -----------------------------------------------------------------------------------------
     def stream(self, expr: Expr) -> str:
         if isinstance(expr, Ref) and expr.value.type is Kind.STREAM:
             return self.other[expr.value.name]

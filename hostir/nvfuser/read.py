@@ -1,10 +1,10 @@
-"""Turn the nodes of a dump into a host program: scopes, views, streams, sizes."""
+"""Turn the nodes of a dump into a host program, statement by statement."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,224 +12,31 @@ from typing import TypeVar
 from hostir.ir import comm_ops as comm
 from hostir.ir import host_ops as host
 from hostir.ir import tensor_ops as ops
-from hostir.ir import tensor_ops as views
-from hostir.ir.op import Bin, Expr, Lit, Phase, Ref, Statement, Value
-from hostir.ir.program import Names, Program
+from hostir.ir import view_ops as views
+from hostir.ir.op import Phase, Value
+from hostir.ir.program import Program
 from hostir.ir.sizes import Size
 from hostir.ir.source import Diagnostic, Span, did_you_mean, error
-from hostir.ir.tensor_ops import ViewStatement
-from hostir.ir.types import Kind, TensorType, Type
-from hostir.nvfuser.axes import REDUCING, Types, computed, equate, maps_of, operation, pairwise, with_canonical_sizes
-from hostir.nvfuser.parse import (
+from hostir.ir.types import Kind, TensorType
+from hostir.nvfuser.builder import Builder
+from hostir.nvfuser.choosing import REDUCING, operation
+from hostir.nvfuser.equal_sizes import computed, equate, maps_of, pairwise, with_canonical_sizes
+from hostir.nvfuser.nodes import (
     AllocateNode,
     CommunicationNode,
     ComputeNode,
     DeallocateNode,
     DelayNode,
     Dump,
-    Formula,
-    IterDomain,
     LoopNode,
     Node,
     StreamNode,
     TensorNode,
-    Token,
     ViewNode,
     WaitNode,
     walk,
 )
-
-# The program so far ---------------------------------------------------------------------------------------------------
-# The state of reading a dump: scopes of names, the statements so far, the meaning of streams and indices.
-
-STREAMS = 4  # nvFuser's default number of streams
-
-
-class Builder:
-    """Builds a program statement by statement.
-
-    A tensor's name may be bound again; every binding becomes a value with a different name.
-    """
-
-    def __init__(self, dump: Dump) -> None:
-        self.types = Types(dump)
-        self.names = Names()
-        self.scope: dict[str, Value] = {}  # T4, Communication 7, Stream 0 and index i0, as printed
-        self.body: list[Statement] = []
-        self.loops: dict[Value, Size] = {}  # loops around this statement: each index, and its number of rounds
-        self.whole: set[str] = set()  # the values that hold all slices of their Stream axis
-        self.owned: list[dict[str, Value]] = [{}]  # for each block around this statement, the buffers not freed yet
-        self.memory: dict[str, str] = {}  # the buffer behind a view
-        self.pool = STREAMS if dump.streams is None else dump.streams
-        self.uses_pool = dump.streams is not None
-        self.lone_streams: dict[str, int] = {}
-
-    # Names and scopes --------------------------------------------------------------------------------------------
-    def define(self, key: str, name: str, type: Type, span: Span) -> Value:
-        self.scope[key] = Value(self.names.fresh(name), type, span)
-        return self.scope[key]
-
-    def bind(self, tensor: TensorNode, type: TensorType) -> Value:
-        value = self.define(tensor.name, tensor.name, type, tensor.span)
-        if not self.loops or (_stream(tensor) and not self.sliced(tensor)):
-            self.whole.add(value.name)
-        return value
-
-    def tensor(self, tensor: TensorNode) -> Value:
-        if tensor.name not in self.scope:
-            known = [n for n in self.scope if n.startswith("T")]
-            hint = did_you_mean(tensor.name, known)
-            expected = f"one of: {', '.join(known) or 'none'}"
-            raise error(f"{tensor.name} does not exist here", tensor.span, expected=expected, hint=hint)
-        return self.scope[tensor.name]
-
-    def operand(self, tensor: TensorNode) -> Value:
-        """Return the value of a tensor operand: in a loop, the round's slice if the tensor was made before the loop."""
-        value = self.tensor(tensor)
-        cut = self.cut(tensor, value) if self.loops else None
-        return self.slice(value, *cut, tensor) if cut else value
-
-    def slice(self, unsliced: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
-        """Return this round's slice of an axis if the value has all `count` slices, else the value."""
-        if unsliced.name not in self.whole:
-            return unsliced
-        index = self.loop_over(count)
-        if index is None:
-            message = f"{tensor.name} is meant in {count} slices, and no loop around this has {count} rounds"
-            raise error(message, tensor.span, hint="ShardByStream says which slice is meant")
-        key = f"slice {index.name} of axis {axis} of {unsliced.name}"
-        if key not in self.scope:
-            chunk = host.Chunk(unsliced, self.temporary(tensor, unsliced.tensor), Ref(index), count, axis)
-            chunk = replace(chunk, span=tensor.span)
-            chunk = replace(chunk, out=replace(chunk.out, type=chunk.infer()))
-            self.emit(chunk, tensor.span)
-            self.scope[key] = chunk.out
-        return self.scope[key]
-
-    def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
-        """Return the axis of `x` with a Stream axis in its printed tensor, and the number of slices."""
-        kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
-        for axis, group in enumerate(kept):
-            for k, domain in enumerate(group.domains):
-                if domain.on == "stream":
-                    if not all(outer.on for outer in group.domains[:k]):
-                        message = f"the slices of axis {axis} of {tensor.name} are not contiguous"
-                        raise error(message, domain.span, expected="the streamIdx axis outside of all but device axes")
-                    return axis, domain.extent.size
-        return None
-
-    def destination(self, tensor: TensorNode) -> Value:
-        """Return the value that a statement writes: the tensor's memory if it has some, else new memory."""
-        return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
-
-    def allocate(self, tensor: TensorNode) -> Value:
-        value = self.bind(tensor, self.type_of(tensor))
-        self.emit(host.Allocate(value), tensor.span)
-        return value
-
-    def temporary(self, near: TensorNode, type: TensorType) -> Value:
-        return Value(self.names.fresh(near.name), type, near.span)
-
-    def type_of(self, tensor: TensorNode) -> TensorType:
-        return self.types.type_of(tensor, sliced=self.sliced(tensor))
-
-    def sliced(self, tensor: TensorNode) -> bool:
-        """Return True if a result here is one round's slice: in a loop with as many rounds as the tensor has slices."""
-        stream = _stream(tensor)
-        return stream is not None and self.loop_over(stream.extent.size) is not None
-
-    def loop_over(self, slices: Size) -> Value | None:
-        """Return the index of the innermost enclosing loop with as many rounds."""
-        resolve = self.types.sizes.resolve
-        return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
-
-    def emit(self, statement: Statement, span: Span | None) -> None:
-        self.body.append(replace(statement, span=span))
-        match statement:
-            case host.Allocate(out=out):
-                self.owned[-1][out.name] = out
-            case ViewStatement(x=x, out=out):
-                self.memory[out.name] = self.memory.get(x.name, x.name)
-            case host.FreeBuffer(x=x):
-                for owned in self.owned:
-                    owned.pop(self.memory.get(x.name, x.name), None)
-
-    def free_the_rest(self, kept: Iterable[Value] = ()) -> None:
-        """Free the buffers of a block except `kept`. nvFuser frees what a dump does not deallocate."""
-        names = {self.memory.get(value.name, value.name) for value in kept}
-        for name, value in self.owned[-1].copy().items():
-            if name not in names:
-                self.emit(host.FreeBuffer(value), value.span)
-        self.owned.pop()
-
-    def same_shape(self, a: Value, b: Value, span: Span) -> None:
-        equate(self.types.sizes, pairwise(a.tensor, a, b.tensor, b), span)
-
-    # Streams and indices -----------------------------------------------------------------------------------------
-    def stream_node(self, node: StreamNode) -> None:
-        if node.verb == "get":
-            if not isinstance(node.stream, Token):
-                raise error("the current stream needs a name", node.span, expected="such as Stream 0")
-            value = self.define(f"Stream {node.stream.text}", "stream", Kind.STREAM, node.span)
-            self.emit(host.CurrentStream(value), node.span)
-            return
-        stream = self.stream(node.stream)
-        self.emit(host.SetStream(stream) if node.verb == "set" else host.Synchronize(stream), node.span)
-
-    def stream(self, formula: Formula) -> Expr:
-        """Return a stream: one that was defined, or a member of the pool by index.
-
-        In nvFuser every index has a separate stream. The pool has a fixed number; an index beyond it wraps around. A
-        stream created elsewhere, `Stream 0x1f`, becomes an additional member of the pool.
-        """
-        if isinstance(formula, Token):
-            if (got := self.scope.get(f"Stream {formula.text}")) is not None:
-                return Ref(got)
-            if formula.text[:2].lower() == "0x":
-                self.uses_pool = True
-                return Lit(self.pool + self.lone_streams.setdefault(formula.text, len(self.lone_streams)))
-        self.uses_pool = True
-        index = self.index(formula)
-        if isinstance(index, Lit):
-            return Lit(index.value % self.pool)
-        return index if self.in_pool(index) else Bin("%", index, Lit(self.pool))
-
-    def in_pool(self, index: Expr) -> bool:
-        """Return True if an index is known to stay inside the pool."""
-        if isinstance(index, Ref):
-            rounds = self.loops[index.value].value
-            return rounds is not None and rounds <= self.pool
-        right = index.right if isinstance(index, Bin) and index.op == "%" else None
-        return isinstance(right, Lit) and right.value <= self.pool
-
-    def index(self, formula: Formula) -> Expr:
-        if not isinstance(formula, Token):
-            left, right = self.index(formula.left), self.index(formula.right)
-            if formula.op in "/%" and right == Lit(0):
-                raise error("an index is divided by zero", self.first(formula).span)
-            return Bin(formula.op, left, right)
-        if formula.text.isdecimal():
-            return Lit(int(formula.text))
-        if formula.text == "numberOfStreams":
-            return Lit(self.pool)
-        found = self.scope.get(f"index {formula.text}")
-        if found is None:
-            known = [n.removeprefix("index ") for n in self.scope if n.startswith("index ")]
-            hint = "an index that is not a loop's, such as a rank, has no meaning here: every rank runs one program"
-            message, expected = f"'{formula.text}' is no loop index here", f"one of: {', '.join(known) or 'none'}"
-            raise error(message, formula.span, expected=expected, hint=did_you_mean(formula.text, known) or hint)
-        return Ref(found)
-
-    def first(self, formula: Formula) -> Token:
-        return formula if isinstance(formula, Token) else self.first(formula.left)
-
-
-def _stream(tensor: TensorNode) -> IterDomain | None:
-    return next((d for d in tensor.domains if d.on == "stream" and d.kind != "r"), None)
-
-
-# Statements -----------------------------------------------------------------------------------------------------------
-# Turn the nodes of an nvFuser dump into a host program: scopes, views, streams, and the sizes that must be equal.
+from hostir.nvfuser.tokens import Token
 
 COLLECTIVES: dict[str, type[comm.Collective]] = {
     "Allgather": comm.AllGather,
@@ -265,12 +72,13 @@ class DumpReader(Builder):
         warnings: list[Diagnostic] = []
         outputs = tuple(v for t in self.dump.outputs if (v := self.output(t, warnings)))
         self.free_the_rest(outputs)
-        streams = (self.pool if self.uses_pool else 0) + len(self.lone_streams)
         meshes = tuple(dict.fromkeys(self.types.meshes.values()))
         name = re.sub(r"\W+", "_", Path(self.file).stem, flags=re.ASCII).strip("_") or "dump"
         name = name if name[0].isalpha() else f"dump_{name}"
         sizes = self.types.sizes
-        program = Program(name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), streams, sizes.aliases)
+        program = Program(
+            name, Phase.HOST, meshes, inputs, outputs, tuple(self.body), self.streams.count, sizes.aliases
+        )
         return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
@@ -285,18 +93,21 @@ class DumpReader(Builder):
         warnings.append(Diagnostic(message, tensor.span, hint=hint, level="warning"))
         return None
 
-    # Statements --------------------------------------------------------------------------------------------------
     def node(self, node: Node) -> None:
         match node:
             case LoopNode():
                 self.loop(node)
             case StreamNode():
-                self.stream_node(node)
+                self.stream(node)
             case AllocateNode(out=out):
                 if node.always or out.name not in self.scope:
                     self.allocate(out)
             case DeallocateNode(x=x):
                 self.emit(host.FreeBuffer(self.tensor(x)), node.span)
+            case ViewNode(op="select"):
+                self.select(node, self.tensor(node.x))
+            case ViewNode(op="chunk"):
+                self.chunk(node, self.tensor(node.x))
             case ViewNode():
                 self.view(node)
             case ComputeNode():
@@ -307,6 +118,16 @@ class DumpReader(Builder):
                 self.emit(host.Delay(microseconds), node.span)
             case WaitNode(number=number):
                 self.wait(number, node.span)
+
+    def stream(self, node: StreamNode) -> None:
+        if node.verb == "get":
+            if not isinstance(node.stream, Token):
+                raise error("the current stream needs a name", node.span, expected="such as Stream 0")
+            value = self.define(f"Stream {node.stream.text}", "stream", Kind.STREAM, node.span)
+            self.emit(host.CurrentStream(value), node.span)
+            return
+        stream = self.streams.of(node.stream, self.scope, self.loops)
+        self.emit(host.SetStream(stream) if node.verb == "set" else host.Synchronize(stream), node.span)
 
     def loop(self, node: LoopNode) -> None:
         if not self.loops:
@@ -337,10 +158,6 @@ class DumpReader(Builder):
                     self.allocate(node.out)
 
     def view(self, node: ViewNode) -> None:
-        if node.op == "select":
-            return self.select(node, self.tensor(node.x))
-        if node.op == "chunk":
-            return self.chunk(node, self.tensor(node.x))
         x = self.operand(node.x)
         over = self.types.mark(node.over, self.types.mesh(node.x), node.span) if node.over else ""
         partial = (*x.tensor.partial, over)
@@ -358,7 +175,6 @@ class DumpReader(Builder):
         if out is not None:  # the view is written to existing memory
             self.same_shape(out, target, node.span)
             self.emit(ops.DenseCopy(out, target), node.span)
-        return None
 
     def inferred(self, view: V, node: ViewNode) -> V:
         """Return the view with the type inferred from its operand; raise unless the type has the printed shape."""
@@ -384,7 +200,7 @@ class DumpReader(Builder):
         axis = next((k for k, g in enumerate(kept) if node.axis.number in [d.number for d in g.domains]), None)
         if axis is None or len(kept[axis].domains) > 1:
             raise error(f"the selected axis is not one of the axes of {node.x.name}", node.axis.span)
-        index = self.index(node.index)
+        index = self.streams.index(node.index, self.scope)
         before = self.scope.get(node.out.name)
         old = self.selected.get(before.name) if before else None
         if old and (old.x, old.axis, old.index) == (x, axis, index):
@@ -401,7 +217,7 @@ class DumpReader(Builder):
             raise error(f"neither {node.x.name} nor {node.out.name} has a streamIdx axis", node.span)
         axis, count = cut
         printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
-        view = host.Chunk(x, self.bind(node.out, printed), self.index(node.index), count, axis)
+        view = host.Chunk(x, self.bind(node.out, printed), self.streams.index(node.index, self.scope), count, axis)
         self.whole.discard(view.out.name)
         self.emit(self.inferred(view, node), node.span)
 
@@ -410,7 +226,6 @@ class DumpReader(Builder):
         numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
         return tuple(sorted(numbers).index(n) for n in numbers)
 
-    # Computations ------------------------------------------------------------------------------------------------
     def compute(self, node: ComputeNode) -> None:
         if node.op == "copy" and self.shards(node):
             return
@@ -465,7 +280,6 @@ class DumpReader(Builder):
         equate(self.types.sizes, [summand], node.span)
         return reduced[0]
 
-    # Communications ----------------------------------------------------------------------------------------------
     def communication(self, node: CommunicationNode) -> None:
         kind, x = node.type.text, self.operand(node.x)
         key = f"Communication {node.number}"

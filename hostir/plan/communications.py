@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.machine import Exchange
+from hostir.ir.message_ops import MESSAGES
 from hostir.plan.operations import CollectiveOp, MarkOp, MessagesOp, Op, WaitOp
 from hostir.plan.recording import IssuedOps, RegisterTable
 from hostir.plan.unrolled import RegisterView

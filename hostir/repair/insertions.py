@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from hostir.check.order import Order
-from hostir.check.proof import Finding
-from hostir.check.tracer import CALLER, Event
+from hostir.check.findings import Finding
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import CALLER, Event
 from hostir.ir.host_ops import FreeBuffer, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier
 from hostir.ir.op import (

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from hostir.check.order import Order
-from hostir.check.tracer import Event, Flag
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import Event, Flag
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir.machine import Frame
 from hostir.ir.onesided_ops import Signal, WaitSignal
 from hostir.ir.op import (
@@ -140,7 +141,7 @@ class MissingFlags:
         """Return one frame, with the values of all indices, for each time that a rank reaches a place in one call."""
         frames: list[Frame] = []
         for rank in self.order.ranks:
-            frame = Frame(rank, rank.sizes)
+            frame = Frame(Tracer(rank.rank, self.outline.program, rank.sizes), rank.sizes)
             if frame.here(flags.tensor.mesh):
                 for s in self.outline.program.walk():
                     if s.place is not None:

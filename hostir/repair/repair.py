@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from hostir.check.order import Order
-from hostir.check.proof import Finding, analyse
+from hostir.check.findings import Finding
+from hostir.check.ordering.order import Order
+from hostir.check.proof import analyse
 from hostir.check.structure import check_structure
-from hostir.check.tracer import Buffer, Event
+from hostir.check.tracing.events import Event
+from hostir.check.tracing.memory import Buffer
 from hostir.ir.host_ops import Synchronize
 from hostir.ir.op import Codec, Lit, Phase, Statement, Sync
 from hostir.ir.program import Program, format_statement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,13 +47,25 @@ class Installation:
         uninstall()
 
     def __repr__(self) -> str:
-        if _library is None:
+        if not _installed():
             return "torch's own functions run its operators: hostir has given them back"
         strict = ", strict" if SETTINGS.strict else ""
         return f"hostir runs {', '.join((*self.operators, *self.functions))} (strategy '{SETTINGS.strategy}'{strict})"
 
 
-_library: Any = None  # the registrations; torch drops them with it
+@cache
+def _registrations() -> Any:
+    """Register hostir's operators in the place of torch's; torch drops the registrations with the library."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for operator in TAKEN_OVER:
+            operator.register(library)
+    return library
+
+
+def _installed() -> bool:
+    return _registrations.cache_info().currsize > 0
 
 
 def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
@@ -72,28 +85,21 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
         strict: raise HostIRError for calls that hostir cannot run, instead of leaving them to torch.
         strategy: `auto`, or a strategy of `hi.lower`; also for the functions of this package.
     """
-    global _library
     if not isinstance(strict, bool):
         raise error(f"strict={strict!r}", user_span(), expected="True or False")
     check_known("strategy", strategy, [*STRATEGIES, AUTO])
     functions = implementations.check_signatures(strict)
     SETTINGS.strategy, SETTINGS.strict = strategy, strict
-    if _library is not None:
-        return Installation()
-    _library = torch.library.Library("symm_mem", "IMPL")
-    with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for operator in TAKEN_OVER:
-            operator.register(_library)
-    implementations.take_over(functions)
+    if not _installed():
+        _registrations()
+        implementations.take_over(functions)
     return Installation()
 
 
 def uninstall() -> None:
     """Give torch its operators back; does nothing if hostir has not taken them over."""
-    global _library
-    if _library is not None:
-        _library._destroy()
-    _library = None
+    if _installed():
+        _registrations()._destroy()
+    _registrations.cache_clear()
     implementations.give_back()
     SETTINGS.strategy, SETTINGS.strict = AUTO, False

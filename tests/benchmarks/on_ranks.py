@@ -1,4 +1,4 @@
-"""What the ranks of test_comparison.py run: `on_ranks.py "NAME ARGUMENTS..." ...`, each a benchmark."""
+"""Run benchmarks on the ranks of test_comparison.py: `on_ranks.py "NAME ARGUMENTS..." ...`, a string for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up run of `benchmarks/allgather_matmul.py`."""
+"""Invented results of `benchmarks/allgather_matmul.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODES = {"eager": 1.2, "graph": 1.0}
 
 
 def result(row: Row, ranks: int = 8, dtype: str = "bf16", seed: int = 0) -> Result:
-    """A row as measured: candidates take a share of the floor, eager ones longer."""
+    """Return an invented row: the score of a candidate is about its share; eager calls take longer."""
     drawn = random.Random(f"{seed} {row}")
     gemm = 2 * row.M * row.N * row.K / 700e6
     nccl, copies = 25 + row.M * row.K / 150e3, 20 + row.M * row.K / 165e3
@@ -21,8 +21,8 @@ def result(row: Row, ranks: int = 8, dtype: str = "bf16", seed: int = 0) -> Resu
     times: dict[str, Result] = {}
     for ours, names in ((False, PEERS), (True, OURS)):
         for name, share in names.items():
-            took = {mode: round(slow * floor / share / drawn.uniform(0.9, 1.05), 1) for mode, slow in MODES.items()}
-            times[name] = {"ours": ours, **took, "host_eager_us": 120.0, "host_graph_us": 18.5}
+            by_mode = {mode: round(slow * floor / share / drawn.uniform(0.9, 1.05), 1) for mode, slow in MODES.items()}
+            times[name] = {"ours": ours, **by_mode, "host_eager_us": 120.0, "host_graph_us": 18.5}
     return scored(
         {
             **{"model": row.model, "M": row.M, "N": row.N, "K": row.K, "ranks": ranks, "dtype": dtype},
@@ -34,6 +34,6 @@ def result(row: Row, ranks: int = 8, dtype: str = "bf16", seed: int = 0) -> Resu
 
 
 def run(ranks: int = 8, wanted: str = "") -> dict[str, Any]:
-    """The JSON of a run."""
-    around = {"gpu": "NVIDIA H200", "torch": "2.11.0", "nccl": "2.28.9", "triton": "3.6.0", "date": "2026-01-01"}
-    return {"environment": around, "rows": [result(row, ranks) for row in rows(wanted)], "not_measured": []}
+    """Return the JSON of a run."""
+    environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "nccl": "2.28.9", "triton": "3.6.0", "date": "2026-01-01"}
+    return {"environment": environment, "rows": [result(row, ranks) for row in rows(wanted)], "not_measured": []}

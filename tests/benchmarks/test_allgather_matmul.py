@@ -1,4 +1,4 @@
-"""What the benchmark of all-gather + matmul does before and after it measures; measuring needs GPUs."""
+"""The benchmark of all-gather + matmul: its command line, scores, reports and checks. Measuring needs GPUs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.scores import GOAL, MODELS, MUST, Row, file_name, line, report, 
 from hostir.lower import STRATEGIES as KNOWN
 from tests.benchmarks.results_of_a_run import result, run
 
-KEPT = Path(__file__).parents[2] / "benchmarks/results"
-RESULTS = sorted(KEPT.glob("allgather_matmul*.json"))
+COMMITTED = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = sorted(COMMITTED.glob("allgather_matmul*.json"))
 ROW = Row("70B", 2048, 3584, 8192)
 
 
 def figures(**changes: Any) -> dict[str, Any]:
-    """A row with a floor of 100 us."""
+    """Return a row with a floor of 100 us."""
     times = {
         "NCCL + cuBLAS": {"ours": False, "eager": 160.0, "graph": 150.0},
         "torch fused": {"ours": False, "eager": 900.0},
@@ -55,18 +55,18 @@ def test_an_unknown_row_is_refused(wanted: str, capsys: pytest.CaptureFixture[st
     assert "no row" in capsys.readouterr().err
 
 
-def test_rows_of_a_rank_fall_into_slices_on_2_4_and_8_ranks() -> None:
+def test_the_rows_of_a_rank_divide_into_slices_on_2_4_and_8_ranks() -> None:
     assert all(row.M % (8 * variant.slices) == 0 for row in rows() for variant in VARIANTS)
 
 
-def test_something_is_asked_of_every_large_row_of_a_model() -> None:
-    asked = {(model, m) for model, by_m in MUST.items() for m in by_m}
-    assert asked == {(row.model, row.M) for row in rows() if row.M >= 2048 and row.model in list(MODELS)[:3]}
-    assert all(MUST[model][m] < GOAL[model][m] < 1 for model, m in asked)
+def test_every_large_row_of_a_model_has_a_required_score() -> None:
+    required = {(model, m) for model, by_m in MUST.items() for m in by_m}
+    assert required == {(row.model, row.M) for row in rows() if row.M >= 2048 and row.model in list(MODELS)[:3]}
+    assert all(MUST[model][m] < GOAL[model][m] < 1 for model, m in required)
 
 
 # The command line -------------------------------------------------------------------------------------------------
-def test_the_strategies_to_measure_are_chosen() -> None:
+def test_the_command_line_selects_strategies() -> None:
     assert parse_options([]).only == tuple(KNOWN)
     assert {variant.strategy for variant in VARIANTS} == set(KNOWN)
     assert parse_options(["--only", "fused,ring"]).only == ("fused", "ring")
@@ -94,19 +94,19 @@ def test_each_side_is_scored_by_its_best_candidate_in_its_best_mode() -> None:
     assert (row["best_ours"], row["score_ours"]) == ("fused triton, graph", 0.8)
 
 
-def test_the_hidden_share_is_1_at_the_floor_and_0_one_after_the_other() -> None:
+def test_the_hidden_share_is_1_at_the_floor_and_0_without_overlap() -> None:
     times = {"a": {"ours": True, "eager": 150.0, "graph": 100.0}, "b": {"ours": True, "eager": 175.0}}
-    found = scored(figures(times=times))["times"]
-    assert (found["a"]["hidden_eager"], found["a"]["hidden_graph"], found["b"]["hidden_eager"]) == (0, 1, -0.5)
+    times_of = scored(figures(times=times))["times"]
+    assert (times_of["a"]["hidden_eager"], times_of["a"]["hidden_graph"], times_of["b"]["hidden_eager"]) == (0, 1, -0.5)
 
 
-def test_a_row_meets_what_it_must_reach() -> None:
+def test_a_row_is_met_if_it_reaches_its_required_score() -> None:
     row = scored(figures())
     assert (row["must"], row["goal"], row["met"]) == (0.78, 0.90, True)
     assert scored(figures(gemm_us=97.0))["met"] is False
 
 
-def test_a_small_row_must_nearly_reach_the_best_peer() -> None:
+def test_the_required_score_of_a_small_row_is_near_the_best_peer() -> None:
     row = scored(figures(M=512))
     assert (row["must"], row["goal"], row["met"]) == (0.6534, 0.80, True)
     slow = {"peer": {"ours": False, "graph": 120.0}, "ring": {"ours": True, "graph": 125.0}}
@@ -114,24 +114,24 @@ def test_a_small_row_must_nearly_reach_the_best_peer() -> None:
 
 
 @pytest.mark.parametrize("other", [{"ranks": 4}, {"dtype": "f16"}, {"model": "nvFuser", "M": 32768}])
-def test_nothing_is_asked_on_fewer_ranks_in_other_dtypes_and_of_nvfusers_row(other: dict[str, Any]) -> None:
+def test_fewer_ranks_other_dtypes_and_nvfusers_row_have_no_required_score(other: dict[str, Any]) -> None:
     row = scored(figures(**other))
     assert (row["must"], row["goal"], row["met"]) == (None, None, None)
 
 
-def test_a_row_without_a_right_candidate_of_ours_has_no_score_and_is_not_met() -> None:
+def test_a_row_without_a_right_hostir_candidate_has_no_score_and_is_not_met() -> None:
     times = {"torch fused": {"ours": False, "eager": 125.0}}
     row = scored(figures(times=times))
     assert (row["best_ours"], row["score_ours"], row["met"]) == (None, None, False)
     assert "NO" in line({**row, "N": 1, "K": 1})
 
 
-def test_without_a_peer_a_small_row_asks_for_nothing() -> None:
+def test_a_small_row_without_a_peer_has_no_required_score() -> None:
     row = scored(figures(M=64, times={"ring aten": {"ours": True, "graph": 125.0}}))
     assert (row["score_peer"], row["must"], row["met"]) == (None, None, None)
 
 
-# Words ------------------------------------------------------------------------------------------------------------
+# Reports ----------------------------------------------------------------------------------------------------------
 def test_the_report_has_a_line_for_each_row_and_for_each_candidate() -> None:
     results = run()["rows"]
     scores, every, alone = (part.splitlines() for part in report(results).split("\n\n") if part.startswith("|"))
@@ -141,25 +141,25 @@ def test_the_report_has_a_line_for_each_row_and_for_each_candidate() -> None:
     assert len({line.count("|") for line in scores}) == len({line.count("|") for line in every}) == 1
 
 
-def test_the_report_says_what_was_wrong() -> None:
+def test_the_report_lists_failures() -> None:
     row = result(ROW) | {"failed": {"ring aten, eager": "before timing: rank 1: WRONG: 8 rows hold NaN or infinity"}}
     assert "- 70B M=2048: ring aten, eager: before timing: rank 1: WRONG: 8 rows" in report([row])
     assert "Not scored" not in report([result(ROW)])
 
 
-def test_on_fewer_ranks_the_table_asks_for_nothing() -> None:
+def test_on_fewer_ranks_the_table_has_no_required_score() -> None:
     first = report([result(ROW, ranks=4)]).splitlines()[2]
     assert first.endswith("| - | - |")
 
 
-def test_the_name_of_a_result_has_what_is_not_understood() -> None:
+def test_the_file_name_of_results_has_ranks_and_dtype_unless_they_are_8_and_bf16() -> None:
     assert file_name("x", 8, "bf16") == "x"
     assert file_name("x", 4, "bf16") == "x_4"
     assert file_name("x", 2, "f16") == "x_f16_2"
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_scores_of_every_kept_run_follow_from_its_times(path: Path) -> None:
+def test_the_scores_of_every_committed_run_follow_from_its_times(path: Path) -> None:
     results = json.loads(path.read_text())["rows"]
     assert [scored(row) for row in results] == results
     assert report(results) in path.with_suffix(".md").read_text()
@@ -167,7 +167,7 @@ def test_the_scores_of_every_kept_run_follow_from_its_times(path: Path) -> None:
 
 # Right or wrong ---------------------------------------------------------------------------------------------------
 def operands(ranks: int = 4) -> Any:
-    """Like `Operands`, on a CPU, and far smaller than a row."""
+    """Return operands like `Operands`, on a CPU and far smaller."""
     torch.manual_seed(0)
     row = Row("tiny", 1024, 96, 128)
     gathered, b = torch.randn(row.M, row.K).bfloat16(), torch.randn(row.N, row.K).bfloat16().t()
@@ -175,12 +175,12 @@ def operands(ranks: int = 4) -> Any:
 
 
 def candidate(c: torch.Tensor) -> Candidate:
-    """Gives the same result at every call, whatever became of the one before."""
+    """Return a candidate that gives a fresh copy of `c` at every call."""
     return Candidate("some", "eager", True, lambda: c.clone())
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.kernels == "aten"], ids=str)
-def test_the_results_of_every_strategy_are_taken_in_the_order_of_their_rows(variant: Any) -> None:
+def test_the_judge_accepts_the_row_order_of_every_strategy(variant: Any) -> None:
     of, row = operands(), Row("tiny", 1024, 96, 128)
     sizes = {"M": row.M, "K": row.K, "N": row.N}
     fusion = patterns.allgather_matmul(ranks=4, S=variant.slices, dtype="bf16", **sizes)
@@ -202,7 +202,7 @@ def test_a_candidate_that_leaves_rows_unwritten_is_wrong() -> None:
         Judge(of).check(Candidate("some", "graph", True, forgets))
 
 
-def test_a_single_row_of_earlier_data_is_wrong_wherever_it_is() -> None:
+def test_a_single_stale_row_is_wrong_even_outside_the_sample() -> None:
     of = operands()
     judge = Judge(of)
     unseen = next(i for i in range(of.row.M) if i not in judge.sample.tolist())

@@ -1,4 +1,4 @@
-"""The picture of the scores."""
+"""The bar chart of scores."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def drawn(ranks: int = 8, wanted: str = "") -> ElementTree.Element:
 
 
 def bars(picture: ElementTree.Element, side: str) -> list[ElementTree.Element]:
-    """Those of the rows, which have something to say; the legend's have not."""
-    found = [group.find(f"{SVG}rect") for group in picture.iter(f"{SVG}g")]
-    return [bar for bar in found if bar is not None and bar.get("class") == side]
+    """Return the bars of the rows; they have titles, and the legend's squares do not."""
+    rectangles = [group.find(f"{SVG}rect") for group in picture.iter(f"{SVG}g")]
+    return [bar for bar in rectangles if bar is not None and bar.get("class") == side]
 
 
-def told(picture: ElementTree.Element) -> str:
-    return "\n".join(text.text or "" for kind in ("text", "title") for text in picture.iter(f"{SVG}{kind}"))
+def text_of(picture: ElementTree.Element) -> str:
+    return "\n".join(text.text or "" for tag in ("text", "title") for text in picture.iter(f"{SVG}{tag}"))
 
 
 def test_a_bar_is_as_high_as_its_score() -> None:
@@ -47,16 +47,16 @@ def test_every_row_has_a_bar_for_each_side_inside_the_picture() -> None:
     assert places[-1] + chart.BAR <= float(picture.get("width", 0))
 
 
-def test_what_must_be_reached_is_marked_only_where_something_is_asked() -> None:
-    assert "must reach 0.78" in told(drawn())
-    assert "goal 0.97" in told(drawn())
-    assert "must reach" not in told(drawn(ranks=4))
+def test_required_scores_are_marked_only_in_rows_that_have_one() -> None:
+    assert "must reach 0.78" in text_of(drawn())
+    assert "goal 0.97" in text_of(drawn())
+    assert "must reach" not in text_of(drawn(ranks=4))
 
 
 def test_pointing_at_a_bar_names_the_candidate_and_its_time() -> None:
     row = run(wanted="8B:2048")["rows"][0]
     expected = f"8B M=2048: {row['best_ours']}: {row['score_ours']:.2f}, {row['ours_us']:.0f} us"
-    assert expected in told(drawn(wanted="8B:2048"))
+    assert expected in text_of(drawn(wanted="8B:2048"))
 
 
 def test_a_row_without_a_candidate_has_no_bar() -> None:
@@ -69,7 +69,7 @@ def test_a_row_without_a_candidate_has_no_bar() -> None:
 def test_names_are_escaped() -> None:
     data = run(wanted="8B:2048")
     data["environment"]["gpu"] = "<GPU> & co"
-    assert "<GPU> & co" in told(ElementTree.fromstring(chart.draw(data)))
+    assert "<GPU> & co" in text_of(ElementTree.fromstring(chart.draw(data)))
 
 
 def test_a_run_without_rows_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Benchmarks that compare candidates: from one end to the other on CPU processes, and how their rows are scored."""
+"""Benchmarks that compare candidates: full runs on CPU processes, and the scores of their rows."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ Results = dict[str, Any]
 
 
 def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test of what the job has written."""
+    """Mark a test that reads the results of the job."""
     for mark in ("torchrun", "slow"):
         test = getattr(pytest.mark, mark)(test)
     return pytest.mark.timeout(300)(pytest.mark.xdist_group("comparison")(test))
 
 
-# From one end to the other ----------------------------------------------------------------------------------------
-TRAINED = [f"8B-{kind}{trained}" for kind in ("gather", "scatter") for trained in ("", "-trained")]
+# Full runs --------------------------------------------------------------------------------------------------------
+TRAINED = [f"8B-{side}{trained}" for side in ("gather", "scatter") for trained in ("", "-trained")]
 RUNS = {
     "matmul_reduce_scatter_2": "matmul_reduce_scatter --rows 8B:2048,70B:512",
     "matmul_reduce_scatter_as_rank_of": "matmul_reduce_scatter --rows 8B:2048 --as-rank-of 8",
@@ -58,20 +58,22 @@ RUNS = {
     "mlp_2": "mlp --rows 8B:2048 --only sequential,fused",
     "mlp_gated_2": "mlp --rows 8B:2048 --only sequential,fused --gated",
     "reshard_2": "reshard --only sequential,push --rows reduce_scatter,all_gather,all_reduce:64",
-    "torch_operators_2": f"torch_operators --rows {','.join(f'{kind}:4096' for kind in TRAINED)}",
+    "torch_operators_2": f"torch_operators --rows {','.join(f'{name}:4096' for name in TRAINED)}",
     "allgather_matmul_2": "allgather_matmul --rows 8B:2048",
     "scaled_gather_2": "scaled_matmul --rows 70B:2048 --exact --only sequential,fused",
     "scaled_axis_2": "scaled_matmul --rows 70B:2048 --side scatter --axis 1 --only fused",
     "scaled_gather_as_rank_of": "scaled_matmul --rows 70B:2048 --as-rank-of 8 --only fused",
     "scaled_scatter_as_rank_of": "scaled_matmul --rows 70B:2048 --side scatter --as-rank-of 8 --only ring",
-}  # by what they write
+}  # commands by the names of their results
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one job of two CPU processes has written the results of all `RUNS`."""
+    """Return the folder in which one job of two CPU processes has written the results of all `RUNS`."""
     folder = tmp_path_factory.mktemp("comparison")
-    outs = {name: folder / re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS}  # the rest is added to it
+    outs = {
+        name: folder / re.sub("(_gated)?_2$|_as_rank_of$", "", name) for name in RUNS
+    }  # benchmarks append the suffix
     commands = [command.replace(" ", f" {SMALL} --out {outs[name]} ", 1) for name, command in RUNS.items()]
     env = environment(HOSTIR_CACHE=str(folder))
     done = launch(2, str(Path(__file__).with_name("on_ranks.py")), *commands, env=env, timeout=250)
@@ -80,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(folder: Path, name: str) -> tuple[list[Results], str]:
-    """The rows that a benchmark has written, and its table."""
+    """Return the rows and the table that a benchmark has written."""
     written = folder / f"{name}.json"
     data = json.loads(written.read_text())
     assert [scored(row) for row in data["rows"]] == data["rows"]
@@ -92,18 +94,18 @@ def measured(folder: Path, name: str) -> tuple[list[Results], str]:
 
 
 def right(row: Results) -> set[str]:
-    """The strategies and peers that gave right results, with errors like those of NCCL + cuBLAS."""
+    """Return the strategies and peers with right results: errors must be near NCCL + cuBLAS's."""
     assert all(0 < t["error"] <= 1.1 and t["eager"] > 0 and t["host_eager_us"] > 0 for t in row["times"].values())
     return {name if not t["ours"] or name == COMPILED else name.split()[0] for name, t in row["times"].items()}
 
 
 def took_part(row: Results) -> set[str]:
-    """The same, and what refused with a reason."""
-    return right(row) | {what.split(",")[0] for what in row["failed"]}
+    """Return the strategies and peers with right results, and those that were refused with a reason."""
+    return right(row) | {name.split(",")[0] for name in row["failed"]}
 
 
 @on_ranks
-def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(folder: Path) -> None:
+def test_a_full_run_of_matmul_reduce_scatter(folder: Path) -> None:
     rows, table = measured(folder, "matmul_reduce_scatter_2")
     assert [(row["model"], row["M"], row["N"], row["K"]) for row in rows] == [("8B", 32, 64, 28), ("70B", 8, 128, 56)]
     for row in rows:
@@ -117,7 +119,7 @@ def test_matmul_reduce_scatter_runs_from_one_end_to_the_other(folder: Path) -> N
 
 
 @on_ranks
-def test_matmul_all_reduce_and_its_layers_run_from_one_end_to_the_other(folder: Path) -> None:
+def test_a_full_run_of_matmul_all_reduce_and_of_decode_layers(folder: Path) -> None:
     rows, _ = measured(folder, "matmul_all_reduce_2")
     assert [(row["M"], row["N"], row["K"]) for row in rows] == [(1, 128, 56)]
     assert right(rows[0]) == {BY_HAND, COMPILED, "sequential", "fused", "push"}
@@ -128,7 +130,7 @@ def test_matmul_all_reduce_and_its_layers_run_from_one_end_to_the_other(folder: 
 
 
 @on_ranks
-def test_a_few_ranks_stand_for_more(folder: Path) -> None:
+def test_a_full_run_in_which_2_ranks_emulate_8(folder: Path) -> None:
     rows, _ = measured(folder, "matmul_reduce_scatter_as_rank_of")
     assert set(rows[0]["times"]) == {str(way) for way in WAYS if way.kernels == "aten"}
     assert right(rows[0]) == {"ring", "fused", "push"}
@@ -137,7 +139,7 @@ def test_a_few_ranks_stand_for_more(folder: Path) -> None:
 
 @on_ranks
 @pytest.mark.parametrize("gated", [False, True])
-def test_mlp_runs_from_one_end_to_the_other(folder: Path, gated: bool) -> None:
+def test_a_full_run_of_mlp(folder: Path, gated: bool) -> None:
     rows, _ = measured(folder, "mlp_gated_2" if gated else "mlp_2")
     assert {BY_HAND, COMPILED, "sequential"} <= right(rows[0])
     assert took_part(rows[0]) == {BY_HAND, TORCH, COMPILED, "sequential", "fused"}
@@ -145,7 +147,7 @@ def test_mlp_runs_from_one_end_to_the_other(folder: Path, gated: bool) -> None:
 
 
 @on_ranks
-def test_reshard_runs_from_one_end_to_the_other(folder: Path) -> None:
+def test_a_full_run_of_reshard(folder: Path) -> None:
     rows, _ = measured(folder, "reshard_2")
     assert [(row["model"], row["M"]) for row in rows] == [
         ("reduce_scatter", 128),
@@ -161,10 +163,10 @@ def test_reshard_runs_from_one_end_to_the_other(folder: Path) -> None:
 
 
 @on_ranks
-def test_functions_for_torch_run_from_one_end_to_the_other(folder: Path) -> None:
+def test_a_full_run_of_torch_operators(folder: Path) -> None:
     rows, _ = measured(folder, "torch_operators_2")
     assert [(row["model"], row["M"], row["N"], row["K"]) for row in rows] == [
-        (kind, 64, *((28, 64) if "gather" in kind else (64, 28))) for kind in TRAINED
+        (name, 64, *((28, 64) if "gather" in name else (64, 28))) for name in TRAINED
     ]
     for row in rows:
         names = {BY_HAND, TORCH, HOSTIR} | (set() if "trained" in row["model"] else {f"{HOSTIR} out="})
@@ -174,14 +176,14 @@ def test_functions_for_torch_run_from_one_end_to_the_other(folder: Path) -> None
         assert row["modes"]["eager"]["score_ours"] == round(row["floor_us"] / row["times"][HOSTIR]["eager"], 4)
 
 
-def test_functions_for_torch_are_held_against_the_fastest_peer_of_each_mode() -> None:
+def test_torch_operators_must_nearly_reach_the_fastest_peer_of_each_mode() -> None:
     row = BENCHMARKS["torch_operators"].rows("70B-gather-trained:4096")[0]
     times = {BY_HAND: {"ours": False, "eager": 200.0, "graph": 125.0}, TORCH: {"ours": False, "eager": 160.0}}
     for eager, graph, met in ((160.0, 125.0, True), (163.0, 127.0, True), (164.0, 90.0, False), (140.0, 128.0, False)):
         ours = {HOSTIR: {"ours": True, "eager": eager, "graph": graph}}
-        found = figures("torch_operators", row) | {"times": times | ours}
-        del found["compiled"]
-        done = scored(found)
+        row_figures = figures("torch_operators", row) | {"times": times | ours}
+        del row_figures["compiled"]
+        done = scored(row_figures)
         assert done["met"] is met
         assert {mode: each["must"] for mode, each in done["modes"].items()} == {"eager": 0.6125, "graph": 0.784}
         assert [each["best_peer"] for each in done["modes"].values()] == [TORCH, BY_HAND]
@@ -190,34 +192,36 @@ def test_functions_for_torch_are_held_against_the_fastest_peer_of_each_mode() ->
         assert f"| {BY_HAND} | 0.800 | {done['modes']['graph']['score_ours']:.3f} | 0.784 |" in report([done])
 
 
-def test_a_mode_in_which_only_a_peer_ran_is_not_met() -> None:
+def test_a_mode_without_a_hostir_time_is_not_met() -> None:
     row = BENCHMARKS["torch_operators"].rows("70B-gather:4096")[0]
-    found = figures("torch_operators", row)
-    found["times"][HOSTIR] = {"ours": True, "graph": 100.0}
-    del found["compiled"]
-    assert {mode: each["met"] for mode, each in scored(found)["modes"].items()} == {"eager": False, "graph": True}
+    row_figures = figures("torch_operators", row)
+    row_figures["times"][HOSTIR] = {"ours": True, "graph": 100.0}
+    del row_figures["compiled"]
+    assert {mode: each["met"] for mode, each in scored(row_figures)["modes"].items()} == {"eager": False, "graph": True}
 
 
-@pytest.mark.parametrize("kind", BENCHMARKS)
-def test_no_must_is_above_1_unless_a_peer_beats_the_floor(kind: str) -> None:
-    random = Random(kind)
-    asked = 0
-    for row in BENCHMARKS[kind].rows():
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_no_required_score_is_above_1_unless_a_peer_beats_the_floor(benchmark: str) -> None:
+    random = Random(benchmark)
+    required = 0
+    for row in BENCHMARKS[benchmark].rows():
         for _ in range(20):
-            about = {"scales": "rows", "fast": True} if kind.startswith("scaled") else {}
-            found = figures(kind, row, random.choice(("eager", "graph")), ranks=random.choice((2, 8)), **about)
-            found["times"][HOSTIR] = {"ours": True}
-            for t in found["times"].values():
+            scaling = {"scales": "rows", "fast": True} if benchmark.startswith("scaled") else {}
+            row_figures = figures(
+                benchmark, row, random.choice(("eager", "graph")), ranks=random.choice((2, 8)), **scaling
+            )
+            row_figures["times"][HOSTIR] = {"ours": True}
+            for t in row_figures["times"].values():
                 t |= {mode: random.uniform(95 if t["ours"] else 100, 500) for mode in ("eager", "graph")}
-            done = scored(found)
+            done = scored(row_figures)
             musts = [done["must"], *(mode["must"] for mode in done.get("modes", {}).values())]
-            asked += sum(must is not None for must in musts)
+            required += sum(must is not None for must in musts)
             assert all(must is None or must <= 1 for must in musts), done
-    assert bool(asked) is not kind.endswith("_emulated")
+    assert bool(required) is not benchmark.endswith("_emulated")
 
 
 @on_ranks
-def test_allgather_matmul_runs_from_one_end_to_the_other(folder: Path) -> None:
+def test_a_full_run_of_allgather_matmul(folder: Path) -> None:
     rows, table = measured(folder, "allgather_matmul_2")
     assert right(rows[0]) == {BY_HAND, COMPILED, *STRATEGIES}
     assert took_part(rows[0]) == {BY_HAND, TORCH, "torch native", COMPILED, *STRATEGIES}
@@ -225,7 +229,7 @@ def test_allgather_matmul_runs_from_one_end_to_the_other(folder: Path) -> None:
 
 
 @on_ranks
-def test_fp8_products_run_from_one_end_to_the_other(folder: Path) -> None:
+def test_a_full_run_of_scaled_matmul(folder: Path) -> None:
     (row,), _ = measured(folder, "scaled_gather_2")
     assert (row["M"], row["N"], row["K"], row["scales"], row["fast"]) == (32, 56, 128, "rows", False)
     assert right(row) == {BY_HAND, COMPILED, "sequential", "fused"}
@@ -240,13 +244,13 @@ def test_fp8_products_run_from_one_end_to_the_other(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["gather", "scatter"])
-def test_fp8_products_are_held_against_a_score_and_no_less_than_the_best_peer(side: str) -> None:
-    def must(m: int, **about: Any) -> float | None:
+def test_fp8_matmuls_must_reach_a_fixed_score_and_nearly_the_best_peer(side: str) -> None:
+    def must(m: int, **changes: Any) -> float | None:
         row = BENCHMARKS[f"scaled_{side}"].row("70B", m)
-        asked: float | None = scored(figures(f"scaled_{side}", row, **({"scales": "rows", "fast": True} | about)))[
+        required: float | None = scored(figures(f"scaled_{side}", row, **({"scales": "rows", "fast": True} | changes)))[
             "must"
         ]
-        return asked
+        return required
 
     assert must(2048) == {"gather": 0.82, "scatter": 0.8}[side]  # torch's graph takes 125 us, the floor 100
     assert must(4096) == {"gather": 0.88, "scatter": 0.8}[side]
@@ -258,7 +262,7 @@ def test_fp8_products_are_held_against_a_score_and_no_less_than_the_best_peer(si
 
 
 # Rows -------------------------------------------------------------------------------------------------------------
-def test_rows_are_the_layers_unless_the_odd_shapes_are_asked_for() -> None:
+def test_rows_are_the_layers_of_models_unless_odd_shapes_are_requested() -> None:
     rows = matmul_reduce_scatter.parse_options([]).rows
     assert len(rows) == 18
     assert {row.model for row in rows} == {"8B", "70B", "405B"}
@@ -272,12 +276,12 @@ def test_rows_are_the_layers_unless_the_odd_shapes_are_asked_for() -> None:
     assert few == [Row("8B", 2048, 4096, 1792)]
 
 
-def test_the_mlp_is_that_of_70b_unless_others_are_named() -> None:
+def test_the_default_mlp_is_70b() -> None:
     assert {(row.model, row.M) for row in mlp.parse_options([]).rows} == {("70B", m) for m in (2048, 4096, 8192, 16384)}
     assert {row.model for row in mlp.parse_options(["--rows", "8B"]).rows} == {"8B"}
 
 
-def test_all_gathers_are_of_64_and_of_256_mib() -> None:
+def test_the_sizes_of_reshard_rows() -> None:
     rows = reshard.parse_options([]).rows
     assert [row.M * row.N * 2 >> 20 for row in rows if row.model == "all_gather"] == [64, 256]
     assert [(row.M, row.N) for row in rows if row.model == "reduce_scatter"] == [(8192, 16384)]
@@ -285,7 +289,7 @@ def test_all_gathers_are_of_64_and_of_256_mib() -> None:
     assert sums == [16, 256, 1 << 10, 8 << 10, 64 << 10]
 
 
-def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
+def test_all_reduce_has_small_and_large_rows() -> None:
     assert [row.M for row in matmul_all_reduce.parse_options([]).rows] == [2048, 4096, 8192, 16384, 512, 64, 1, 16, 128]
     assert sorted(row.M for row in matmul_all_reduce.parse_options(["--decode"]).rows) == [1, 16, 64]
     row = scored(figures("all_reduce", Row("70B", 8192, 8192, 3584)))
@@ -295,21 +299,21 @@ def test_sums_on_all_ranks_are_of_few_and_of_many_rows() -> None:
 
 
 # Scores -----------------------------------------------------------------------------------------------------------
-def figures(kind: str, row: Row, mode: str = "graph", **changes: Any) -> Results:
-    """A row on 2 GPUs with a floor of 100 us: NCCL takes 160 and 150, torch 900 and 125, `hi.compile` 130 and 110."""
+def figures(pattern: str, row: Row, mode: str = "graph", **changes: Any) -> Results:
+    """Return a row on 2 GPUs, floor 100 us; eager and graph: NCCL 160, 150; torch 900, 125; `hi.compile` 130, 110."""
     times: Results = {
-        (BY_HAND if kind != "reshard" else "NCCL"): {"ours": False, "eager": 160.0, "graph": 150.0, "error": 1.0},
-        (TORCH if kind != "reshard" else "torch"): {"ours": False, "eager": 900.0, "graph": 125.0, "error": 0.9},
+        (BY_HAND if pattern != "reshard" else "NCCL"): {"ours": False, "eager": 160.0, "graph": 150.0, "error": 1.0},
+        (TORCH if pattern != "reshard" else "torch"): {"ours": False, "eager": 900.0, "graph": 125.0, "error": 0.9},
         COMPILED: {"ours": True, "eager": 130.0, "graph": 110.0, "error": 0.8},
         "ring aten": {"ours": True, "graph": 105.0, "error": 0.8},
     }
-    parts = {"gemm_us": None if kind == "reshard" else 90.0, "nccl_us": 100.0, "torch_us": 120.0}
-    about = {"kind": kind, "model": row.model, "M": row.M, "N": row.N, "K": row.K, "ranks": 2, "dtype": "bf16"}
+    parts = {"gemm_us": None if pattern == "reshard" else 90.0, "nccl_us": 100.0, "torch_us": 120.0}
+    identity = {"kind": pattern, "model": row.model, "M": row.M, "N": row.N, "K": row.K, "ranks": 2, "dtype": "bf16"}
     compiled = {"compiled": {"mode": mode, "choice": "fused aten"}}
-    return {**about, **parts, "times": times, "failed": {}, "triton_us": None, **compiled, **changes}
+    return {**identity, **parts, "times": times, "failed": {}, "triton_us": None, **compiled, **changes}
 
 
-def test_what_hi_compile_gives_is_scored_and_the_best_candidate_stands_beside_it() -> None:
+def test_the_score_is_hi_compiles_and_the_best_candidate_is_listed_beside_it() -> None:
     row = scored(figures("reduce_scatter", Row("70B", 4096, 8192, 3584)))
     assert (row["best_ours"], row["score_ours"]) == (f"{COMPILED}, graph", 0.9091)
     assert (row["best_candidate"], row["score_candidate"]) == ("ring aten, graph", 0.9524)
@@ -319,7 +323,7 @@ def test_what_hi_compile_gives_is_scored_and_the_best_candidate_stands_beside_it
     assert (issued["best_peer"], issued["best_alike"]) == (f"{TORCH}, graph", f"{BY_HAND}, eager")
 
 
-def test_no_candidate_is_taken_for_hi_compile_where_that_failed() -> None:
+def test_no_candidate_replaces_a_failed_hi_compile() -> None:
     failed = figures("reduce_scatter", Row("70B", 4096, 8192, 3584))
     del failed["times"][COMPILED]
     row = scored(failed)
@@ -329,7 +333,7 @@ def test_no_candidate_is_taken_for_hi_compile_where_that_failed() -> None:
 
 
 @pytest.mark.parametrize("row", [Row("70B", 512, 8192, 3584), Row("K=3696 N=8192", 6000, 8192, 3696)], ids=str)
-def test_small_and_odd_rows_are_held_against_the_best_peer_issued_alike(row: Row) -> None:
+def test_small_and_odd_rows_must_nearly_reach_the_best_peer_in_the_same_mode(row: Row) -> None:
     replayed, issued = (scored(figures("reduce_scatter", row, mode)) for mode in ("graph", "eager"))
     assert (replayed["must"], replayed["goal"], replayed["met"]) == (0.784, 0.88, True)
     assert (issued["must"], issued["goal"], issued["met"]) == (0.6125, 0.6875, True)
@@ -339,7 +343,7 @@ def test_small_and_odd_rows_are_held_against_the_best_peer_issued_alike(row: Row
     assert "(1.14 x, error 0.800)" in line(replayed)
 
 
-def test_an_mlp_is_held_against_both_peers() -> None:
+def test_an_mlp_must_beat_both_peers() -> None:
     row = scored(figures("mlp", Row("70B", 4096, 3584, 8192)))
     assert (row["must"], row["goal"], row["met"]) == (0.824, 0.92, True)  # 1.03 and 1.15 times torch's
     by_hand = figures("mlp", Row("70B", 4096, 3584, 8192))
@@ -347,18 +351,18 @@ def test_an_mlp_is_held_against_both_peers() -> None:
     assert scored(by_hand)["must"] == 0.9524  # 1.2 times NCCL's
 
 
-def test_a_reshard_is_held_against_nccl() -> None:
+def test_a_reshard_is_compared_with_nccl() -> None:
     row = scored(figures("reshard", Row("all_gather", 4096, 8192, 0)))
     assert (row["gemm_us"], row["floor_us"], row["must"], row["met"]) == (None, 100.0, 0.6667, True)
     row = scored(figures("reshard", Row("all_reduce", 64, 8192, 0)))
     assert (row["must"], row["goal"]) == (0.98, 1.1)
 
 
-def test_an_emulated_row_has_scores_of_its_own() -> None:
+def test_an_emulated_row_has_its_own_required_score() -> None:
     emulated = {"ranks": 8, "emulated_on": 2, "nccl_us": None, "torch_us": None, "copies_us": 100.0}
-    found = figures("departures", Row("70B", 4096, 8192, 3584), **emulated)
-    del found["compiled"], found["times"][COMPILED]
-    row = scored(found)
+    row_figures = figures("departures", Row("70B", 4096, 8192, 3584), **emulated)
+    del row_figures["compiled"], row_figures["times"][COMPILED]
+    row = scored(row_figures)
     assert (row["floor_us"], row["must"], row["goal"], row["met"]) == (100.0, 0.86, None, True)
     drawn = chart.draw({"environment": {"gpu": "H200"}, "rows": [row]})
     assert "as a rank of more meets it on 2 x H200" in drawn
@@ -366,17 +370,17 @@ def test_an_emulated_row_has_scores_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("other", [{"ranks": 4}, {"dtype": "f16"}, {"device": "cpu"}, {"shrunk": 2}], ids=str)
-def test_nothing_is_asked_of_other_ranks_dtypes_devices_and_sizes(other: Results) -> None:
+def test_other_ranks_dtypes_devices_and_sizes_have_no_required_score(other: Results) -> None:
     row = scored(figures("reduce_scatter", Row("70B", 4096, 8192, 3584), **other))
     assert (row["must"], row["goal"], row["met"]) == (None, None, None)
 
 
-def test_each_kind_has_a_score_for_every_large_row() -> None:
-    for kind in ("reduce_scatter", "departures"):
-        ranks = 2 if kind == "reduce_scatter" else 8
-        for row in BENCHMARKS[kind].rows("8B,70B,405B"):
-            found = scored(figures(kind, row, ranks=ranks))
-            assert 0 < found["must"] < (found["goal"] or 1) <= 1 or row.M < 2048
+def test_every_large_row_has_a_required_score() -> None:
+    for pattern in ("reduce_scatter", "departures"):
+        ranks = 2 if pattern == "reduce_scatter" else 8
+        for row in BENCHMARKS[pattern].rows("8B,70B,405B"):
+            done = scored(figures(pattern, row, ranks=ranks))
+            assert 0 < done["must"] < (done["goal"] or 1) <= 1 or row.M < 2048
     assert {len(sizes) for sizes in ODD.values()} == {1, 3}
 
 
@@ -391,46 +395,46 @@ def test_the_report_has_the_choice_and_errors() -> None:
 
 # Right or wrong ---------------------------------------------------------------------------------------------------
 def judge() -> tuple[Judge, torch.Tensor]:
-    """A judge of a product of f32 matrices, rounded once to bf16; and the result."""
+    """Return a judge whose unfused result is an f64 matmul rounded once to bf16, and the exact result."""
     torch.manual_seed(0)
     exact = torch.randn(128, 64).double() @ torch.randn(64, 96).double()
     return Judge(torch.arange(0, 128, 3), exact[::3], exact.bfloat16()), exact
 
 
 def test_an_error_is_a_multiple_of_torchs() -> None:
-    held, exact = judge()
-    assert held.check(Candidate("some", "eager", True, lambda: exact.bfloat16())) == 1
-    assert held.check(Candidate("some", "eager", True, lambda: exact.clone())) == 0
+    judge_of_bf16, exact = judge()
+    assert judge_of_bf16.check(Candidate("some", "eager", True, lambda: exact.bfloat16())) == 1
+    assert judge_of_bf16.check(Candidate("some", "eager", True, lambda: exact.clone())) == 0
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda c: c + 0.02 * c.std() * torch.randn_like(c), "and torch's is"),
         (lambda c: torch.cat([c[:1], c[2:3], c[2:]]), "1 rows differ from torch's, row 1"),
         (lambda c: torch.cat([c[:-1], torch.full_like(c[:1], torch.nan)]), "1 rows hold NaN"),
     ],
 )
-def test_a_wrong_result_is_not_timed(wrong: Any, said: str) -> None:
-    held, exact = judge()
-    with pytest.raises(WrongResultError, match=said):
-        held.check(Candidate("some", "eager", True, lambda: wrong(exact.bfloat16())))
+def test_a_wrong_result_is_not_timed(wrong: Any, message: str) -> None:
+    judge_of_bf16, exact = judge()
+    with pytest.raises(WrongResultError, match=message):
+        judge_of_bf16.check(Candidate("some", "eager", True, lambda: wrong(exact.bfloat16())))
 
 
-def test_nothing_is_held_against_nan() -> None:
-    held, exact = judge()
+def test_a_reference_with_nan_or_infinity_is_refused() -> None:
+    judge_of_bf16, exact = judge()
     right = exact.bfloat16()
     for special in (torch.nan, torch.inf):
         spoilt = right.index_fill(0, torch.tensor([3]), special)
         for unfused, *alike in ([spoilt], [right, spoilt], [right, right, spoilt]):
             with pytest.raises(WrongResultError, match="torch's own result holds NaN"):
-                Judge(held.sample, held.exact, unfused, alike)
+                Judge(judge_of_bf16.sample, judge_of_bf16.exact, unfused, alike)
 
 
 # Programs ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize("way", arrivals.WAYS, ids=lambda way: way.name)
-def test_fp8_rows_of_all_other_places_come_from_the_peer_with_their_scales(way: arrivals.Way, groups: int) -> None:
+def test_fp8_rows_of_all_other_places_are_the_peers_rows_and_scales(way: arrivals.Way, groups: int) -> None:
     row, ranks = Row("70B", 8, 128, 256), 4
     scaling = arrivals.Scaling(groups, (groups or 1, 1 if groups != 1 else 128), fast=True)
     program = hi.parse(arrivals.program_text(row, ranks, way, scaling))
@@ -449,7 +453,7 @@ def test_fp8_rows_of_all_other_places_come_from_the_peer_with_their_scales(way: 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_each_rank_adds_what_the_peer_makes_for_all_other_places(way: Way, ranks: int) -> None:
+def test_each_rank_adds_the_peers_blocks_of_all_other_places(way: Way, ranks: int) -> None:
     row = Row("8B", 32, 6, 4)
     program = hi.parse(program_text(row, ranks, way, "f32"))
     assert hi.check(program, calls=2) == []
@@ -464,7 +468,7 @@ def test_each_rank_adds_what_the_peer_makes_for_all_other_places(way: Way, ranks
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_layers_are_those_of_an_mlp(slices: int, gated: bool) -> None:
+def test_the_fusion_of_the_mlp_benchmark_is_an_mlp(slices: int, gated: bool) -> None:
     x, *weights, down = [torch.randn(32, 8), *(torch.randn(8, 12) for _ in range(1 + gated)), torch.randn(12, 8)]
     fusion = mlp.mlp(2, slices, 32, 8, 12, "f32", gated=gated)
     (y,) = hi.run(fusion, x if slices == 1 else x.view(slices, 2, -1, 8), *weights, down, strategy="sequential")
@@ -473,5 +477,5 @@ def test_the_layers_are_those_of_an_mlp(slices: int, gated: bool) -> None:
     torch.testing.assert_close(y.reshape(32, 8), act @ down, rtol=1e-4, atol=1e-4)
 
 
-def test_the_plain_fusion_says_nothing_of_slices() -> None:
+def test_the_fusion_in_one_slice_has_no_stream_axis() -> None:
     assert "stream" not in str(row_parallel(2, 32, 6, 8, "bf16"))

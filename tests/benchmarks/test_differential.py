@@ -1,4 +1,4 @@
-"""A few hundred cases of the random differential run, and whether it finds what is wrong.
+"""A few hundred cases of the random differential run, and planted faults that it must report.
 
 `python -m benchmarks.differential` runs thousands, and some of them on real processes.
 """
@@ -24,7 +24,7 @@ from hostir.kernels.table import kernel_table
 from hostir.machines.simulated import machine as local
 
 SEED = 17
-CASES = 400  # numbers, of which some have nothing to overlap
+CASES = 400  # case numbers; some have no communication to overlap
 
 
 def failed(results: list[Result]) -> list[str]:
@@ -32,19 +32,19 @@ def failed(results: list[Result]) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_random_cases_are_right_or_deservedly_refused(part: int) -> None:
-    found = several(range(part * CASES // 2, (part + 1) * CASES // 2), SEED)
-    assert not failed(found)
-    ends = [result.outcome for result in found]
-    assert ends.count("right") > CASES // 10
-    assert ends.count("refused") > CASES // 20
+def test_random_cases_are_right_or_refused_with_a_true_reason(part: int) -> None:
+    results = several(range(part * CASES // 2, (part + 1) * CASES // 2), SEED)
+    assert not failed(results)
+    outcomes = [result.outcome for result in results]
+    assert outcomes.count("right") > CASES // 10
+    assert outcomes.count("refused") > CASES // 20
 
 
-def test_each_stretch_of_numbers_holds_all_strategies_ranks_and_rows() -> None:
-    some, kinds = CELLS[:CASES], len(PATTERNS) + len(RANDOM)
-    for field, values in (("strategy", 5), ("ranks", 5), ("rows", 4), ("pattern", kinds)):
-        assert len({getattr(cell, field) for cell in some}) == values
-    assert len(set(CELLS)) == len(CELLS) == 5 * 5 * 4 * kinds
+def test_the_first_cases_cover_all_strategies_ranks_rows_and_patterns() -> None:
+    first, patterns = CELLS[:CASES], len(PATTERNS) + len(RANDOM)
+    for field, values in (("strategy", 5), ("ranks", 5), ("rows", 4), ("pattern", patterns)):
+        assert len({getattr(cell, field) for cell in first}) == values
+    assert len(set(CELLS)) == len(CELLS) == 5 * 5 * 4 * patterns
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_each_stretch_of_numbers_holds_all_strategies_ranks_and_rows() -> None:
         ("f32[2*M, 4]", "", 1),
     ],
 )
-def test_which_rows_fit_is_told_without_the_programs_own_rule(type: str, body: str, multiple: int) -> None:
+def test_the_divisor_of_rows_is_computed_without_the_programs_misfits(type: str, body: str, multiple: int) -> None:
     text = f"hostir 1\nmesh @mesh [didx] = 0 1 2 3\nprogram @p(%x: {type}) -> (%x) {{\n  {body}\n}}\n"
     program = hi.parse(text)
     assert multiple_of(program) == multiple
@@ -67,12 +67,12 @@ def test_which_rows_fit_is_told_without_the_programs_own_rule(type: str, body: s
 
 
 # Faults -----------------------------------------------------------------------------------------------------------
-def found_in(count: int) -> list[str]:
-    """What goes wrong in so many cases with rows."""
+def complaints_in(count: int) -> list[str]:
+    """Run this number of cases with at least one row; return the complaints."""
     return failed(several([n for n in range(2 * count) if CELLS[n].rows != "M = 0"][:count], SEED))
 
 
-def test_a_kernel_that_misses_an_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_one_wrong_element_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(policy: str, device: str) -> Mapping[str, Kernel]:
         table = kernel_table(policy, device)
 
@@ -83,40 +83,40 @@ def test_a_kernel_that_misses_an_element_is_found(monkeypatch: pytest.MonkeyPatc
         return {**table, "matmul": matmul}
 
     monkeypatch.setattr(local, "kernel_table", planted)
-    assert any(text.startswith("wrong") and "allowed" in text for text in found_in(60))
+    assert any(text.startswith("wrong") and "allowed" in text for text in complaints_in(60))
 
 
-def test_a_size_that_is_not_refused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_refusal_of_a_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "misfits", lambda *_: [])
-    assert found_in(40)
+    assert complaints_in(40)
 
 
 def refusing(factor: int) -> object:
-    """What refuses all rows that are no multiple of what must divide them, times a factor."""
+    """Return a `misfits` that asks rows for `factor` times the true divisor."""
 
     def misfits(name: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-        asked = lcm(*(division.size.den for division in divisions)) * factor
-        rule = f"M={sizes.get('M')} does not fit @{name}: M must be a multiple of {asked}, because it is so"
-        return [Diagnostic(rule)] if sizes.get("M", 0) % asked else []
+        divisor = lcm(*(division.size.den for division in divisions)) * factor
+        rule = f"M={sizes.get('M')} does not fit @{name}: M must be a multiple of {divisor}, because it is so"
+        return [Diagnostic(rule)] if sizes.get("M", 0) % divisor else []
 
     return misfits
 
 
-def test_a_refusal_of_what_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_a_size_that_fits_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "misfits", refusing(2))
-    assert any("refuses what fits" in text for text in found_in(40))
+    assert any("refuses what fits" in text for text in complaints_in(40))
 
 
-def test_a_message_with_another_multiple_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_with_another_multiple_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "misfits", refusing(2))
-    assert any("names another multiple" in text for text in found_in(120))
+    assert any("names another multiple" in text for text in complaints_in(120))
 
 
-def test_an_error_of_another_kind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_that_is_no_diagnostic_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("the shards are lost")
 
     monkeypatch.setattr(local_runs, "shard", broken)
-    found = found_in(40)
-    assert any(text.startswith("exception") and "the shards are lost" in text for text in found)
-    assert all("python -m benchmarks.differential --seed 17 --case" in text for text in found)
+    complaints = complaints_in(40)
+    assert any(text.startswith("exception") and "the shards are lost" in text for text in complaints)
+    assert all("python -m benchmarks.differential --seed 17 --case" in text for text in complaints)

@@ -1,4 +1,4 @@
-"""The benchmark of a block of Llama-3, from one end to the other on CPU processes."""
+"""The benchmark of a block of Llama-3: full runs on CPU processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = dict[str, Any]
 
 
 def measured(folder: Path, *options: str) -> tuple[Results, str]:
-    """The one row that the benchmark writes on two CPU processes, and its table."""
+    """Run the benchmark on two CPU processes; return its only row and its table."""
     env = environment(HOSTIR_CACHE=str(folder))
     small = ("--device", "cpu", "--shrink", "32", "--models", "8B", "--tokens", "64", "--repeats", "1")
     command = ("-m", "benchmarks.llama_block", *small, *options, "--out", str(folder / "block"))
@@ -33,12 +33,12 @@ def measured(folder: Path, *options: str) -> tuple[Results, str]:
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_all_ways_give_the_same_gradients_and_run_the_operators_that_they_are_named_for(tmp_path: Path) -> None:
-    row, table = measured(tmp_path, "--backend", "aot_eager")  # which knows no passes
+def test_all_ways_give_the_same_gradients_and_run_the_operators_of_their_names(tmp_path: Path) -> None:
+    row, table = measured(tmp_path, "--backend", "aot_eager")  # a backend that runs no passes
     assert row["failed"] == {
         "DTensor compiled, async TP": "configuration: rank 0: RuntimeError: async TP is for CUDA",
         PASS: "operators: rank 0: RuntimeError: the step that was timed ran no operator 'hostir::...'",
-        # On CPUs they are plain collectives.
+        # On CPUs torch's operators are plain collectives.
         "torch's operators": "operators: rank 0: RuntimeError: the step that was timed ran no operator "
         "'symm_mem::fused_...'",
     }
@@ -57,7 +57,7 @@ def test_all_ways_give_the_same_gradients_and_run_the_operators_that_they_are_na
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_step_that_is_timed_runs_what_the_pass_made_of_it(tmp_path: Path) -> None:
+def test_the_timed_step_runs_the_operators_that_the_pass_inserted(tmp_path: Path) -> None:
     row, table = measured(tmp_path, "--ways", f"{PASS};{PLAIN}")
     assert row["failed"] == {}
     operators = {"hostir::all_gather_matmul": 4, "hostir::matmul_reduce_scatter": 4}
@@ -73,7 +73,7 @@ def test_the_step_that_is_timed_runs_what_the_pass_made_of_it(tmp_path: Path) ->
         ("DTensor compiled, async TP", ["symm_mem::fused_all_gather_matmul"]),
     ],
 )
-def test_a_step_that_runs_the_operators_of_its_way_is_taken(name: str, ran: list[str]) -> None:
+def test_a_step_that_runs_the_operators_of_its_way_is_accepted(name: str, ran: list[str]) -> None:
     WAYS[name].check(Counter(ran))
 
 
@@ -101,12 +101,12 @@ class Alone:
 
 
 def way(**times: float) -> Results:
-    """The figures of a way that took so long."""
-    more = {"host_us": 9.0, "bytes": 1 << 20, "error": 0.01, "operators": {}, "lacking": {}}
-    return {"issued": times, "replayed": {}, **more}
+    """Return the figures of a way with these times in ms."""
+    figures = {"host_us": 9.0, "bytes": 1 << 20, "error": 0.01, "operators": {}, "lacking": {}}
+    return {"issued": times, "replayed": {}, **figures}
 
 
-def test_what_is_measured_is_kept_when_a_later_case_fails(tmp_path: Path) -> None:
+def test_measured_rows_are_kept_when_a_later_case_fails(tmp_path: Path) -> None:
     options = Namespace(out=tmp_path / "block", of=8, ways=[PLAIN])
     bench = Bench(cast(Any, Alone()), options, cast(Any, None))
     first = {"model": "70B", "tokens": 64, "widths": "full widths", "ways": {PLAIN: way(step=30.0, alone=20.0)}}

@@ -1,4 +1,4 @@
-"""How the verdicts of several calls of `benchmarks.mutation` become one table."""
+"""Merging the verdicts of several calls of `benchmarks.mutation` into one table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSED = Verdict(Mutant("swap", "p", "swapped", "two"), (), (), "seed 0: NaN")
 UNREAD = Mutant("swap", "p", "swapped", "three")
 
 
-def test_verdicts_of_earlier_calls_are_merged_and_not_asked_for_again(tmp_path: Path) -> None:
+def test_verdicts_of_earlier_calls_are_merged_and_not_computed_again(tmp_path: Path) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     Kept([first], seeds=200).add(CAUGHT.mutant, CAUGHT)
     later = Kept([second, first], seeds=200)
@@ -26,7 +26,7 @@ def test_verdicts_of_earlier_calls_are_merged_and_not_asked_for_again(tmp_path: 
         ended.write('["half a li')
     both = Kept([first, second], seeds=200)
     assert both.of([CAUGHT.mutant, MISSED.mutant, UNREAD]) == [CAUGHT, MISSED]
-    assert len(both.found) == 3
+    assert len(both.verdicts) == 3
     assert "| swap | 2 | 2 | 0 | 1 | 1 | 0 | 0 | 0 |" in report(both.of([CAUGHT.mutant, MISSED.mutant]))
 
 
@@ -40,7 +40,7 @@ def test_verdicts_of_other_sources_are_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b"])
-def test_a_part_is_one_of_a_whole(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_part_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         mutation.main(["--part", text])
     assert f"'{text}' is no part of a whole, such as 1/2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The script for many GPUs: on CPU processes, from one end to the other, with tiny sizes."""
+"""The script for many GPUs: a full run on CPU processes with tiny sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.launch import environment, launch
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(200)
-def test_the_script_runs_the_parts_that_are_wanted_and_says_how_each_went(tmp_path: Path) -> None:
+def test_the_script_runs_the_requested_parts_and_records_their_outcomes(tmp_path: Path) -> None:
     env = environment(HOSTIR_CACHE=str(tmp_path))
     tiny = (
         "--device",
@@ -34,7 +34,7 @@ def test_the_script_runs_the_parts_that_are_wanted_and_says_how_each_went(tmp_pa
     done = launch(2, "-m", "benchmarks.on_eight", "--out", str(tmp_path / "on_eight"), *tiny, env=env, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads((tmp_path / "on_eight/on_eight.json").read_text())
-    assert {name: how.split(",")[0] for name, how in data["parts"].items()} == dict.fromkeys(
+    assert {name: outcome.split(",")[0] for name, outcome in data["parts"].items()} == dict.fromkeys(
         ("reduce_scatter", "overhead", "llama_block", "stress", "tune"), "ok"
     )
     log = (tmp_path / "on_eight/on_eight.log").read_text()
@@ -59,52 +59,55 @@ def fails(job: Job) -> bool:
     raise ValueError("too many\nlines")
 
 
-PARTS_OF_ALL_KINDS = tuple(
+PARTS_WITH_ALL_OUTCOMES = tuple(
     Part(name, 100, run)
     for name, run in (("good", lambda job: True), ("wrong", lambda job: False), ("raises", fails), ("hung", fails))
 )
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    monkeypatch.setattr(on_eight, "PARTS", PARTS_OF_ALL_KINDS)
-    names = [part.name for part in PARTS_OF_ALL_KINDS]
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    monkeypatch.setattr(on_eight, "PARTS", PARTS_WITH_ALL_OUTCOMES)
+    names = [part.name for part in PARTS_WITH_ALL_OUTCOMES]
     return Namespace(out=tmp_path, only=names, seconds=540, device="cpu")
 
 
-def kept(given: Namespace, begun: float, **parts: str) -> dict[str, Any]:
-    (given.out / "on_eight.json").write_text(json.dumps({"begun": begun, "parts": parts}))
-    return run_all(cast(Session, Alone()), given)
+def resumed(arguments: Namespace, begun: float, **parts: str) -> dict[str, Any]:
+    """Run the parts after an earlier call, which left the outcomes `parts`."""
+    (arguments.out / "on_eight.json").write_text(json.dumps({"begun": begun, "parts": parts}))
+    return run_all(cast(Session, Alone()), arguments)
 
 
-def test_a_part_that_fails_or_ended_the_processes_keeps_no_other_from_running(
-    given: Namespace, monkeypatch: pytest.MonkeyPatch
+def test_other_parts_run_after_a_part_that_fails_or_ended_the_processes(
+    arguments: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    outcomes = kept(given, time.time() - 100, hung=RUNNING)
-    assert {name: how.split(",")[0] for name, how in outcomes.items()} == {
+    outcomes = resumed(arguments, time.time() - 100, hung=RUNNING)
+    assert {name: outcome.split(",")[0] for name, outcome in outcomes.items()} == {
         **{"good": "ok", "wrong": "FAILED", "raises": "FAILED: ValueError: too many"},
         "hung": "FAILED: it hung",
     }
-    assert json.loads((given.out / "on_eight.json").read_text())["parts"] == outcomes
+    assert json.loads((arguments.out / "on_eight.json").read_text())["parts"] == outcomes
 
 
-def test_a_second_call_keeps_what_the_first_one_found(given: Namespace) -> None:
-    given.only = ["good"]
-    assert [*kept(given, 0.0, good="FAILED", hung="ok, 3 s")] == ["good"]
-    assert json.loads((given.out / "on_eight.json").read_text())["parts"]["hung"] == "ok, 3 s"
+def test_a_second_call_keeps_the_outcomes_of_the_first_one(arguments: Namespace) -> None:
+    arguments.only = ["good"]
+    assert [*resumed(arguments, 0.0, good="FAILED", hung="ok, 3 s")] == ["good"]
+    assert json.loads((arguments.out / "on_eight.json").read_text())["parts"]["hung"] == "ok, 3 s"
 
 
-def test_no_part_begins_with_less_than_a_minute_left(given: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_begins_with_less_than_a_minute_left(arguments: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert set(kept(given, time.time() - 500).values()) == {"no time left"}
+    assert set(resumed(arguments, time.time() - 500).values()) == {"no time left"}
 
 
-def test_a_part_that_hangs_ends_the_process_with_a_message(given: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_ends_the_process_with_a_message(
+    arguments: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    on_eight.end(PARTS_OF_ALL_KINDS[0], Job(cast(Session, Alone()), given, 100))
-    log = (given.out / "on_eight.log").read_text()
+    on_eight.end(PARTS_WITH_ALL_OUTCOMES[0], Job(cast(Session, Alone()), arguments, 100))
+    log = (arguments.out / "on_eight.log").read_text()
     assert codes == [1]
     assert "good: rank 0 hangs: not done after 160 s" in log
     assert "most recent call first" in log

@@ -14,9 +14,10 @@ import hostir as hi
 from examples import patterns
 from hostir import knobs
 from hostir.check import check_structure
-from hostir.check.alike import PerRank, Torus, UnlikeError, alike
-from hostir.check.proof import analyse, analyse_quickly, findings_of
-from hostir.check.signature import small_sizes
+from hostir.check.one_rank.alike import alike
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError
+from hostir.check.proof import analyse, analyse_quickly, judge
+from hostir.check.small_sizes import small_sizes
 from hostir.ir import Program
 from hostir.lower import STRATEGIES
 from tests.judging.mutants import mutants
@@ -104,7 +105,7 @@ def assert_one_rank_stands_for_all(program: Program, *, compare: bool = False) -
     """Assert that rank 0 stands for all ranks and has no findings; `compare` its accesses with a full analysis."""
     order = alike(program, {}, 2)
     assert order is not None
-    assert findings_of(program, order) == []
+    assert judge(program, order, {}, 2).findings == []
     if compare:
         full = analyse(program, calls=2).order
         assert full is not None
@@ -266,8 +267,10 @@ def same_verdicts(program: Program, random: Random, most: int) -> int:
             continue
         sizes = small_sizes(edited, {})
         order = None if sizes is None or check_structure(edited) else alike(edited, sizes, 2)
-        if order is not None:
-            assert bool(findings_of(edited, order)) == bool(analyse(edited, calls=2).findings), mutant.change
+        if order is not None and sizes is not None:
+            assert bool(judge(edited, order, sizes, 2).findings) == bool(analyse(edited, calls=2).findings), (
+                mutant.change
+            )
             compared += 1
     return compared
 

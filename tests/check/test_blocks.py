@@ -9,7 +9,7 @@ import pytest
 
 import hostir as hi
 from hostir.check.proof import analyse
-from hostir.check.tracer import Buffer, View, dense, rows_of
+from hostir.check.tracing.memory import Buffer, View, dense, rows_of
 from hostir.cli.pictures.scene import boxes_of, stage
 from hostir.ir import Program
 from hostir.repair.repair import repair

@@ -10,7 +10,7 @@ import torch
 import hostir as hi
 from hostir.call.local import run_local
 from hostir.check import check_structure
-from hostir.check.proof import Finding
+from hostir.check.findings import Finding
 from hostir.ir.source import Diagnostic, HostIRError
 from tests.call.whole import run_whole
 

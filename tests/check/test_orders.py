@@ -7,7 +7,8 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.check import prove
-from hostir.check.proof import Finding, analyse, shared_queues
+from hostir.check.findings import Finding
+from hostir.check.proof import analyse, shared_queues
 from hostir.ir import Diagnostic, HostIRError, Program
 from hostir.repair.repair import repair
 

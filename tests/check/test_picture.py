@@ -13,7 +13,8 @@ import pytest
 
 import hostir as hi
 from hostir.check import check_structure
-from hostir.check.proof import Analysis, Finding, analyse
+from hostir.check.findings import Finding
+from hostir.check.proof import Analysis, analyse
 from hostir.cli.pictures.drawing import INK, WIDE, WIDEST, draw
 from hostir.ir.program import format_statement
 from tests.golden import Golden

@@ -14,14 +14,15 @@ from examples import patterns
 from hostir.check import proof as orders
 from hostir.check import prove
 from hostir.check.signature import Signature
-from hostir.check.tracer import Tracer
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import Axis, HostIRError, Mesh, Phase, Program, TensorType, Value
 from hostir.ir.host_ops import Allocate, Chunk, Select
 from hostir.ir.op import Lit, Statement, codecs_of
 from hostir.ir.regions import Region, covered
 from hostir.ir.sizes import Size, product
-from hostir.ir.tensor_ops import Permute, Relu, Reshape, ViewStatement
+from hostir.ir.tensor_ops import Relu
 from hostir.ir.types import DTYPES
+from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
 MESH = Mesh("mesh", ("didx",), (1,), (0,))
 
@@ -42,7 +43,7 @@ def relations(program: Program, sizes: dict[str, int], calls: int = 1) -> Any:
 def _between(tracer: Tracer) -> Iterator[Any]:
     seen: dict[Any, dict[Region, None]] = {}
     written: dict[Any, dict[Region, None]] = {}
-    for event in tracer.events:
+    for event in tracer.trace.events:
         for access in event.accesses:
             place = access.buffer.name, access.rank
             others = seen.setdefault(place, {})

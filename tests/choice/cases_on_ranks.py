@@ -1,4 +1,4 @@
-"""What the ranks of tests/choice/test_on_ranks.py run: `cases_on_ranks.py NAME ...`; each prints `PASS name rank`."""
+"""Cases that tests/choice/test_on_ranks.py runs as `cases_on_ranks.py NAME ...`; each prints `PASS name rank`."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ def fusion(m: int = 64) -> hi.Fusion:
     return patterns.allgather_matmul(2, S=2, M=m, K=32, N=16)
 
 
-def result_is_right(executor: Executor, of: hi.Fusion) -> None:
-    inputs = random_inputs(of.program(), {}, seed=os.getppid())
-    outputs = executor(*[shard(x, v.tensor, RANK, {}) for v, x in zip(of.program().inputs, inputs, strict=True)])
+def check_result(executor: Executor, fusion: hi.Fusion) -> None:
+    inputs = random_inputs(fusion.program(), {}, seed=os.getppid())
+    outputs = executor(*[shard(x, v.tensor, RANK, {}) for v, x in zip(fusion.program().inputs, inputs, strict=True)])
     a, b = inputs
     torch.testing.assert_close(outputs[0], a @ b, rtol=1e-4, atol=1e-4)
 
 
 @case
-def measurements_are_agreed_kept_and_used() -> None:
+def measurements_are_agreed_on_cached_and_used() -> None:
     job, program = joined("cpu"), fusion().program()
     platform = platform_here("gloo", 2)
-    found = candidates_of(program, platform, for_testing=True)
-    told: list[str] = []
-    entries = measure.measure(found.programs, {}, job, runs=2, progress=told.append)
-    assert len(told) <= measure.steps(len(entries))
+    candidates = candidates_of(program, platform, for_testing=True)
+    progress: list[str] = []
+    entries = measure.measure(candidates.programs, {}, job, runs=2, progress=progress.append)
+    assert len(progress) <= measure.steps(len(entries))
     assert {c.strategy for c in entries} == {"sequential", "pipeline", "ring", "fused", "push"}
     assert all(not entry.failure and entry.eager and entry.graph is None for entry in entries.values())
     every = job.exchange("entries", repr(sorted(map(str, entries.items()))))
     assert every[0] == every[1]
     slow = {c: cache.Entry(e.digest, 1.0 if c.strategy == "fused" else e.eager) for c, e in entries.items()}
-    if RANK == 0:  # the other rank sees no cache, and has to believe
+    if RANK == 0:  # rank 1 reads no cache: it takes rank 0's measurements
         cache.write(cache.key_of(program, {}, platform), "p", slow)
     executor = hi.compile(fusion())
     assert isinstance(executor.choice, hi.Choice)
@@ -69,19 +69,19 @@ def measurements_are_agreed_kept_and_used() -> None:
     assert json.loads(job.exchange("choice", json.dumps(executor.choice.to_json()))[0]) == json.loads(
         json.dumps(executor.choice.to_json())
     )
-    result_is_right(executor, fusion())
+    check_result(executor, fusion())
 
 
 @case
 def without_measurements_rank_0_warns_and_all_agree() -> None:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         executor = hi.compile(fusion(128))
-    assert [w.category for w in told] == ([hi.FallbackWarning] if RANK == 0 else [])
+    assert [w.category for w in warned] == ([hi.FallbackWarning] if RANK == 0 else [])
     assert isinstance(executor.choice, hi.Choice)
     assert executor.choice.strategy in ("sequential", "pipeline")
     assert executor.choice.fallbacks
-    result_is_right(executor, fusion(128))
+    check_result(executor, fusion(128))
 
 
 @case
@@ -106,7 +106,7 @@ def a_wrong_candidate_is_not_timed() -> None:
 
 
 @case
-def what_no_rank_can_run_is_not_timed() -> None:
+def a_candidate_that_no_rank_can_run_is_not_timed() -> None:
     job, program = joined("cpu"), fusion().program()
     programs = {Candidate("sequential", 1, kernels): hi.lower(program, "sequential") for kernels in ("aten", "triton")}
     entries = measure.measure(programs, {}, job, runs=1)
@@ -117,7 +117,7 @@ def what_no_rank_can_run_is_not_timed() -> None:
 
 
 @case
-def what_ranks_refuse_in_their_first_call_is_not_timed() -> None:
+def a_candidate_that_the_first_call_refuses_is_not_timed() -> None:
     job, program = joined("cpu"), fusion().program()
     programs = {Candidate(s, 2, "aten"): hi.lower(program, s, 2) for s in ("sequential", "ring", "fused")}
     honest = gloo.GlooMachine.plan
@@ -142,7 +142,7 @@ def too_few_ranks_are_refused_on_all() -> None:
 
 
 @case
-def what_no_strategy_lowers_is_refused_on_all_with_the_reason() -> None:
+def a_fusion_that_no_strategy_lowers_is_refused_on_all_with_the_reason() -> None:
     with hi.Fusion("apart") as apart:
         a, b = hi.tensor("a", [16, 8], "f32"), hi.tensor("b", [8, 4], "f32")
         apart.output(a @ b)
@@ -153,7 +153,7 @@ def what_no_strategy_lowers_is_refused_on_all_with_the_reason() -> None:
 
 
 @case
-def what_rank_0_cannot_do_is_told_to_all() -> None:
+def a_failure_of_rank_0_is_raised_on_all() -> None:
     broken = mock.patch("hostir.choice.decision.candidates_of", side_effect=ZeroDivisionError("nothing to divide"))
     with broken, pytest.raises(HostIRError, match="rank 0 could not choose: ZeroDivisionError: nothing to divide"):
         hi.compile(fusion())
@@ -161,36 +161,36 @@ def what_rank_0_cannot_do_is_told_to_all() -> None:
 
 
 def rows() -> hi.Fusion:
-    with hi.Fusion("rows") as made:
+    with hi.Fusion("rows") as fusion:
         a, b = hi.tensor("a", ["M", 32], "f32"), hi.tensor("b", [32, 16], "f32")
         c = a @ b
-        made.output(c)
+        fusion.output(c)
     mesh = hi.DeviceMesh(range(2))
     a.shard(0, mesh)
     c.set_device_mesh(mesh)
-    return made
+    return fusion
 
 
-def rows_are_right(executor: Executor, m: int) -> None:
+def check_rows(executor: Executor, m: int) -> None:
     a, b = random_inputs(rows().program(), {"M": m}, seed=os.getppid() + m)
     (c,) = executor(a.chunk(2)[RANK], b)
     torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
 
 
 @case
-def each_call_takes_the_program_of_its_range_alike_on_all_ranks() -> None:
+def each_call_runs_the_program_of_its_range_on_all_ranks() -> None:
     job, program = joined("cpu"), rows().program()
     platform = platform_here("gloo", 2)
-    found = candidates_of(program, platform, for_testing=True).programs
-    for m, fastest in ((64, "fused"), (1024, "ring")) if RANK == 0 else ():  # the other rank sees no cache
-        entries = {c: cache.Entry(p.digest, 10.0 + (c.strategy != fastest)) for c, p in found.items()}
+    programs = candidates_of(program, platform, for_testing=True).programs
+    for m, fastest in ((64, "fused"), (1024, "ring")) if RANK == 0 else ():  # rank 1 reads no cache
+        entries = {c: cache.Entry(p.digest, 10.0 + (c.strategy != fastest)) for c, p in programs.items()}
         cache.write(cache.key_of(program, {"M": m}, platform), "rows", entries)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         executor = hi.compile(rows())
     taken = []
     for m in (64, 1000, 60, 4096, 70, 64):
-        rows_are_right(executor, m)
+        check_rows(executor, m)
         taken.append(next(c.strategy for c, e in executor.executors.items() if e is executor.current))
     assert taken == ["fused", "ring", "fused", "sequential", "fused", "fused"]
     every = job.exchange("taken", json.dumps([taken, str(executor.choice)]))
@@ -198,28 +198,28 @@ def each_call_takes_the_program_of_its_range_alike_on_all_ranks() -> None:
 
 
 @case
-def a_rank_that_alone_refuses_a_call_ends_it_on_all() -> None:
+def a_call_that_one_rank_refuses_fails_on_all() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         executor = hi.compile(rows())
-    for m in (64, 4096, 1000):  # a new range, one of an earlier call, and new sizes
+    for m in (64, 4096, 1000):  # a new range, the range of an earlier call, and new sizes
         a = torch.zeros(m // 2, 32, dtype=torch.float64 if RANK == 1 else torch.float32)
         with pytest.raises(HostIRError, match=r"dtype torch\.float64"):
             executor(a, torch.zeros(32, 16))
-        rows_are_right(executor, 64)
+        check_rows(executor, 64)
 
 
 @case
 def a_program_that_takes_too_much_symmetric_memory_is_refused_on_all() -> None:
     executor = hi.compile(rows(), "fused", symmetric_limit=10_000)
-    rows_are_right(executor, 64)
+    check_rows(executor, 64)
     assert executor.symmetric_bytes is not None
     assert 64 * 32 * 4 <= executor.symmetric_bytes <= 10_000
     with pytest.raises(HostIRError, match=r"of symmetric memory on a rank, M=1024"):
-        rows_are_right(executor, 1024)
+        check_rows(executor, 1024)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rows_are_right(hi.compile(rows(), symmetric_limit=10_000), 1024)
+        check_rows(hi.compile(rows(), symmetric_limit=10_000), 1024)
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
-"""Fusions for the tests of choices, which the command line can be given as well."""
+"""Fusions for the tests of choices and of the command line."""
 
 from __future__ import annotations
 
 import hostir as hi
 
 
-def weight_gathered_whole() -> hi.Fusion:
-    """What is gathered is a right side, of which no part gives a part of the result: only one way is left."""
-    with hi.Fusion("weight_gathered_whole") as fusion:
+def gathered_weight() -> hi.Fusion:
+    """Gather a weight that is sharded by columns: no strategy overlaps it, so only `sequential` is possible."""
+    with hi.Fusion("gathered_weight") as fusion:
         a, b = hi.tensor("a", [64, 32], "bf16"), hi.tensor("b", [32, 16], "bf16")
         c = a @ b
         fusion.output(c)
@@ -19,7 +19,7 @@ def weight_gathered_whole() -> hi.Fusion:
 
 
 def turned() -> hi.Fusion:
-    """Column parallel, its result turned back to rows: rows are gathered, and then exchanged."""
+    """Column-parallel matmul, resharded back to rows: an allgather of rows, then an alltoall."""
     with hi.Fusion("turned") as fusion:
         x, w = hi.tensor("x", [2, 4, 8, 32], "f32"), hi.tensor("w", [32, 64], "f32")
         y = x @ w
@@ -34,7 +34,7 @@ def turned() -> hi.Fusion:
 
 
 def scattered_rows(ranks: int, m: int, n: int, k: int, pieces: int = 1) -> hi.Program:
-    """A row-parallel matmul, `k` a rank, whose blocks of rows are sent in pieces as they are done, and added there."""
+    """Row-parallel matmul (`k` columns on each rank): send each block of rows in pieces, and sum at the receiver."""
     flags, team, to = ranks * pieces, " ".join(map(str, range(ranks))), f"(%r + (%i + 1)) % {ranks}"
     text = f"""hostir 1
 mesh @mesh [didx] = {team}

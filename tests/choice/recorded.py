@@ -1,4 +1,4 @@
-"""Measurements of 8 H200, read tolerantly from whatever benchmark wrote them, and what the cost model makes of each."""
+"""Measurements on H200, read from the JSON of several benchmarks, and the cost model's estimate of each."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ NAMES = (
         r"(?P<streams>\d+) streams (?P<kernels>aten|triton)"
     ),
 )
-WHOLE = 1  # slices of what has no pipeline
-ESTIMATES: dict[tuple[object, ...], Mapping[str, float]] = {}  # made once: several files have the same rows
-OTHER_TRITON = {"d3a5b2e"}  # commits at which the Triton matmul was another, whose launch took the host 190 us
-WHOLE_TILES = {"af38f7b"}  # commits at which it split no tiles, but shared some by stream-K
+UNSLICED = 1  # slices of a fusion without a Stream axis
+ESTIMATES: dict[tuple[object, ...], Mapping[str, float]] = {}  # computed once: several files have the same rows
+OTHER_TRITON = {"d3a5b2e"}  # commits with an older Triton matmul, which took 190 us to launch
+UNSPLIT_TILES = {"af38f7b"}  # commits at which it did not split tiles (it used stream-K)
 
 
 def estimates(
     program: Program, sizes: Mapping[str, int], hardware: Hardware, kernels: str = "aten"
 ) -> Mapping[str, float]:
-    """The microseconds of a call of a program, by mode."""
+    """Return the estimated microseconds of one call of a program, by mode."""
     return simulation.estimates(tasks_of(program, sizes), hardware, kernels)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A candidate of a benchmark; unlike ours it also says of how many slices its fusion is."""
+class MeasuredCandidate:
+    """Candidate of a benchmark: as `Candidate`, with the number of slices of its fusion."""
 
     strategy: str
     slices: int
@@ -52,87 +52,87 @@ class Way:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What several ways took, in microseconds, in one row and one mode of a benchmark."""
+    """Times of several candidates in microseconds, in one row and one mode of a benchmark."""
 
     row: str
-    kind: str
+    pattern: str
     shape: tuple[int, int, int]
     ranks: int
     dtype: str
     mode: str
     hardware: Hardware
-    times: Mapping[Way, float]
+    times: Mapping[MeasuredCandidate, float]
 
-    def of_fusion(self, slices: int) -> Mapping[Way, float]:
-        """The ways to run one fusion, as `auto` chooses among them."""
-        return {way: t for way, t in self.times.items() if way.slices in (WHOLE, slices)}
+    def of_fusion(self, slices: int) -> Mapping[MeasuredCandidate, float]:
+        """Return the candidates of one fusion: `auto` chooses among these."""
+        return {candidate: t for candidate, t in self.times.items() if candidate.slices in (UNSLICED, slices)}
 
-    def loss(self, ways: Mapping[Way, float]) -> tuple[float, Way]:
-        """How much slower than the fastest of some ways the one is that the model takes, as a ratio; and that one."""
-        taken = min(ways, key=self.estimate)
-        return ways[taken] / min(ways.values()), taken
+    def loss(self, candidates: Mapping[MeasuredCandidate, float]) -> tuple[float, MeasuredCandidate]:
+        """Return the slowdown of the model's candidate against the fastest, as a ratio, and that candidate."""
+        taken = min(candidates, key=self.estimate)
+        return candidates[taken] / min(candidates.values()), taken
 
-    def estimate(self, way: Way) -> float:
-        fusion = (self.kind, self.shape, self.ranks, self.dtype)
-        key = (fusion, way, repr(self.hardware))  # all of its constants, which are no key themselves
+    def estimate(self, candidate: MeasuredCandidate) -> float:
+        fusion = (self.pattern, self.shape, self.ranks, self.dtype)
+        key = (fusion, candidate, repr(self.hardware))  # all constants as text, as Hardware is not hashable
         if key not in ESTIMATES:
-            program = lowered(*fusion, way.strategy, way.slices, way.streams)
-            ESTIMATES[key] = estimates(program, {}, self.hardware, way.kernels)
+            program = lowered(*fusion, candidate.strategy, candidate.slices, candidate.streams)
+            ESTIMATES[key] = estimates(program, {}, self.hardware, candidate.kernels)
         return ESTIMATES[key][self.mode]
 
 
-def way(name: str) -> Way | None:
-    """What a benchmark's name of a candidate means; None for a peer's, and for what `auto` does not choose."""
+def parse_candidate(name: str) -> MeasuredCandidate | None:
+    """Parse a benchmark's name of a candidate; None for a peer, and for candidates that `auto` never chooses."""
     for form in NAMES:
         if match := form.fullmatch(name):
-            said = match.groupdict()
-            strategy = said["strategy"] or "pipeline"
-            streams = int(said.get("streams") or {"ring": 2}.get(strategy, 1))
-            return Way(strategy, int(said.get("slices") or WHOLE), streams, said["kernels"])
+            fields = match.groupdict()
+            strategy = fields["strategy"] or "pipeline"
+            streams = int(fields.get("streams") or {"ring": 2}.get(strategy, 1))
+            return MeasuredCandidate(strategy, int(fields.get("slices") or UNSLICED), streams, fields["kernels"])
     return None
 
 
 @cache
 def lowered(
-    kind: str, shape: tuple[int, int, int], ranks: int, dtype: str, strategy: str, slices: int, streams: int
+    pattern: str, shape: tuple[int, int, int], ranks: int, dtype: str, strategy: str, slices: int, streams: int
 ) -> Program:
     m, n, k = shape
     sizes: dict[str, Any] = {"ranks": ranks, "S": slices, "M": m, "N": n, "dtype": dtype}
-    if kind == "allgather":
+    if pattern == "allgather":
         fusion = patterns.allgather_matmul(K=k, **sizes)
     else:
-        made = patterns.row_parallel_scattered if kind == "reduce_scatter" else patterns.row_parallel
-        fusion = made(K=k * ranks, **sizes)
+        row_parallel = patterns.row_parallel_scattered if pattern == "reduce_scatter" else patterns.row_parallel
+        fusion = row_parallel(K=k * ranks, **sizes)
     with hi.knobs.scope(spec=0):
         return hi.lower(fusion, strategy, streams)
 
 
 def recorded(data: Mapping[str, Any]) -> Iterator[Recorded]:
-    """All rows and modes of a benchmark's JSON in which at least two ways were timed."""
-    around = data["environment"]
-    hardware = hardware_of(around["gpu"])
-    assert hardware, around
-    if around.get("commit", "") in {"", *WHOLE_TILES}:
+    """Yield the rows and modes of a benchmark's JSON in which at least two candidates were timed."""
+    environment = data["environment"]
+    hardware = hardware_of(environment["gpu"])
+    assert hardware, environment
+    if environment.get("commit", "") in {"", *UNSPLIT_TILES}:
         triton = hardware.kernels["triton"]
-        whole = replace(triton, rates=replace(triton.rates, split=None))
-        hardware = replace(hardware, kernels={**hardware.kernels, "triton": whole})
+        unsplit = replace(triton, rates=replace(triton.rates, split=None))
+        hardware = replace(hardware, kernels={**hardware.kernels, "triton": unsplit})
     for row in data.get("results") or data["rows"]:
         m, n, k = row["shape"] if "shape" in row else (row["M"], row["N"], row["K"])
-        name = row.get("row") or f"{row.get('model', '')} M={m}"
+        title = row.get("row") or f"{row.get('model', '')} M={m}"
         for mode in ("graph", "eager"):
-            times = {w: t for said, t in _times(row, mode).items() if t and (w := way(said))}
-            if around.get("commit") in OTHER_TRITON:
-                times = {w: t for w, t in times.items() if w.kernels != "triton"}
+            times = {c: t for name, t in _times(row, mode).items() if t and (c := parse_candidate(name))}
+            if environment.get("commit") in OTHER_TRITON:
+                times = {c: t for c, t in times.items() if c.kernels != "triton"}
             if len(times) > 1:
-                kind, ranks = row.get("kind", "allgather"), row.get("ranks", around.get("gpus", 8))
-                yield Recorded(name, kind, (m, n, k), ranks, row.get("dtype", "bf16"), mode, hardware, times)
+                pattern, ranks = row.get("kind", "allgather"), row.get("ranks", environment.get("gpus", 8))
+                yield Recorded(title, pattern, (m, n, k), ranks, row.get("dtype", "bf16"), mode, hardware, times)
 
 
 def _times(row: Mapping[str, Any], mode: str) -> Mapping[str, float | None]:
-    """The times of a row by name, whether modes are inside of candidates or outside."""
+    """Return the times of one mode by candidate; old files nest candidates in modes, new ones modes in candidates."""
     if mode in row:
         return row[mode]
-    return {name: found.get(mode) for name, found in row.get("times", {}).items()}
+    return {name: modes.get(mode) for name, modes in row.get("times", {}).items()}
 
 
 def read(path: Path) -> list[Recorded]:

@@ -1,4 +1,4 @@
-"""Measurements on disk: they come back, and what is damaged or foreign is ignored once, loudly."""
+"""Measurements on disk: they are read back; a damaged or foreign file is ignored with one warning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "tuning"
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_measurements_are_read_back() -> None:
     assert cache.read(KEY) == {}
     path = cache.write(KEY, "p", ENTRIES)
     assert cache.read(KEY) == ENTRIES
@@ -58,7 +58,7 @@ def _write(place: str, streams: int) -> None:
             cache.write(KEY, "p", {Candidate("ring", 100 * streams + turn, "aten"): Entry("d", 1.0)})
 
 
-def test_jobs_that_write_at_once_lose_nothing(folder: Path) -> None:
+def test_concurrent_writers_lose_no_measurements(folder: Path) -> None:
     start = multiprocessing.get_context("spawn")
     jobs = [start.Process(target=_write, args=(str(folder.parent), number)) for number in (1, 2)]
     for job in jobs:
@@ -70,7 +70,7 @@ def test_jobs_that_write_at_once_lose_nothing(folder: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_what_is_no_regular_file_is_ignored_and_replaced(folder: Path) -> None:
+def test_a_file_that_is_not_regular_is_ignored_and_replaced(folder: Path) -> None:
     folder.mkdir(parents=True)
     path = cache.path_of(KEY)
     os.mkfifo(path)
@@ -104,19 +104,19 @@ def changed(**changes: object) -> str:
         lambda: changed().replace("10.25", '"fast"'),
     ],
 )
-def test_a_file_that_cannot_be_used_is_ignored_once_and_loudly(damage: Callable[[], str]) -> None:
+def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(damage: Callable[[], str]) -> None:
     path = cache.write(KEY, "p", ENTRIES)
     path.write_text(damage())
     with pytest.warns(CacheWarning, match=r"are ignored: .*\.\n  hint: 'hostir tune' measures again"):
         assert cache.read(KEY) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cache.read(KEY) == {}  # a second time it says nothing
+        assert cache.read(KEY) == {}  # no second warning
         cache.write(KEY, "p", ENTRIES)
     assert cache.read(KEY) == ENTRIES
 
 
-def test_a_file_that_is_no_text_is_ignored() -> None:
+def test_a_file_that_is_not_text_is_ignored() -> None:
     cache.write(KEY, "p", ENTRIES).write_bytes(b"\xff\xfe\x00")
     with pytest.warns(CacheWarning, match="cannot be read"):
         assert cache.read(KEY) == {}
@@ -126,7 +126,7 @@ def test_a_file_that_is_no_text_is_ignored() -> None:
 def test_a_folder_that_cannot_be_written_is_a_diagnostic(
     step: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object, **options: object) -> None:  # permissions would not stop the superuser
+    def refuse(*arguments: object, **options: object) -> None:  # file permissions would not stop root
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(step, refuse)
@@ -142,7 +142,7 @@ def test_a_file_in_place_of_the_folder_is_a_diagnostic(folder: Path) -> None:
         cache.write(KEY, "p", ENTRIES)
 
 
-def test_unset_the_cache_lies_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with knobs.scope(cache=None):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
         assert cache.folder() == tmp_path / "xdg" / "hostir" / "tuning"

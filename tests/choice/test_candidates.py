@@ -1,4 +1,4 @@
-"""What can be taken where, and what is said of the rest."""
+"""The candidates that a platform can run, and the reasons why the others are impossible."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def reasons(fusion: hi.Fusion, platform: Platform = H200X4) -> dict[str, str]:
     return {it.candidate.strategy: it.reason for it in candidates_of(fusion.program(), platform).impossible}
 
 
-def test_an_allgather_of_rows_can_run_in_every_way() -> None:
-    found = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4)
-    assert {c.strategy for c in found.programs} == STRATEGIES.keys()
-    assert {c.streams for c in found.programs if c.strategy == "pipeline"} == {2, 4}
-    assert {c.kernels for c in found.programs} == {"cublas", "triton"}
-    assert found.impossible == found.not_overlapped == ()
-    for candidate, program in found.programs.items():
+def test_an_allgather_of_rows_can_run_with_every_strategy() -> None:
+    candidates = candidates_of(patterns.allgather_matmul(S=4).program(), H200X4)
+    assert {c.strategy for c in candidates.programs} == STRATEGIES.keys()
+    assert {c.streams for c in candidates.programs if c.strategy == "pipeline"} == {2, 4}
+    assert {c.kernels for c in candidates.programs} == {"cublas", "triton"}
+    assert candidates.impossible == candidates.not_overlapped == ()
+    for candidate, program in candidates.programs.items():
         assert program == hi.lower(patterns.allgather_matmul(S=4), candidate.strategy, candidate.streams)
 
 
@@ -57,25 +57,25 @@ def test_without_a_stream_axis_there_is_no_pipeline() -> None:
     )
 
 
-def test_what_a_lowering_refuses_is_the_reason() -> None:
-    found = reasons(patterns.alltoall())
-    assert "handles only allgathers and reduce_scatters of rows, and allreduces" in found["ring"]
-    assert "handles only allgathers and reduce_scatters of rows, and allreduces" in found["fused"]
+def test_the_reason_is_the_refusal_of_the_lowering() -> None:
+    refusals = reasons(patterns.alltoall())
+    assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["ring"]
+    assert "handles only allgathers and reduce_scatters of rows, and allreduces" in refusals["fused"]
     assert strategies(patterns.alltoall()) == {"sequential"}
     assert strategies(patterns.row_parallel()) == {"sequential", "pipeline", "ring", "fused", "push"}
 
 
-def test_what_communicates_nothing_runs_one_way() -> None:
+def test_a_fusion_without_communication_has_only_the_sequential_candidate() -> None:
     assert strategies(patterns.no_communication()) == {"sequential"}
     assert set(reasons(patterns.no_communication())) == {"pipeline", "ring", "fused", "push"}
     assert set(reasons(patterns.no_communication()).values()) == {"no communication to overlap"}
 
 
-def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
-    found = candidates_of(turned().program(), H200X4)
-    fused = next(p for c, p in found.programs.items() if c.strategy == "fused")
+def test_a_communication_that_one_candidate_overlaps_is_not_reported() -> None:
+    candidates = candidates_of(turned().program(), H200X4)
+    fused = next(p for c, p in candidates.programs.items() if c.strategy == "fused")
     assert any(s.note.startswith("not overlapped: ") for s in fused.walk())
-    assert found.not_overlapped == ()  # the pipeline overlaps them
+    assert candidates.not_overlapped == ()  # the pipeline overlaps them
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_what_lowering_leaves_whole_in_every_way_is_told() -> None:
         ({"link": "several hosts", "refuses": platforms.REFUSALS["several hosts"]}, "stay within one host"),
     ],
 )
-def test_ranks_that_cannot_reach_each_other_keep_to_collectives(change: Mapping[str, str], reason: str) -> None:
-    found = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
-    assert {c.strategy for c in found.programs} == {"sequential", "pipeline"}
-    assert not any(uses_peers(p) for p in found.programs.values())
-    assert {it.candidate.strategy for it in found.impossible} == {"ring", "fused", "push"}
-    assert all(reason in it.reason and it.warn for it in found.impossible)
+def test_without_peer_access_only_candidates_with_collectives_remain(change: Mapping[str, str], reason: str) -> None:
+    candidates = candidates_of(patterns.allgather_matmul().program(), replace(GPUS, **change))
+    assert {c.strategy for c in candidates.programs} == {"sequential", "pipeline"}
+    assert not any(uses_peers(p) for p in candidates.programs.values())
+    assert {it.candidate.strategy for it in candidates.impossible} == {"ring", "fused", "push"}
+    assert all(reason in it.reason and it.warn for it in candidates.impossible)
 
 
 def test_on_a_cpu_copies_between_ranks_are_for_testing_but_can_be_measured() -> None:
@@ -103,27 +103,27 @@ def test_on_a_cpu_copies_between_ranks_are_for_testing_but_can_be_measured() -> 
     assert {c.strategy for c in measured.programs} == {"sequential", "pipeline", "ring", "fused", "push"}
 
 
-def test_kernels_that_are_asked_for_are_the_only_ones() -> None:
-    found = candidates_of(patterns.allgather_matmul().program(), GPUS, "triton")
-    assert {c.kernels for c in found.programs} == {"triton"}
+def test_requested_kernels_are_the_only_candidates() -> None:
+    candidates = candidates_of(patterns.allgather_matmul().program(), GPUS, "triton")
+    assert {c.kernels for c in candidates.programs} == {"triton"}
 
 
-def test_sums_without_a_matmul_are_triton_s_and_a_gather_alone_names_no_kernels_of_ours() -> None:
+def test_a_sum_without_a_matmul_uses_triton_and_a_lone_allgather_uses_aten() -> None:
     summed = candidates_of(patterns.reduce_scatter(ranks=4).program(), H200X4)
     assert {c.kernels for c in summed.programs} == {"triton"}
     assert {c.kernels for c in candidates_of(patterns.all_gather(ranks=4).program(), H200X4).programs} == {"aten"}
 
 
-def test_candidates_with_the_same_program_count_once() -> None:
-    found = candidates_of(patterns.allgather_matmul(S=2).program(), H200X4, "aten")
-    assert [c for c in found.programs if c.strategy == "pipeline"] == [Candidate("pipeline", 2, "aten")]
+def test_candidates_with_the_same_program_are_listed_once() -> None:
+    candidates = candidates_of(patterns.allgather_matmul(S=2).program(), H200X4, "aten")
+    assert [c for c in candidates.programs if c.strategy == "pipeline"] == [Candidate("pipeline", 2, "aten")]
 
 
-def test_fused_on_two_streams_is_one_more_way_where_a_kernel_waits_and_a_copy_follows_another() -> None:
+def test_fused_on_two_streams_is_a_candidate_if_a_kernel_waits_for_several_copies() -> None:
     def fused(ranks: int, slices: int = 1) -> list[str]:
         fusion = patterns.allgather_matmul(ranks=ranks, S=slices, M=64 * ranks)
-        found = candidates_of(fusion.program(), reference(H200, ranks))
-        return [str(c) for c in found.programs if c.strategy == "fused"]
+        candidates = candidates_of(fusion.program(), reference(H200, ranks))
+        return [str(c) for c in candidates.programs if c.strategy == "fused"]
 
     assert fused(2) == ["fused, cublas", "fused, triton"]
     assert fused(4) == fused(2, slices=4) == ["fused, cublas", "fused, triton", "fused, 2 streams, triton"]
@@ -138,32 +138,32 @@ def facts(**changes: object) -> dict[str, object]:
     }
 
 
-def test_one_rank_without_peer_access_is_enough() -> None:
-    made = platforms.platform_of([facts(), facts(peers="no peer access")])
-    assert (made.link, made.ranks) == ("no peer access", 2)
-    assert made.refuses
+def test_one_rank_without_peer_access_is_enough_to_rule_it_out() -> None:
+    platform = platforms.platform_of([facts(), facts(peers="no peer access")])
+    assert (platform.link, platform.ranks) == ("no peer access", 2)
+    assert platform.refuses
 
 
 def test_ranks_on_several_hosts_share_no_memory() -> None:
     assert platforms.platform_of([facts(), facts(host="b")]).link == "several hosts"
     cpus = [facts(machine="gloo", name="CPU"), facts(machine="gloo", name="CPU", host="b")]
-    made = platforms.platform_of(cpus)
-    assert made.refuses
-    assert not made.runs_all
+    platform = platforms.platform_of(cpus)
+    assert platform.refuses
+    assert not platform.runs_all
 
 
-def test_a_backend_of_symmetric_memory_that_cannot_copy_is_the_reason() -> None:
+def test_a_symmetric_memory_backend_without_peer_copies_is_the_reason() -> None:
     assert platforms.platform_of([facts(), facts(refuses="its backend is NVSHMEM")]).refuses == "its backend is NVSHMEM"
 
 
-def test_a_gpu_without_constants_is_estimated_by_another_and_says_so() -> None:
-    made = platforms.platform_of([facts(name="NVIDIA B200")] * 2)
-    assert made.hardware == H200
-    assert "no constants for NVIDIA B200" in made.note
+def test_a_gpu_without_constants_is_estimated_as_h200_with_a_note() -> None:
+    platform = platforms.platform_of([facts(name="NVIDIA B200")] * 2)
+    assert platform.hardware == H200
+    assert "no constants for NVIDIA B200" in platform.note
     assert not platforms.platform_of([facts()] * 2).note
 
 
-def test_what_a_time_depends_on_is_part_of_a_platforms_identity() -> None:
+def test_the_identity_of_a_platform_has_everything_that_times_depend_on() -> None:
     one = platforms.platform_of([facts()] * 2).identity
     others = [
         platforms.platform_of([facts()] * 4),
@@ -174,9 +174,9 @@ def test_what_a_time_depends_on_is_part_of_a_platforms_identity() -> None:
     assert all(other.identity != one for other in others)
 
 
-def test_a_gpu_without_triton_has_aten_s_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_triton_has_aten_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hostir.choice.candidates.find_spec", lambda name: None)
     for fusion in (patterns.reduce_scatter(ranks=4), patterns.allgather_matmul(ranks=4)):
         assert {c.kernels for c in candidates_of(fusion.program(), GPUS).programs} == {"aten"}
     elsewhere = candidates_of(patterns.allgather_matmul(ranks=4).program(), reference(H200, 4)).programs
-    assert {c.kernels for c in elsewhere} == {"cublas", "triton"}, "a machine that is not here has Triton"
+    assert {c.kernels for c in elsewhere} == {"cublas", "triton"}, "estimates for another machine assume Triton"

@@ -1,4 +1,4 @@
-"""What is chosen, from which times, and what is said of it."""
+"""The choice of a strategy: the times that decide it, and its messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hostir.ir import source as notices
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES
-from tests.choice.fusions import turned, weight_gathered_whole
+from tests.choice.fusions import gathered_weight, turned
 
 GPUS = Platform("cuda", "NVIDIA H200", 8, "nvlink", (("torch", "2.11"),), H200)
 PROCESSES = Platform("gloo", "CPU", 4, "one host", (), CPU, FOR_TESTING, runs_all=True)
@@ -54,7 +54,7 @@ def symbolic() -> hi.Fusion:
 
 
 def tuned(fusion: hi.Fusion, platform: Platform, times: dict[str, tuple[float, float | None]]) -> None:
-    """Fills the cache as `hostir tune` would."""
+    """Fill the cache as `hostir tune` would."""
     program = fusion.program()
     every = candidates_of(program, platform, for_testing=True).programs
     entries = {c: Entry(p.digest, *times[str(c)]) for c, p in every.items() if str(c) in times}
@@ -62,7 +62,7 @@ def tuned(fusion: hi.Fusion, platform: Platform, times: dict[str, tuple[float, f
     cache.write(cache.key_of(program, {}, platform), program.name, entries)
 
 
-def test_small_rows_stay_sequential_and_large_ones_are_overlapped() -> None:
+def test_small_matmuls_stay_sequential_and_large_ones_are_overlapped() -> None:
     small = patterns.allgather_matmul_rows(ranks=8, S=1, M=64, N=1792, K=512, dtype="bf16")
     assert decide(small.program(), reference(H200, 8), {}, calls="graph").strategy == "sequential"
     few = patterns.allgather_matmul_rows(ranks=8, S=1, M=512, N=1792, K=4096, dtype="bf16")
@@ -70,7 +70,7 @@ def test_small_rows_stay_sequential_and_large_ones_are_overlapped() -> None:
     assert decide(rows(8192).program(), reference(H200, 8), {}, calls="graph").strategy == "fused"
 
 
-def test_without_measurements_it_is_estimated_and_the_fastest_comes_first() -> None:
+def test_without_measurements_the_lowest_estimate_is_chosen_and_listed_first() -> None:
     choice = decide(rows(4096).program(), GPUS, {})
     assert choice.source == "estimated"
     assert choice.taken == choice.timings[0].candidate
@@ -78,7 +78,7 @@ def test_without_measurements_it_is_estimated_and_the_fastest_comes_first() -> N
     assert times == sorted(times)
 
 
-def test_measurements_decide_where_there_are_some() -> None:
+def test_measurements_decide_before_estimates() -> None:
     tuned(rows(8192), GPUS, {"sequential, cublas": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
     choice = decide(rows(8192).program(), GPUS, {})
     assert (choice.source, choice.strategy) == ("measured", "fused")
@@ -87,7 +87,7 @@ def test_measurements_decide_where_there_are_some() -> None:
 
 
 @pytest.mark.parametrize(("calls", "taken"), [("out", "fused"), ("eager", "sequential"), ("graph", "sequential")])
-def test_how_calls_are_made_says_which_times_count(calls: str, taken: str) -> None:
+def test_the_mode_of_calls_selects_the_times_that_are_compared(calls: str, taken: str) -> None:
     tuned(rows(8192), GPUS, {"sequential, cublas": (100.0, 90.0), "fused, triton": (300.0, 95.0)})
     assert decide(rows(8192).program(), GPUS, {}, calls=calls).strategy == taken
 
@@ -110,7 +110,7 @@ def test_a_measurement_of_another_program_does_not_count() -> None:
     assert decide(program, GPUS, {}).source == "estimated"
 
 
-def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -> None:
+def test_a_candidate_that_failed_its_measurement_is_impossible_and_reported_as_a_fallback() -> None:
     program = rows(8192).program()
     every = candidates_of(program, GPUS).programs
     entries = {c: Entry(p.digest, 10.0, 10.0) for c, p in every.items() if c.strategy == "sequential"}
@@ -122,14 +122,14 @@ def test_what_failed_when_it_was_measured_is_not_possible_and_is_said_loudly() -
     assert choice.fallbacks == ("fused is not possible here: it gives another result",)
 
 
-def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_each_fusion_warns_once_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: PROCESSES)
     fusion = patterns.allgather_matmul()
-    with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as told:
+    with pytest.warns(hi.FallbackWarning, match="runs '.*for testing") as warned:
         choice = choose(fusion, machine="gloo")
-    assert len(told) == len(choice.fallbacks) == 1
+    assert len(warned) == len(choice.fallbacks) == 1
     assert choice.fallbacks[0].startswith("ring, fused and push are not possible here: ")
-    assert all(Path(one.filename) == Path(__file__) for one in told)  # the user's line, not ours
+    assert all(Path(one.filename) == Path(__file__) for one in warned)  # the user's line, not one in hostir
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose(fusion, machine="gloo")
@@ -137,8 +137,8 @@ def test_on_a_cpu_the_reasons_are_a_warning_once_for_a_fusion(monkeypatch: pytes
         choose(patterns.allgather_matmul(M=512), machine="gloo")
 
 
-def test_where_only_one_way_is_left_that_is_a_fallback() -> None:
-    choice = decide(weight_gathered_whole().program(), reference(H200, 4), {})
+def test_a_single_possible_candidate_is_a_fallback() -> None:
+    choice = decide(gathered_weight().program(), reference(H200, 4), {})
     assert choice.source == "fallback"
     assert any("no matmul has" in reason for reason in choice.fallbacks)
 
@@ -148,7 +148,7 @@ def test_a_choice_survives_json() -> None:
         assert Choice.from_json(json.loads(json.dumps(choice.to_json()))) == choice
 
 
-def test_sizes_that_are_not_bound_are_asked_for() -> None:
+def test_an_unbound_size_is_an_error_that_names_it() -> None:
     with pytest.raises(HostIRError, match="depends on the size 'K' of @symbolic, which is not bound"):
         choose(symbolic(), sizes={"M": 8})
     with pytest.raises(HostIRError, match="has no size 'N'"):
@@ -157,14 +157,14 @@ def test_sizes_that_are_not_bound_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("size", [-4, 2.5, True, "8"])
-def test_a_size_that_is_none_is_refused(size: object) -> None:
+def test_an_invalid_size_is_refused(size: object) -> None:
     with pytest.raises(HostIRError, match="expected: an integer from 0"):
         choose(symbolic(), sizes={"M": size, "K": 8})
 
 
-def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
-    found = candidates_of(symbolic().program(), reference(H200, 2))
-    broken = Candidates({c: p if c.strategy == "sequential" else unfit(p) for c, p in found.programs.items()}, ())
+def test_a_strategy_that_the_sizes_do_not_fit_is_left_out_with_a_warning() -> None:
+    candidates = candidates_of(symbolic().program(), reference(H200, 2))
+    broken = Candidates({c: p if c.strategy == "sequential" else unfit(p) for c, p in candidates.programs.items()}, ())
     timings, impossible = estimated(broken, reference(H200, 2), {"M": 2, "K": 8}, "out")
     assert {timing.candidate.strategy for timing in timings} == {"sequential"}
     assert impossible
@@ -172,7 +172,7 @@ def test_sizes_that_do_not_fit_a_strategy_leave_it_out_loudly() -> None:
 
 
 def unfit(program: Program) -> Program:
-    """The program with a buffer more, of a size that is not always whole."""
+    """Return the program with one more buffer: its size M/4 is an integer only if 4 divides M."""
     odd = hi.parse(
         "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%x: f32[M, 4]) -> (%x) {\n  %y: f32[M/4, 4] = allocate\n"
         "  free %y\n}\n"
@@ -180,7 +180,7 @@ def unfit(program: Program) -> Program:
     return program.with_body((*odd.body, *program.body))
 
 
-def test_a_host_program_and_what_is_no_fusion_are_refused() -> None:
+def test_a_host_program_and_a_string_are_refused() -> None:
     with pytest.raises(HostIRError, match="host program already"):
         choose(hi.lower(patterns.mlp()))
     with pytest.raises(HostIRError, match="not a fusion"):
@@ -188,10 +188,10 @@ def test_a_host_program_and_what_is_no_fusion_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "said"), [({"machine": "tpu"}, "unknown machine"), ({"calls": "fast"}, "unknown kind of calls")]
+    ("option", "message"), [({"machine": "tpu"}, "unknown machine"), ({"calls": "fast"}, "unknown kind of calls")]
 )
-def test_bad_options_are_refused(option: dict[str, str], said: str) -> None:
-    with pytest.raises(HostIRError, match=said):
+def test_bad_options_are_refused(option: dict[str, str], message: str) -> None:
+    with pytest.raises(HostIRError, match=message):
         choose(patterns.mlp(), **option)
 
 
@@ -203,7 +203,7 @@ def runs(executor: hi.Executor, fusion: hi.Fusion) -> None:
     torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
 
 
-def test_compile_gives_an_executor_that_says_what_was_chosen() -> None:
+def test_compile_returns_an_executor_with_its_choice() -> None:
     fusion = patterns.allgather_matmul()
     executor = hi.compile(fusion)
     assert isinstance(executor.choice, Choice)
@@ -214,24 +214,24 @@ def test_compile_gives_an_executor_that_says_what_was_chosen() -> None:
     runs(executor, fusion)
 
 
-def test_a_strategy_that_is_asked_for_is_taken() -> None:
+def test_a_requested_strategy_is_used() -> None:
     executor = hi.compile(patterns.allgather_matmul(), "ring", streams=2)
     assert isinstance(executor.choice, Choice)
     assert (executor.choice.source, executor.choice.strategy) == ("asked for", "ring")
     assert executor.program == hi.lower(patterns.allgather_matmul(), "ring", 2)
 
 
-def test_what_an_asked_for_strategy_leaves_whole_is_a_warning() -> None:
-    with pytest.warns(hi.FallbackWarning) as told:
+def test_a_communication_that_a_requested_strategy_does_not_overlap_is_a_warning() -> None:
+    with pytest.warns(hi.FallbackWarning) as warned:
         executor = hi.compile(turned(), "fused")
     hi.compile(turned(), "fused")  # a second warning would be an error
-    (said,) = told
-    first, hint = str(said.message).splitlines()
+    (warning,) = warned
+    first, hint = str(warning.message).splitlines()
     place = r"the alltoall at .*fusions.py:\d+:\d+"
     why = "fused handles only allgathers and reduce_scatters of rows, and allreduces"
     assert re.fullmatch(rf"warning: In @turned {place} is not overlapped: {why}\.", first)
     assert hint.startswith("  hint: 'pipeline' slices any communication")
-    assert Path(said.filename) == Path(__file__)
+    assert Path(warning.filename) == Path(__file__)
     assert executor.choice.notes
 
 
@@ -246,7 +246,7 @@ def without_a_stream_axis() -> hi.Fusion:
     return fusion
 
 
-def test_a_pipeline_without_a_stream_axis_says_that_it_is_sequential_and_why() -> None:
+def test_a_pipeline_without_a_stream_axis_is_sequential_and_gives_the_reason() -> None:
     fusion = without_a_stream_axis()
     why = "not overlapped: no tensor has a Stream axis to slice it along, and the program is sequential"
     with pytest.warns(hi.FallbackWarning, match=f"In @rows the allgather at .* is {why}"):
@@ -259,7 +259,7 @@ def test_a_pipeline_without_a_stream_axis_says_that_it_is_sequential_and_why() -
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "sequential"])
-def test_any_strategy_without_a_communication_says_that_it_is_sequential(strategy: str) -> None:
+def test_without_a_communication_every_strategy_is_reported_as_sequential(strategy: str) -> None:
     executor = hi.compile(patterns.no_communication(), strategy)
     assert executor.choice.strategy == "sequential"
     assert executor.choice.notes == (f"'{strategy}' lowers to the sequential program: no communication to overlap",)
@@ -271,20 +271,20 @@ def test_a_choice_has_the_streams_of_its_program() -> None:
     assert str(executor.choice.taken) == "ring, 3 streams, auto"
 
 
-def test_of_several_ranks_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hi.compile(turned(), "fused", machine="local")
 
 
-def test_streams_and_auto_do_not_go_together() -> None:
+def test_streams_with_auto_are_refused() -> None:
     for call in (hi.compile, hi.lower):
         with pytest.raises(HostIRError, match="'auto' chooses it too"):
             call(patterns.mlp(), "auto", streams=2)
 
 
-def test_an_executor_is_not_bound_to_the_sizes_that_it_was_chosen_for() -> None:
+def test_an_executor_runs_other_sizes_than_those_it_was_chosen_for() -> None:
     executor = hi.compile(symbolic(), sizes={"M": 4096, "K": 4096})
     a, b = torch.randn(6, 4), torch.randn(4, 8)
     (parts,) = executor([a[:3], a[3:]], [b, b])
@@ -292,7 +292,7 @@ def test_an_executor_is_not_bound_to_the_sizes_that_it_was_chosen_for() -> None:
         torch.testing.assert_close(part, a @ b)
 
 
-def test_lower_and_run_take_auto_too() -> None:
+def test_lower_and_run_accept_auto() -> None:
     fusion = patterns.allgather_matmul()
     choice = choose(fusion)
     assert hi.lower(fusion, "auto") == hi.lower(fusion, choice.strategy, choice.streams)
@@ -304,19 +304,19 @@ def test_lower_and_run_take_auto_too() -> None:
     torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
 
 
-def test_lower_without_auto_stays_as_it_was() -> None:
+def test_lower_without_auto_is_the_plain_lowering() -> None:
     from hostir.lower import lower
 
     assert hi.lower(patterns.mlp()) == lower(patterns.mlp())
     assert hi.lower(patterns.mlp(), streams=2) == lower(patterns.mlp(), streams=2)
 
 
-def test_a_timing_knows_its_candidate_in_words() -> None:
+def test_a_candidate_prints_its_strategy_streams_and_kernels() -> None:
     assert str(Timing(Candidate("pipeline", 2, "triton"), 5.0).candidate) == "pipeline, 2 streams, triton"
     assert str(Candidate("fused", 1, "cublas")) == "fused, cublas"
 
 
-def test_an_option_that_compile_does_not_have_is_refused_at_the_users_line() -> None:
+def test_an_unknown_option_of_compile_is_refused_at_the_users_line() -> None:
     with pytest.raises(
         HostIRError, match=r"test_choose.py:\d+:\d+: error: hi.compile has no option 'graph'\n[^$]*'graphs'"
     ):

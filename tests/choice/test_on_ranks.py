@@ -1,4 +1,4 @@
-"""Choosing on real processes, with gloo. The ranks run tests/choice/cases_on_ranks.py."""
+"""Choosing a strategy on real gloo processes. The ranks run tests/choice/cases_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.launch import environment, launch
 SCRIPT = Path(__file__).with_name("cases_on_ranks.py")
 ROOT = SCRIPT.parents[2]
 CASES = [
-    "measurements_are_agreed_kept_and_used",
+    "measurements_are_agreed_on_cached_and_used",
     "without_measurements_rank_0_warns_and_all_agree",
     "a_wrong_candidate_is_not_timed",
-    "what_no_rank_can_run_is_not_timed",
-    "what_ranks_refuse_in_their_first_call_is_not_timed",
+    "a_candidate_that_no_rank_can_run_is_not_timed",
+    "a_candidate_that_the_first_call_refuses_is_not_timed",
     "too_few_ranks_are_refused_on_all",
-    "what_no_strategy_lowers_is_refused_on_all_with_the_reason",
-    "what_rank_0_cannot_do_is_told_to_all",
-    "each_call_takes_the_program_of_its_range_alike_on_all_ranks",
-    "a_rank_that_alone_refuses_a_call_ends_it_on_all",
+    "a_fusion_that_no_strategy_lowers_is_refused_on_all_with_the_reason",
+    "a_failure_of_rank_0_is_raised_on_all",
+    "each_call_runs_the_program_of_its_range_on_all_ranks",
+    "a_call_that_one_rank_refuses_fails_on_all",
     "a_program_that_takes_too_much_symmetric_memory_is_refused_on_all",
 ]
 FUSION = ("examples/patterns.py:allgather_matmul", "--set", "S=2", "--set", "K=32", "--set", "N=16", "--device", "cpu")
@@ -45,12 +45,12 @@ def rows(printed: str) -> Sequence[list[str]]:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A cache that `hostir tune` has filled, of which each test takes a copy, and what the command printed."""
+    """Fill a cache with `hostir tune`; return it and the command's output. Each test works on a copy of the cache."""
     folder = tmp_path_factory.mktemp("tuned")
     return folder, hostir(folder, "tune", "--set", "M=32,64", "--runs", "2")
 
 
-def test_ranks_measure_choose_and_agree(tmp_path: Path) -> None:
+def test_ranks_measure_and_agree_on_a_choice(tmp_path: Path) -> None:
     done = on_two_ranks(tmp_path, str(SCRIPT), *CASES)
     assert done.returncode == 0, done.stderr
     passed = set(re.findall(r"PASS (\w+) (\d)", done.stdout))
@@ -68,7 +68,7 @@ def test_tune_fills_the_cache_and_run_uses_it(
         ("M=32", ["measured", "now"]),
         ("M=64", ["measured", "now"]),
     ]
-    assert "\x1b" not in first.stdout + first.stderr  # no bar where nobody watches
+    assert "\x1b" not in first.stdout + first.stderr  # no progress bar without a terminal
     assert len(list((tmp_path / "tuning").glob("*.json"))) == 2
 
     second = hostir(tmp_path, "tune", "--set", "M=64,128", "--runs", "2")
@@ -83,7 +83,7 @@ def test_tune_fills_the_cache_and_run_uses_it(
     strategy = re.search(r"runs '(\w+),.*' \(measured [\d.]+ us\)", run.stderr)
     assert strategy, run.stderr
     assert strategy[1] in taken
-    assert run.stderr.count("(measured") == 1  # rank 0 speaks
+    assert run.stderr.count("(measured") == 1  # only rank 0 prints
 
 
 def test_tune_measures_the_sizes_that_ranges_are_chosen_for(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_tune_measures_the_sizes_that_ranges_are_chosen_for(tmp_path: Path) -> N
 
 
 @pytest.mark.xdist_group("tuned")
-def test_tune_measures_anew_only_when_told(
+def test_tune_measures_again_only_when_asked(
     tmp_path: Path, tuned: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
     shutil.copytree(tuned[0], tmp_path, dirs_exist_ok=True)
@@ -122,4 +122,4 @@ def test_a_cache_that_cannot_be_written_ends_every_rank_with_a_diagnostic(tmp_pa
     done = hostir(tmp_path, "tune", "--set", "M=32", "--runs", "1")
     assert done.returncode != 0
     assert done.stderr.count("error: cannot write the tuning cache") == 2
-    assert "hostir/choice" not in done.stderr.replace("hostir/choice/cache.py", "")  # no traceback of ours
+    assert "hostir/choice" not in done.stderr.replace("hostir/choice/cache.py", "")  # no traceback through hostir

@@ -1,4 +1,4 @@
-"""What the clauses on overlap say, of programs by every strategy and of programs by hand."""
+"""Overlap clauses: for programs of every strategy and for programs written by hand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GATHER = "%f: f32[8, 4] = allocate\n  %h = allgather %a -> %f over didx\n"
 MULTIPLY = "%y: f32[8, 8] = allocate\n  matmul %x, %x -> %y\n"
 
 
-def said(program: hi.Program, rank: int = 0) -> tuple[str, ...]:
+def clauses(program: hi.Program, rank: int = 0) -> tuple[str, ...]:
     return overlap_clauses(unroll(program, rank, {}))
 
 
 def by_hand(*body: str) -> tuple[str, ...]:
-    return said(hi.parse(f"{HEAD} {{\n  {'  '.join(body)}}}\n"))
+    return clauses(hi.parse(f"{HEAD} {{\n  {'  '.join(body)}}}\n"))
 
 
 @pytest.mark.parametrize(
@@ -32,25 +32,25 @@ def by_hand(*body: str) -> tuple[str, ...]:
         ("push", "12 of its 12 puts overlap with matmul"),
     ],
 )
-def test_each_strategy_overlaps_an_allgather_as_it_says(strategy: str, clause: str) -> None:
+def test_each_strategy_names_the_communications_that_it_overlaps(strategy: str, clause: str) -> None:
     program = hi.lower(patterns.allgather_matmul(), strategy)
-    assert [said(program, rank) for rank in range(4)] == [(clause,)] * 4
+    assert [clauses(program, rank) for rank in range(4)] == [(clause,)] * 4
 
 
 def test_one_worker_stream_overlaps_nothing() -> None:
-    assert said(hi.lower(patterns.allgather_matmul(), "pipeline", 1)) == (
+    assert clauses(hi.lower(patterns.allgather_matmul(), "pipeline", 1)) == (
         "none of its 4 allgathers overlaps with a computation",
     )
 
 
-def test_sums_are_computations_too_and_copies_are_not() -> None:
-    assert said(hi.lower(patterns.mlp(), "push")) == ("24 of its 24 puts overlap with matmul and sum",)
-    assert said(hi.lower(patterns.mlp(), "pipeline")) == tuple(
-        f"4 of its 4 {kind}s overlap with matmul and gelu" for kind in ("allgather", "reduce_scatter")
+def test_sums_hide_communications_and_copies_do_not() -> None:
+    assert clauses(hi.lower(patterns.mlp(), "push")) == ("24 of its 24 puts overlap with matmul and sum",)
+    assert clauses(hi.lower(patterns.mlp(), "pipeline")) == tuple(
+        f"4 of its 4 {collective}s overlap with matmul and gelu" for collective in ("allgather", "reduce_scatter")
     )
 
 
-def test_a_communication_ends_where_it_is_waited_for() -> None:
+def test_a_communication_ends_at_its_wait() -> None:
     assert by_hand(GATHER, MULTIPLY, "wait %h\n") == ("its allgather overlaps with matmul",)
     assert by_hand(GATHER, "wait %h\n", MULTIPLY) == ("its allgather overlaps with no computation",)
     assert by_hand(MULTIPLY, GATHER, "wait %h\n") == ("its allgather overlaps with no computation",)
@@ -61,5 +61,5 @@ def test_some_of_several_communications_overlap() -> None:
     assert by_hand(twice, MULTIPLY, "wait %h2\n") == ("1 of its 2 allgathers overlaps with matmul",)
 
 
-def test_a_program_without_communication_says_so() -> None:
-    assert said(hi.lower(patterns.no_communication(), "sequential")) == (NOTHING,)
+def test_a_program_without_communication_has_the_clause_for_it() -> None:
+    assert clauses(hi.lower(patterns.no_communication(), "sequential")) == (NOTHING,)

@@ -1,4 +1,4 @@
-"""Programs by ranges of sizes: which call takes which, and what users see of it."""
+"""Programs by ranges of sizes: the program that each call runs, and the ranges that users see."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _own_cache(tmp_path: Path) -> Iterator[None]:
 
 
 def layer(ranks: int = 2, n: int | str = 48, k: int | str = 64, dtype: str = "f32") -> hi.Fusion:
-    """Column parallel on M rows, which are known at its calls."""
+    """Return a column-parallel matmul of M rows; each call binds M."""
     with hi.Fusion("layer") as fusion:
         a, b = hi.tensor("a", ["M", k], dtype), hi.tensor("b", [k, n], dtype)
         c = a @ b
@@ -45,15 +45,15 @@ def layer(ranks: int = 2, n: int | str = 48, k: int | str = 64, dtype: str = "f3
     return fusion
 
 
-def of(fusion: hi.Fusion, platform: Platform | None = None, **given: int) -> Ranges:
-    return Ranges(Decider(fusion.program(), platform or reference(H200, 8)), given)
+def ranges_of(fusion: hi.Fusion, platform: Platform | None = None, **sizes: int) -> Ranges:
+    return Ranges(Decider(fusion.program(), platform or reference(H200, 8)), sizes)
 
 
 LARGE = layer(8, 3584, 8192, "bf16")
 
 
-def test_a_size_runs_as_the_power_of_two_does_near_it() -> None:
-    every = of(layer(1))
+def test_a_size_runs_the_program_of_the_nearest_power_of_two() -> None:
+    every = ranges_of(layer(1))
     near = {m: every.representative({"M": m})["M"] for m in (0, 1, 2, 3, 5, 6, 47, 48, 3071, 3072, 6143, 6144, 10**9)}
     assert near == {
         **{0: 1, 1: 1, 2: 2, 3: 4, 5: 4, 6: 8, 47: 32, 48: 64, 3071: 2048, 3072: 4096, 6143: 4096, 6144: 8192},
@@ -65,33 +65,33 @@ def test_a_size_runs_as_the_power_of_two_does_near_it() -> None:
         assert power == 0 or ranges._power(first - 1) == power - 1
 
 
-def test_a_choice_is_made_for_sizes_that_all_candidates_divide() -> None:
-    assert of(layer(8)).representatives[:3] == [{"M": 8}, {"M": 16}, {"M": 32}]
-    assert [m["M"] for m in of(layer(3)).representatives[:4]] == [3, 9, 15, 33]
-    assert all(m["M"] % 3 == 0 for m in of(layer(3)).representatives)
+def test_representative_sizes_are_multiples_that_fit_all_candidates() -> None:
+    assert ranges_of(layer(8)).representatives[:3] == [{"M": 8}, {"M": 16}, {"M": 32}]
+    assert [m["M"] for m in ranges_of(layer(3)).representatives[:4]] == [3, 9, 15, 33]
+    assert all(m["M"] % 3 == 0 for m in ranges_of(layer(3)).representatives)
 
 
-def test_neighbours_that_run_alike_are_one_range_and_together_they_are_all_sizes() -> None:
-    every = of(LARGE)
-    found = every.ranges
-    assert found[0].first == 0
-    assert found[-1].last is None
-    assert [it.last for it in found[:-1]] == [it.first - 1 for it in found[1:]]
-    assert all(a.choice.taken != b.choice.taken for a, b in pairwise(found))
-    assert found[0].choice.strategy in ("sequential", "push")
-    assert found[-1].choice.strategy == "fused"
-    for it in found:
+def test_neighbours_with_the_same_candidate_are_one_range_and_ranges_cover_all_sizes() -> None:
+    every = ranges_of(LARGE)
+    merged = every.ranges
+    assert merged[0].first == 0
+    assert merged[-1].last is None
+    assert [it.last for it in merged[:-1]] == [it.first - 1 for it in merged[1:]]
+    assert all(a.choice.taken != b.choice.taken for a, b in pairwise(merged))
+    assert merged[0].choice.strategy in ("sequential", "push")
+    assert merged[-1].choice.strategy == "fused"
+    for it in merged:
         for m in (it.first, it.last or 10**6):
             assert every.choice({"M": m}).taken == it.choice.taken
 
 
-def test_within_a_range_it_is_what_is_chosen_for_the_power_of_two() -> None:
+def test_the_choice_of_a_range_is_the_choice_for_its_power_of_two() -> None:
     fusion = layer()
     expected = Decider(fusion.program(), reference(H200, 2)).choice({"M": 4096})
-    assert of(fusion, reference(H200, 2)).choice({"M": 4000}) == expected
+    assert ranges_of(fusion, reference(H200, 2)).choice({"M": 4000}) == expected
 
 
-def test_choices_are_made_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_made_at_the_first_call_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, int]] = []
     decided = Decider.choice
     monkeypatch.setattr(
@@ -112,19 +112,19 @@ def run(executor: hi.Executor, m: int) -> None:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, fastest: dict[int, str]) -> None:
-    """Let each strategy be the fastest from some number of rows on."""
+    """Make each strategy the fastest from its number of rows on."""
     decided = Decider.choice
 
     def choice(self: Decider, sizes: dict[str, int], *rest: object) -> Choice:
-        found = decided(self, sizes)
+        estimate = decided(self, sizes)
         first = fastest[max(m for m in fastest if m <= sizes["M"])]
-        timings = sorted(found.timings, key=lambda it: it.candidate.strategy != first)
+        timings = sorted(estimate.timings, key=lambda it: it.candidate.strategy != first)
         return Choice("layer", timings[0].candidate, "estimated", "here", tuple(timings))
 
     monkeypatch.setattr(Decider, "choice", choice)
 
 
-def test_each_call_takes_the_program_of_its_range_which_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_runs_the_program_of_its_range_which_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, {0: "sequential", 16: "push", 256: "fused"})
     executor = hi.compile(layer())
     taken = []
@@ -134,11 +134,11 @@ def test_each_call_takes_the_program_of_its_range_which_is_made_once(monkeypatch
     by = {s: hi.lower(layer(), s, 1) for s in ("sequential", "push", "fused")}
     assert taken == [by[s] for s in ("fused", "sequential", "fused", "push", "sequential", "push", "fused")]
     assert len(executor.executors) == 3
-    assert executor.program == by["fused"]  # as `current`, which is of the latest call
+    assert executor.program == by["fused"]  # the latest call's program, as `current`
     assert [str(it) for it in executor.choice.ranges] == ["from 0 to 11", "from 12 to 191", "from 192 on"]
 
 
-def test_a_program_of_one_rank_runs_by_ranges_without_a_job() -> None:
+def test_a_program_of_one_rank_runs_by_ranges_without_torchrun() -> None:
     executor = hi.compile(layer(1), machine="gloo")
     assert executor.machine == "gloo"
     for m in (0, 3, 64, 3):
@@ -153,7 +153,7 @@ def test_a_program_of_one_rank_runs_by_ranges_without_a_job() -> None:
     executor.synchronize()
 
 
-def test_calls_of_the_same_shapes_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_with_the_shapes_of_the_last_call_make_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = hi.compile(layer(1), machine="gloo")
     a, b = torch.randn(8, 64), torch.randn(64, 48)
     executor(a, b)
@@ -163,7 +163,7 @@ def test_calls_of_the_same_shapes_choose_nothing(monkeypatch: pytest.MonkeyPatch
         executor(a[:4], b)
 
 
-def test_a_refused_call_leaves_no_program_to_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_after_a_refused_one_of_its_size_looks_its_program_up(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = hi.compile(layer(1), machine="gloo")
     a, b = torch.randn(64, 64), torch.randn(64, 48)
     executor(a[:8], b)
@@ -176,7 +176,7 @@ def test_a_refused_call_leaves_no_program_to_the_next_of_its_size(monkeypatch: p
     assert len(chosen) == 1
 
 
-def test_no_program_is_bound_before_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_gets_an_executor_before_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, {0: "sequential", 16: "push", 256: "fused"})
     executor = hi.compile(layer())
     assert [c.strategy for c in executor.executors] == ["fused"]
@@ -184,20 +184,23 @@ def test_no_program_is_bound_before_a_call_needs_it(monkeypatch: pytest.MonkeyPa
     assert (executor.machine, executor.rank, executor.kernels) == ("local", 0, "aten")
 
 
-def test_sizes_that_do_not_fit_the_fastest_take_the_next_best_that_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = of(layer(), reference(H200, 2))
-    found = every.decider.candidates
-    picky = {c: unfit(p) if c.strategy in ("push", "fused") else p for c, p in found.programs.items()}  # M/4 is whole
-    every.decider.__dict__["candidates"] = type(found)(picky, found.impossible)
+def test_sizes_that_do_not_fit_the_fastest_candidate_take_the_next_best_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = ranges_of(layer(), reference(H200, 2))
+    candidates = every.decider.candidates
+    # `unfit` programs need a multiple of 4 for M.
+    picky = {c: unfit(p) if c.strategy in ("push", "fused") else p for c, p in candidates.programs.items()}
+    every.decider.__dict__["candidates"] = type(candidates)(picky, candidates.impossible)
     order = [Candidate("fused", 1, "cublas"), Candidate("ring", 1, "cublas"), Candidate("sequential", 1, "cublas")]
-    made = Choice("layer", order[0], "estimated", "here", tuple(Timing(c, 1.0 + i) for i, c in enumerate(order)))
-    monkeypatch.setattr(Decider, "choice", lambda *_: made)
+    fixed = Choice("layer", order[0], "estimated", "here", tuple(Timing(c, 1.0 + i) for i, c in enumerate(order)))
+    monkeypatch.setattr(Decider, "choice", lambda *_: fixed)
     assert every.candidate({"M": 64}) == order[0]
     assert every.candidate({"M": 66}) == order[1]
-    assert every.candidate({"M": 65}) == order[2]  # fits nothing: the sequential program says why
+    assert every.candidate({"M": 65}) == order[2]  # fits no candidate: the sequential program gives the reason
 
 
-def test_sizes_that_no_program_fits_and_wrong_inputs_are_refused_as_by_any_executor() -> None:
+def test_sizes_that_fit_no_program_and_wrong_inputs_are_refused() -> None:
     executor = hi.compile(layer())
     with pytest.raises(HostIRError, match="M must be a multiple of 2"):
         executor(torch.randn(3, 64), torch.randn(64, 48))
@@ -210,12 +213,12 @@ def test_sizes_that_no_program_fits_and_wrong_inputs_are_refused_as_by_any_execu
     run(executor, 4)
 
 
-def test_calls_without_rows_run() -> None:
+def test_calls_with_zero_rows_run() -> None:
     (parts,) = hi.compile(layer())([torch.zeros(0, 64)] * 2, [torch.zeros(64, 48)] * 2)
     assert [part.shape for part in parts] == [(0, 48)] * 2
 
 
-def test_several_free_sizes_are_chosen_for_together() -> None:
+def test_several_free_sizes_have_one_choice_for_each_call() -> None:
     fusion = layer(n="N", k="K")
     executor = hi.compile(fusion)
     for m, k, n in ((64, 32, 48), (8192, 16, 8), (66, 33, 47)):
@@ -228,8 +231,8 @@ def test_several_free_sizes_are_chosen_for_together() -> None:
     assert hi.compile(fusion, sizes={"K": 32, "N": 8}).choice.free == ("M",)
 
 
-def test_the_first_choice_is_for_tensors_that_a_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost model goes through all tiles: of 65536 values of each of two sizes it would for minutes."""
+def test_the_first_choice_is_for_tensors_that_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model visits all tiles: with two sizes of 65536 it would take minutes."""
     asked: list[dict[str, int]] = []
     decided = Decider.choice
     monkeypatch.setattr(
@@ -240,46 +243,46 @@ def test_the_first_choice_is_for_tensors_that_a_machine_can_hold(monkeypatch: py
     assert asked == [{"K": 256, "M": 256}, {"K": 32, "M": 32, "N": 32}]
 
 
-def test_sizes_that_are_given_are_chosen_for_as_one() -> None:
+def test_given_sizes_have_one_choice_for_all_calls() -> None:
     executor = hi.compile(layer(), sizes={"M": 4096})
     assert isinstance(executor.choice, Choice)
     run(executor, 64)
 
 
-def test_a_size_that_no_input_gives_is_asked_for() -> None:
+def test_a_size_that_no_input_binds_is_an_error_that_names_it() -> None:
     text = "hostir 1\nmesh @mesh [didx] = 0 1\nfusion @f(%a: f32[M@didx, 8]) -> (%c) {\n"
     text += "  %full: f32[M, 8] = allgather %a over didx\n  %c: f32[M/S, 8*S] = reshape %full\n}\n"
     with pytest.raises(HostIRError, match="depends on the size 'S' of @f, which is not bound"):
         hi.compile(hi.parse(text))
 
 
-def test_an_asked_for_strategy_is_one_program_for_all_sizes() -> None:
+def test_a_requested_strategy_is_one_program_for_all_sizes() -> None:
     executor = hi.compile(layer(), "ring", streams=2)
     assert isinstance(executor.choice, Choice)
     run(executor, 8)
     run(executor, 4096)
 
 
-def test_what_was_measured_for_the_power_of_two_decides_in_its_range() -> None:
-    every = of(LARGE, GPUS)
+def test_measurements_for_a_power_of_two_decide_its_range() -> None:
+    every = ranges_of(LARGE, GPUS)
     entries = {
         c: Entry(p.digest, t := 10.0 + (c.strategy != "ring"), t) for c, p in every.decider.candidates.programs.items()
     }
     cache.write(cache.key_of(LARGE.program(), {"M": 1024}, GPUS), "layer", entries)
     assert (every.choice({"M": 1000}).source, every.choice({"M": 1000}).strategy) == ("measured", "ring")
     assert every.choice({"M": 512}).source == "estimated"
-    told = json.loads(json.dumps(ranges._encoded(every)))
-    assert list(told) == ["M=1024"]
-    assert {Candidate(*c): Entry(*e) for c, e in told["M=1024"]} == entries
-    assert Ranges(every.decider, {}, {}).choice({"M": 1000}).source == "estimated"  # what rank 0 does not know
+    message = json.loads(json.dumps(ranges._encoded(every)))
+    assert list(message) == ["M=1024"]
+    assert {Candidate(*c): Entry(*e) for c, e in message["M=1024"]} == entries
+    assert Ranges(every.decider, {}, {}).choice({"M": 1000}).source == "estimated"  # not measured on rank 0
 
 
-def test_on_a_cpu_one_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_each_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Platform("gloo", "CPU", 2, "one host", (), CPU, "for testing", runs_all=True)
     monkeypatch.setattr("hostir.choice.decision.platform_here", lambda machine, ranks, group: processes)
-    with pytest.warns(hi.FallbackWarning) as told:
+    with pytest.warns(hi.FallbackWarning) as warned:
         every = ranges.agreed_ranges(layer().program(), {}, None, "gloo", "out")
-    reasons = [str(each.message).splitlines()[0] for each in told]
+    reasons = [str(each.message).splitlines()[0] for each in warned]
     assert len(reasons) == 2
     assert any("ring, fused and push are not possible here: for testing" in reason for reason in reasons)
     with warnings.catch_warnings():
@@ -289,7 +292,7 @@ def test_on_a_cpu_one_warning_is_for_all_ranges(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranges_are_shown_as_a_table_and_as_data() -> None:
-    every = of(LARGE)
+    every = ranges_of(LARGE)
     shown = describe_ranges(every)
     lines = shown.splitlines()
     assert lines[0] == "@layer runs on 8 x h200 as estimated elsewhere, by the M of each call:"

@@ -1,4 +1,4 @@
-"""The clock of the cost model: what overlaps, what waits, and what shares."""
+"""Simulated times of the cost model: which tasks overlap, wait, or share the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.counting import calls_of
 HEAD = "hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p(%a: bf16[2@didx, 1024, 4096], %b: bf16[4096, 4096]) -> (%c) "
 
 
-def took(body: str, mode: str = GRAPH) -> float:
+def estimate_us(body: str, mode: str = GRAPH) -> float:
     streams = "streams 2 " if "set_stream" in body else ""
     return estimates(hi.parse(f"{HEAD}{streams}{{\n{body}\n}}\n"), {}, H200)[mode]
 
@@ -42,23 +42,23 @@ BESIDE = f"  set_stream 0\n{MATMUL}\n  set_stream %user"
 
 
 def alone(body: str) -> float:
-    return took(f"{BUFFERS}{body}\n")
+    return estimate_us(f"{BUFFERS}{body}\n")
 
 
-def test_what_one_stream_does_takes_the_sum() -> None:
+def test_tasks_on_one_stream_take_the_sum_of_their_times() -> None:
     gather, matmul = alone(f"{GATHER}\n  wait %h"), alone(MATMUL)
     both = alone(f"{GATHER}\n  wait %h\n{MATMUL}")
     assert gather > H200.collective
     assert both == pytest.approx(gather + H200.edge + matmul)
 
 
-def test_what_two_streams_do_overlaps_but_not_for_free() -> None:
+def test_tasks_on_two_streams_overlap_but_slow_each_other() -> None:
     gather, matmul = alone(f"{GATHER}\n  wait %h"), alone(MATMUL)
     both = alone(f"{GATHER}\n{BESIDE}\n  wait %h")
     assert max(gather, matmul) < both < gather + matmul
 
 
-def test_a_synchronize_keeps_streams_apart() -> None:
+def test_a_synchronize_prevents_overlap() -> None:
     apart = alone(f"{GATHER}\n  wait %h\n  set_stream 0\n  synchronize %user\n{MATMUL}\n  set_stream %user")
     together = alone(f"{GATHER}\n  wait %h\n{BESIDE}")
     assert apart > together * 1.2
@@ -93,10 +93,10 @@ def test_a_wait_for_a_flag_ends_with_its_signal() -> None:
     before = "  %r = rank of %a over didx\n  %there: flag[1] = allocate_symmetric\n"
     signal = "  signal %there[0] = 1 at (%r + 1) % 2 over didx\n"
     late = alone(f"{before}  set_stream 0\n{MATMUL}\n{signal}  set_stream %user\n  wait_signal %there[0] >= 1")
-    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL_KERNEL)  # which puts the flag back
+    assert late == pytest.approx(alone(MATMUL) + H200.signal + SMALL_KERNEL)  # the small kernel resets the flag
 
 
-def test_what_waits_for_another_stream_goes_on_a_little_later() -> None:
+def test_a_wait_for_another_stream_costs_an_edge() -> None:
     pause = "  delay 100 us"
     assert alone(f"{pause}\n{pause}") == pytest.approx(200)
     assert alone(f"  set_stream 0\n{pause}\n  set_stream %user\n  synchronize 0\n{pause}") == pytest.approx(
@@ -105,7 +105,7 @@ def test_what_waits_for_another_stream_goes_on_a_little_later() -> None:
     assert alone(f"  set_stream 0\n  delay 10 us\n  set_stream %user\n{pause}\n  synchronize 0") == pytest.approx(100)
 
 
-def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_own() -> None:
+def test_a_signal_by_a_kernel_delays_no_later_copy_and_follows_its_own_copy_quickly() -> None:
     buffers = "  %r = rank of %a over didx\n  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
     buffers += "  %there: flag[2] = allocate_symmetric\n  set_stream 0\n"
 
@@ -117,13 +117,13 @@ def test_a_signal_by_a_kernel_keeps_no_copy_waiting_and_comes_soon_behind_its_ow
     by_sms = f"  set_stream 1\n  synchronize 0\n{plain[:-1]} by 1 sms\n  set_stream 0\n"
     copy = rounds(plain, 1) - H200.signal
     assert rounds(by_sms, 1) == pytest.approx(copy + H200.kernel_signal)
-    copy -= SMALL_KERNEL  # which puts flags back
+    copy -= SMALL_KERNEL  # the small kernel that resets the flags
     assert rounds(plain, 5) - rounds(plain, 1) == pytest.approx(4 * (copy + H200.signal))
     assert rounds(by_sms, 5) - rounds(by_sms, 1) == pytest.approx(4 * copy)
 
 
-def test_a_matmul_leaves_an_sm_to_signals_by_kernels() -> None:
-    gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, of which each SM takes one
+def test_a_matmul_reserves_one_sm_for_signals_by_kernels() -> None:
+    gemm, model = Gemm(128 * 11, 256 * 12, 4096, "bf16"), costs("triton")  # 132 tiles, one for each SM
     model.gemms.family = replace(H200.kernels["triton"], tiles={"bf16": candidates("bf16")[:1]})
     without, with_one = (model.by_blocks(waiting(gemm, 1, reserved_sms=n), 0.0, [0.0])[0] for n in (0, 1))
     assert with_one > 1.8 * (without - H200.poll)
@@ -137,7 +137,7 @@ def test_fused_on_two_streams_is_faster_where_copies_take_longest() -> None:
     assert 0.8 < two / one < 0.98
 
 
-def test_a_copy_within_the_gpu_takes_no_link_but_the_sms() -> None:
+def test_a_copy_within_the_gpu_uses_sms_and_no_link() -> None:
     buffers = "  %r = rank of %a over didx\n  %x: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
     buffers += "  %y: bf16[2@didx, 1024, 4096] = allocate_symmetric\n"
     far = "  put %a -> %x at (%r + 1) % 2 over didx"
@@ -151,16 +151,16 @@ def test_a_barrier_waits_for_the_slowest_rank() -> None:
     assert alone(slow) == pytest.approx(500 + H200.barrier)
 
 
-def test_launches_count_only_where_no_graph_replays_them() -> None:
-    # The host is ahead of the device at first, and then each launch takes longer than what it launches.
+def test_launch_times_count_in_eager_calls_only() -> None:
+    # The host starts ahead of the device. It falls behind, as each launch takes longer than its kernel.
     many = "\n".join(["  delay 1 us"] * 200)
-    assert took(f"{BUFFERS}{many}", GRAPH) == pytest.approx(200)
-    assert took(f"{BUFFERS}{many}", EAGER) > 200 * H200.launch["delay"] - H200.host_lead
+    assert estimate_us(f"{BUFFERS}{many}", GRAPH) == pytest.approx(200)
+    assert estimate_us(f"{BUFFERS}{many}", EAGER) > 200 * H200.launch["delay"] - H200.host_lead
     few = f"{BUFFERS}  delay 2000 us\n"
-    assert took(few, EAGER) == took(few, GRAPH) == pytest.approx(2000)
+    assert estimate_us(few, EAGER) == estimate_us(few, GRAPH) == pytest.approx(2000)
 
 
-def test_torch_launches_a_matmul_for_each_block_and_triton_one_for_all() -> None:
+def test_torch_launches_one_matmul_for_each_block_and_triton_launches_one_for_all_blocks() -> None:
     fusion = patterns.allgather_matmul(ranks=8, S=1, M=64, N=64, K=64, dtype="bf16")
     tasks = tasks_of(hi.lower(fusion, "fused"), {})
     torch, triton = HostCosts(costs("aten")).call(tasks), HostCosts(costs("triton")).call(tasks)
@@ -171,9 +171,9 @@ def costs(kernels: str = "aten") -> Costs:
     return Costs(H200, kernels, 1e11)
 
 
-def waiting(gemm: Gemm, blocks: int, **how: int) -> CostTask:
-    """A matmul that waits for its rows, in so many blocks."""
-    return CostTask(0, replace(gemm, block=gemm.m // blocks), **how)
+def waiting(gemm: Gemm, blocks: int, **options: int) -> CostTask:
+    """Return a matmul that waits for its rows in this number of blocks."""
+    return CostTask(0, replace(gemm, block=gemm.m // blocks), **options)
 
 
 def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
@@ -189,38 +189,38 @@ def test_a_matmul_that_fills_one_wave_takes_as_long_with_fewer_tiles() -> None:
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_a_matmul_that_waits_for_blocks_ends_after_the_last_of_them(kernels: str) -> None:
     gemm, c = Gemm(8192, 3584, 8192, "bf16"), costs(kernels)
-    whole = c.gemms.time(gemm)
+    without_blocks = c.gemms.time(gemm)
     task = waiting(gemm, 8)
     at_once = c.by_blocks(task, 0.0, [0.0] * 8)[0]
     late = c.by_blocks(task, 0.0, [50.0 * i for i in range(8)])[0]
     very_late = c.by_blocks(task, 0.0, [0.0] * 7 + [5000.0])[0]
-    assert whole * 0.95 < at_once < whole * 1.4
+    assert without_blocks * 0.95 < at_once < without_blocks * 1.4
     assert at_once <= late
-    assert 5000 < very_late < 5000 + whole / 2
+    assert 5000 < very_late < 5000 + without_blocks / 2
 
 
-def test_the_cost_model_takes_the_tile_that_the_kernel_takes_and_the_time_of_its_estimate() -> None:
+def test_the_cost_model_uses_the_kernels_tile_and_the_kernels_estimate() -> None:
     model, start = costs("triton"), H200.kernels["triton"].start
     thin = Gemm(2048, 6656, 16384, "bf16")
     tile = choose(thin, 132, candidates("bf16"))
     assert model.gemms.fastest(thin) == tile
-    assert tile.split == 20, "of 416 tiles of 128 x 256 those of the last wave, in 6 parts each"
+    assert tile.split == 20, "416 tiles of 128 x 256: the last wave has 20, each split into 6 parts"
     assert model.gemms.time(thin) == start + duration(tile, thin, 132, model.gemms.rates)[0]
-    coming = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)
-    tile = choose(coming, 132, candidates("bf16"))
+    arriving = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)
+    tile = choose(arriving, 132, candidates("bf16"))
     assert tile.early_blocks
-    end = duration(tile, coming, 132, model.gemms.rates, [start + H200.poll] * 8)[0]
-    assert model.by_blocks(CostTask(0, coming), 0.0, [0.0] * 8)[0] == end
-    assert not costs("aten").gemms.fastest(thin).split, "cuBLAS splits none in the model"
+    end = duration(tile, arriving, 132, model.gemms.rates, [start + H200.poll] * 8)[0]
+    assert model.by_blocks(CostTask(0, arriving), 0.0, [0.0] * 8)[0] == end
+    assert not costs("aten").gemms.fastest(thin).split, "the model has no split tiles for cuBLAS"
 
 
-def test_splitting_the_first_and_the_last_tiles_pays_where_rows_come_late() -> None:
+def test_splitting_the_first_and_the_last_tiles_saves_time_when_rows_arrive_late() -> None:
     gemm = Gemm(2048, 3584, 8192, "bf16", block=256, separate=True)  # 224 tiles of 128 x 256: 92 in the last wave
-    whole, split = costs("triton"), costs("triton")
+    unsplit, split = costs("triton"), costs("triton")
     family = H200.kernels["triton"]
-    whole.gemms.family = replace(family, rates=replace(family.rates, split=None))
+    unsplit.gemms.family = replace(family, rates=replace(family.rates, split=None))
     arrivals = [0.0, *(15 + 13.2 * i for i in range(1, 8))]  # 4 MiB each, from a copy engine
-    ends = [c.by_blocks(CostTask(0, gemm), 0.0, arrivals)[0] for c in (whole, split)]
+    ends = [c.by_blocks(CostTask(0, gemm), 0.0, arrivals)[0] for c in (unsplit, split)]
     assert 5 < ends[0] - ends[1] < 30
 
 
@@ -240,19 +240,19 @@ def test_matmuls_of_one_wave_run_together_only_where_both_fit() -> None:
     assert 0.0 < c.share(large, 0.3) < 0.3
 
 
-def test_every_rank_has_its_tasks_and_meets_the_others() -> None:
+def test_every_rank_has_tasks_and_collectives_have_all_ranks_as_partners() -> None:
     tasks = tasks_of(hi.lower(patterns.mlp(), "pipeline", 2), {})
     assert {task.rank for task in tasks} == set(range(4))
     assert {len(task.partners) for task in tasks} == {0, 4}
 
 
 def test_more_bytes_and_more_work_take_longer() -> None:
-    def of(m: int, strategy: str) -> float:
+    def time_of(m: int, strategy: str) -> float:
         fusion = patterns.allgather_matmul(ranks=8, S=2, M=m, N=1792, K=4096, dtype="bf16")
         return estimates(hi.lower(fusion, strategy), {}, H200, "triton")[GRAPH]
 
     for strategy in ("sequential", "pipeline", "ring", "fused", "push"):
-        times = [of(m, strategy) for m in (2048, 4096, 8192, 16384)]
+        times = [time_of(m, strategy) for m in (2048, 4096, 8192, 16384)]
         assert times == sorted(times)
         assert times[-1] > 3 * times[0]
 
@@ -273,7 +273,7 @@ def test_machines_are_named_with_or_without_ranks() -> None:
             parse_machine(text)
 
 
-def test_own_rows_that_the_kernel_copies_are_copied_in_the_model() -> None:
+def test_only_few_own_rows_take_a_copy_of_their_own_in_the_model() -> None:
     text = """hostir 1
 mesh @mesh [didx] = 0 1
 fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
@@ -287,49 +287,49 @@ fusion @rows(%a: bf16[M@didx, 4096], %b: bf16[4096, 1792]) -> (%c) {
         return sum(isinstance(task.work, Traffic) for task in tasks_of(program, {"M": 2 * rows}))
 
     few, many = (1, MIN_OWN_ROWS - 1), (MIN_OWN_ROWS, 8 * MIN_OWN_ROWS)
-    assert {copies(rows) - copies(4096) for rows in few} == {2}  # one a rank
+    assert {copies(rows) - copies(4096) for rows in few} == {2}  # one copy for each rank
     assert {copies(rows) - copies(4096) for rows in many} == {0}
 
 
-def test_tiles_are_reckoned_by_waves_not_one_by_one() -> None:
+def test_tiles_are_estimated_by_waves_not_one_by_one() -> None:
     fusion = patterns.allgather_matmul(ranks=2, S=1, M=1 << 17, K=256, N=8192, dtype="bf16")
     program = hi.lower(fusion, "fused")
-    estimates(program, {}, H200, "triton")  # loads what is loaded when it is first used
-    tiles = 2 * (1 << 17) // 128 * (8192 // 256)  # a look at each, on both ranks
+    estimates(program, {}, H200, "triton")  # the first estimate also imports modules
+    tiles = 2 * (1 << 17) // 128 * (8192 // 256)  # one call for each tile on both ranks would be more
     assert calls_of(lambda: estimates(program, {}, H200, "triton")) < tiles
 
 
-def test_a_candidate_is_looked_at_once_for_all_ways_of_calling_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_is_simulated_once_for_all_modes_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, run = [], Simulation.run
     monkeypatch.setattr(Simulation, "run", lambda each: runs.append(each) or run(each))
     choice = decide(patterns.allgather_matmul().program(), reference(H200, 4), {})
     assert len(runs) == len(choice.timings)
 
 
-# Blocks that raise flags, and sums of what arrives ----------------------------------------------------------------
+# Completion flags of blocks, and sums of arriving blocks ---------------------------------------------------------
 PRODUCT = Gemm(8192, 4096, 4096, "bf16")
 
 
-def raising(count: int, what: Gemm | Traffic = PRODUCT, **how: object) -> CostTask:
-    """A computation that raises flags behind so many blocks of its result."""
-    return CostTask(0, what, raises=[CostTask(0, Pause(sender="stream")) for _ in range(count)], **how)
+def raising(count: int, work: Gemm | Traffic = PRODUCT, **options: object) -> CostTask:
+    """Return a task that sets a completion flag behind each of `count` blocks of its result."""
+    return CostTask(0, work, raises=[CostTask(0, Pause(sender="stream")) for _ in range(count)], **options)
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
-@pytest.mark.parametrize("what", [PRODUCT, Traffic(1 << 28)], ids=["matmul", "sum"])
-def test_flags_rise_one_after_another_while_a_computation_runs_the_last_at_its_end(
-    kernels: str, what: Gemm | Traffic
+@pytest.mark.parametrize("work", [PRODUCT, Traffic(1 << 28)], ids=["matmul", "sum"])
+def test_flags_are_set_in_order_while_a_computation_runs_and_the_last_at_its_end(
+    kernels: str, work: Gemm | Traffic
 ) -> None:
     c = costs(kernels)
-    end, flags = c.by_blocks(raising(8, what), 100.0, [])
+    end, flags = c.by_blocks(raising(8, work), 100.0, [])
     assert list(flags) == sorted(flags)
     assert flags[-1] == pytest.approx(end, abs=SMALL_KERNEL)
-    took = [(flag - 100) / (end - 100) for flag in flags]
-    assert took == pytest.approx([(i + 1) / 8 for i in range(8)], abs=0.15)
-    assert c.alone(raising(8, what)) == pytest.approx(end - 100)
+    fractions = [(flag - 100) / (end - 100) for flag in flags]
+    assert fractions == pytest.approx([(i + 1) / 8 for i in range(8)], abs=0.15)
+    assert c.alone(raising(8, work)) == pytest.approx(end - 100)
 
 
-def test_flags_of_triton_cost_the_matmul_nothing_and_torch_runs_a_product_for_each() -> None:
+def test_flags_are_free_in_a_triton_matmul_and_aten_runs_one_matmul_for_each_flag() -> None:
     triton, torch = costs("triton"), costs("aten")
     assert triton.alone(raising(8)) == triton.gemms.time(PRODUCT)
     assert torch.alone(raising(8)) > torch.gemms.time(PRODUCT) + 7 * H200.flag_wait
@@ -337,7 +337,7 @@ def test_flags_of_triton_cost_the_matmul_nothing_and_torch_runs_a_product_for_ea
     assert torch.alone(raising(8)) == pytest.approx(8 * torch.gemms.time(of_block) + 7 * H200.flag_wait)
 
 
-def test_blocks_that_no_tile_divides_end_with_the_last_tile_that_holds_rows_of_them() -> None:
+def test_a_block_that_tiles_do_not_divide_ends_with_the_last_tile_that_covers_it() -> None:
     tile, gemm = replace(candidates("bf16")[0], split=0), Gemm(1000, 256, 4096, "bf16")  # 8 tiles of 128 rows
     model = costs("triton")
     ends = block_ends(tile, gemm, 1, model.gemms.rates, [0.0], 5)  # of 200 rows each
@@ -347,7 +347,7 @@ def test_blocks_that_no_tile_divides_end_with_the_last_tile_that_holds_rows_of_t
     assert [round(end / one) for end in more] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
 
 
-def test_a_matmul_may_wait_for_some_blocks_and_raise_flags_behind_others() -> None:
+def test_a_matmul_may_wait_for_blocks_of_its_input_and_set_flags_for_blocks_of_its_result() -> None:
     c, gemm = costs("triton"), replace(PRODUCT, block=2048)
     arrivals = [0.0, 100.0, 5000.0, inf]
     end, flags = c.by_blocks(raising(8, gemm), 0.0, arrivals)
@@ -356,26 +356,26 @@ def test_a_matmul_may_wait_for_some_blocks_and_raise_flags_behind_others() -> No
 
 
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
-def test_a_sum_adds_each_block_when_it_has_come_from_all_sources(kernels: str) -> None:
-    c, what = costs(kernels), Traffic(9 * (8 << 20))
-    whole = c.alone(CostTask(0, what))
-    early, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0] * 4)
-    late, _ = c.by_blocks(CostTask(0, what), 0.0, [0.0, 0.0, 0.0, 1000.0])
-    assert whole <= early < whole + 4 * SMALL_KERNEL + H200.poll
-    assert 1000 < late < 1000 + whole / 2
+def test_a_sum_adds_each_block_when_it_has_arrived_from_all_sources(kernels: str) -> None:
+    c, work = costs(kernels), Traffic(9 * (8 << 20))
+    without_blocks = c.alone(CostTask(0, work))
+    early, _ = c.by_blocks(CostTask(0, work), 0.0, [0.0] * 4)
+    late, _ = c.by_blocks(CostTask(0, work), 0.0, [0.0, 0.0, 0.0, 1000.0])
+    assert without_blocks <= early < without_blocks + 4 * SMALL_KERNEL + H200.poll
+    assert 1000 < late < 1000 + without_blocks / 2
 
 
 SCATTERED = scattered_rows(4, 4096, 8192, 3584, pieces=2)
 
 
 @pytest.mark.parametrize("kernels", ["cublas", "triton"])
-def test_blocks_travel_while_the_others_are_computed(kernels: str) -> None:
+def test_blocks_are_sent_while_the_others_are_computed(kernels: str) -> None:
     tasks = tasks_of(SCATTERED, {})
     model, all_copies = Costs(H200, kernels, flops(tasks)), 4096 * 8192 * 2 * 3 // 4 / H200.link / 1e3
     run = Simulation(tasks, model)
-    took = run.run()
+    total = run.run()
     matmul = next(t for t in tasks if t.raises and t.rank == 0)
-    assert model.alone(matmul) < took < model.alone(matmul) + all_copies / 3
+    assert model.alone(matmul) < total < model.alone(matmul) + all_copies / 3
     raised = [run.ended[flag] for flag in matmul.raises]
     assert raised == sorted(raised)
     copies = [t for t in tasks if isinstance(t.work, CostCopy) and t.rank == 0]
@@ -383,7 +383,7 @@ def test_blocks_travel_while_the_others_are_computed(kernels: str) -> None:
     assert run.ended[copies[0]] < raised[2]
 
 
-def test_own_blocks_come_last_and_a_sum_waits_for_all_sources_but_its_own() -> None:
+def test_a_rank_computes_its_own_blocks_last_and_its_sum_waits_for_other_ranks_only() -> None:
     tasks = [t for t in tasks_of(SCATTERED, {}) if t.rank == 1]
     (matmul,), (added,) = [t for t in tasks if t.raises], [t for t in tasks if t.blocks]
     assert len(matmul.raises) == 8
@@ -394,7 +394,7 @@ def test_own_blocks_come_last_and_a_sum_waits_for_all_sources_but_its_own() -> N
     assert added.work.bytes == (4 + 1) * 1024 * 8192 * 2
 
 
-def test_flags_rise_later_where_a_collective_takes_sms_from_the_matmul() -> None:
+def test_flags_are_set_later_when_a_collective_takes_sms_from_the_matmul() -> None:
     def last(team: list[CostTask]) -> float:
         matmul = raising(4)
         run = Simulation([matmul, *matmul.raises, *team], costs("aten"))
@@ -407,8 +407,8 @@ def test_flags_rise_later_where_a_collective_takes_sms_from_the_matmul() -> None
     assert last(beside) > 1.1 * last([])
 
 
-def test_products_of_fp8_take_little_more_than_half_the_time_of_16_bits() -> None:
-    def of(dtype: str, fast: str = "") -> float:
+def test_fp8_matmuls_take_little_more_than_half_the_time_of_bf16() -> None:
+    def time_of(dtype: str, fast: str = "") -> float:
         types = f"%a: {dtype}[8192, 8192], %b: {dtype}[8192, 8192]"
         scaled = f"scaled_matmul %a, %b scaled %s, %t to bf16{fast} -> %c"
         text = f"""hostir 1
@@ -420,19 +420,19 @@ program @p({types}, %s: f32[8192, 1], %t: f32[1, 8192]) -> (%c) {{
 """
         return estimates(hi.parse(text), {}, H200)[GRAPH]
 
-    wide, fast, exact = of("bf16"), of("f8e4m3", " accumulate fast"), of("f8e4m3")
+    wide, fast, exact = time_of("bf16"), time_of("f8e4m3", " accumulate fast"), time_of("f8e4m3")
     assert 0.5 * wide < fast < 0.6 * wide
     assert fast < exact < wide
 
 
-def test_scaled_rows_are_estimated_for_every_strategy() -> None:
+def test_scaled_matmuls_are_estimated_for_every_strategy() -> None:
     fusion = patterns.scaled_allgather_matmul(2, M=8192, K=8192, N=4096)
     choice = decide(fusion.program(), reference(H200, 2), {})
     taken = {timing.candidate.strategy for timing in choice.timings}
     assert taken == {"sequential", "ring", "fused", "push"}
 
 
-def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_copies() -> None:
+def test_a_matmul_that_stores_few_rows_to_peers_saves_the_copy_kernel() -> None:
     program = hi.lower(patterns.row_parallel(2, 1, 64, 2 * 3584, 8192, "bf16"), "push")
     tasks = tasks_of(program, {})
     apart = tasks_of(program, {})
@@ -440,8 +440,8 @@ def test_a_product_of_few_rows_that_stores_them_to_peers_spares_the_kernel_that_
         if isinstance(task.work, CostCopy):
             assert task.work.in_matmul
             task.work = replace(task.work, in_matmul=False)
-    for kernels, spared in (("aten", 0.0), ("triton", H200.push - SMALL_KERNEL)):
-        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(spared, abs=0.01)
+    for kernels, saved in (("aten", 0.0), ("triton", H200.push - SMALL_KERNEL)):
+        assert estimated(apart, kernels) - estimated(tasks, kernels) == pytest.approx(saved, abs=0.01)
     hosts = [HostCosts(Costs(H200, "triton", 0.0)).call(each) for each in (apart, tasks)]
     assert hosts[0] - hosts[1] == pytest.approx(H200.launch["push"])
 
@@ -450,8 +450,8 @@ def estimated(tasks: list[CostTask], kernels: str) -> float:
     return Simulation(tasks, Costs(H200, kernels, flops(tasks))).run()
 
 
-def test_aten_is_charged_every_pass_of_a_sum_whose_own_rows_are_apart() -> None:
-    """In f32: one copy, one addition for each other source, and one rounding, where Triton reads and writes once."""
+def test_aten_is_charged_for_every_pass_of_a_sum_with_own_rows_in_another_buffer() -> None:
+    """ATen sums in f32: a copy, an addition for each other source, and a rounding. Triton reads and writes once."""
     tasks = tasks_of(
         hi.lower(patterns.row_parallel_scattered(ranks=2, S=1, M=4096, K=7168, N=8192, dtype="bf16"), "fused"), {}
     )
@@ -462,7 +462,7 @@ def test_aten_is_charged_every_pass_of_a_sum_whose_own_rows_are_apart() -> None:
     assert times["cublas"] == times["triton"] == pytest.approx(times["aten"] * 6 / 22)
 
 
-def test_a_simulation_leaves_nothing_behind() -> None:
+def test_a_simulation_is_freed_after_its_run() -> None:
     tasks = tasks_of(hi.lower(patterns.allgather_matmul_rows(2), "ring"), {"M": 64, "K": 64, "N": 64})
     costs = Costs(H200, "triton", flops(tasks))
     Simulation(tasks, costs).run()

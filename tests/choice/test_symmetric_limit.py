@@ -1,4 +1,4 @@
-"""The symmetric memory of a program: users see it, and a limit keeps `auto` to what fits."""
+"""Symmetric memory of a program: users see the size, and a limit restricts `auto` to candidates that fit."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def decider(limit: int | None = None, fusion: hi.Fusion = ROWS) -> Decider:
 
 @pytest.fixture(autouse=True)
 def _no_warnings(recwarn: pytest.WarningsRecorder) -> None:
-    """What a limit rules out is a warning, which is no error here."""
+    """Record warnings: a candidate over the limit is a warning, and pytest makes warnings errors."""
 
 
-def test_a_choice_has_the_memory_of_each_candidate_as_its_executor_has() -> None:
+def test_a_choice_lists_the_symmetric_memory_that_each_executor_takes() -> None:
     timings = {it.candidate.strategy: it.symmetric for it in decider().choice({}).timings}
     assert timings["sequential"] == 0
     for strategy in ("ring", "fused", "push"):
@@ -42,14 +42,14 @@ def test_a_choice_has_the_memory_of_each_candidate_as_its_executor_has() -> None
         assert hi.Executor(program).symmetric_bytes == symmetric_bytes(program, {}) == timings[strategy]
 
 
-def test_of_symbolic_sizes_it_is_known_with_them() -> None:
+def test_symbolic_sizes_must_be_bound_to_know_the_symmetric_memory() -> None:
     program = hi.lower(layer(), "fused", 1)
     assert hi.Executor(program).symmetric_bytes is None
     few, many = (symmetric_bytes(program, {"M": m}) for m in (64, 128))
     assert many - few == 64 * 64 * 4
 
 
-def test_auto_takes_the_fastest_that_fits_the_limit() -> None:
+def test_auto_takes_the_fastest_candidate_that_fits_the_limit() -> None:
     needed = decider().choice({}).timings[0].symmetric
     assert decider(needed).choice({}).strategy == decider().choice({}).strategy != "sequential"
     choice = decider(needed - 1).choice({})
@@ -58,7 +58,7 @@ def test_auto_takes_the_fastest_that_fits_the_limit() -> None:
     assert any("of symmetric memory on a rank, and the limit is 16.0 MiB" in it for it in choice.fallbacks)
 
 
-def test_what_was_measured_and_does_not_fit_is_not_taken() -> None:
+def test_a_measured_candidate_that_does_not_fit_is_not_taken() -> None:
     platform = Platform("cuda", "NVIDIA H200", 2, "nvlink", (("torch", "2.11"),), H200)
     limited = Decider(ROWS.program(), platform, limit=GATHERED // 2)
     entries = {c: Entry(p.digest, 9.0 + (c.strategy == "sequential")) for c, p in limited.measurable.programs.items()}
@@ -78,9 +78,9 @@ def test_a_limit_is_an_argument_or_a_knob() -> None:
             hi.compile(ROWS, symmetric_limit=wrong)
 
 
-def test_an_asked_for_strategy_that_does_not_fit_is_refused() -> None:
-    said = r"@allgather_matmul_rows takes 16.0 MiB \(\d+ bytes\) of symmetric memory on a rank"
-    with pytest.raises(HostIRError, match=rf"{said}\n *expected: at most 1000 bytes"):
+def test_a_requested_strategy_that_does_not_fit_is_refused() -> None:
+    message = r"@allgather_matmul_rows takes 16.0 MiB \(\d+ bytes\) of symmetric memory on a rank"
+    with pytest.raises(HostIRError, match=rf"{message}\n *expected: at most 1000 bytes"):
         hi.compile(ROWS, "fused", symmetric_limit=1000)
     assert hi.compile(ROWS, "sequential", symmetric_limit=0).symmetric_bytes == 0
     executor = hi.compile(layer(), "fused", symmetric_limit=10_000)
@@ -89,7 +89,7 @@ def test_an_asked_for_strategy_that_does_not_fit_is_refused() -> None:
         executor(torch.zeros(512, 64), torch.zeros(64, 48))
 
 
-def test_a_call_takes_what_fits_at_its_own_sizes() -> None:
+def test_a_call_takes_a_candidate_that_fits_at_its_sizes() -> None:
     fusion = layer(dtype="bf16")
     every = Ranges(decider(fusion=fusion), {})
     fastest = every.candidate({"M": 5000})
@@ -101,7 +101,7 @@ def test_a_call_takes_what_fits_at_its_own_sizes() -> None:
     assert limited.candidate({"M": 5002}).strategy == "sequential"
 
 
-def test_explain_shows_it(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_shows_the_symmetric_memory(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments = ("explain", "examples/patterns.py:allgather_matmul_rows", "--machine", "h200x4", "--set", "M=65536")
     assert main(arguments) == 0

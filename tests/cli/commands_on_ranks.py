@@ -1,6 +1,6 @@
-"""Several commands in one job, as each start of its processes takes longer than they do.
+"""Run several commands in one job, because starting processes takes longer than the commands.
 
-`on_ranks` starts the job; its ranks run this file as a script, with the folder of the job as its argument.
+`on_ranks` starts the job. Its ranks run this file as a script, with the job's folder as the argument.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **variables: str) -> dict[str, Ended]:
-    """How each of these commands ended on so many ranks: the worst exit code, and what all ranks printed.
+    """Run commands on `ranks` ranks; return for each the highest exit code, and the output of all ranks.
 
-    A command is the path of a script, or arguments of `hostir`. What is named after a fault of `FAULTS` runs with it.
+    A command is the path of a script, or arguments of `hostir`. A command with the name of a fault runs with it.
     """
     (folder / "commands.json").write_text(json.dumps(commands))
     job = launch(ranks, __file__, str(folder), env=environment(**variables), timeout=150)
@@ -34,15 +34,15 @@ def on_ranks(ranks: int, commands: Mapping[str, Sequence[str]], folder: Path, **
     every = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     ended = {}
     for name, command in commands.items():
-        codes, printed, said = zip(*(one[name] for one in every), strict=True)
-        ended[name] = Ended(command, max(codes), "".join(printed), "".join(said))
+        codes, printed, errors = zip(*(one[name] for one in every), strict=True)
+        ended[name] = Ended(command, max(codes), "".join(printed), "".join(errors))
     return ended
 
 
 # On the ranks -----------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def wrong_kernel() -> Iterator[None]:
-    """Rank 1's matmul is off in its first row."""
+    """Multiply the first row of rank 1's matmuls by 1.02."""
     from hostir.call import executor
 
     right = executor.kernel_table
@@ -62,7 +62,7 @@ def wrong_kernel() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lost_copies() -> Iterator[None]:
-    """Rank 1 copies nothing."""
+    """Drop all one-sided copies of rank 1."""
     from hostir.machines.gloo.onesided import GlooOneSided
 
     with mock.patch.object(GlooOneSided, "copy", return_value=None):
@@ -73,7 +73,7 @@ FAULTS = {"wrong kernel": wrong_kernel, "lost copies": lost_copies}
 
 
 def script(path: str) -> int:
-    """Runs it as Python does. What it raises ends the job."""
+    """Run a script as `python` does. An exception ends the job."""
     with mock.patch.object(sys, "argv", [path]):
         runpy.run_path(path, run_name="__main__")
     return 0
@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
     from hostir.__main__ import main as hostir
 
     rank, ended = int(os.environ["RANK"]), {}
-    dist.init_process_group("gloo")  # ours, so that every command opens and closes a session of its own on it
+    dist.init_process_group("gloo")  # each command opens and closes its own session on this group
     for name, command in json.loads((folder / "commands.json").read_text()).items():
         out, err = io.StringIO(), io.StringIO()
         fault = FAULTS[name] if name in FAULTS and rank == 1 else contextlib.nullcontext

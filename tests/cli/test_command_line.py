@@ -1,4 +1,4 @@
-"""The command line: what it prints, and its exit codes. What it refuses is under tests/cases/bad."""
+"""The command line: its output and its exit codes. Refused inputs are under tests/cases/bad."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_lower_prints_the_host_program(capfd: pytest.CaptureFixture[str]) -> Non
     assert printed(capfd, "lower", MLP) == str(hi.lower(patterns.mlp()))
 
 
-def test_lower_prints_the_comments_that_print_does(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lower_prints_comments_as_str_does(capfd: pytest.CaptureFixture[str]) -> None:
     text = printed(capfd, "lower", MLP, "--strategy", "fused")
     assert "  // " in text
     assert text == str(hi.lower(patterns.mlp(), "fused"))
@@ -76,7 +76,7 @@ def test_set_ranks_strategy_and_streams_reach_the_fusion_and_the_lowering(capfd:
     assert hi.parse(printed(capfd, "lower", MLP, *options)) == hi.lower(patterns.mlp(8), "sequential")
 
 
-def test_lower_after_a_pass_prints_what_it_left(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lower_after_a_pass_prints_the_program_after_it(capfd: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, str] = {}
     hi.lower(patterns.mlp(), watch=lambda name, program: seen.update({name: str(program)}))
     for name, text in seen.items():
@@ -92,7 +92,7 @@ def test_lower_all_prints_the_program_after_every_pass(capfd: pytest.CaptureFixt
     assert programs[-1] == hi.lower(patterns.mlp())
 
 
-def test_lower_writes_a_file_that_every_command_reads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_command_reads_the_file_that_lower_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "out.hir")
     assert printed(capfd, "lower", MLP, "-o", file) == ""
     program = hi.parse(Path(file).read_text())
@@ -109,7 +109,7 @@ def test_lower_prints_other_formats(form: str, start: str, capfd: pytest.Capture
     assert printed(capfd, "lower", "examples/patterns.py:allgather_matmul", "--format", form).lstrip().startswith(start)
 
 
-def test_check_says_what_it_looked_at(capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_its_statements_and_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     count = sum(1 for _ in hi.lower(patterns.mlp()).walk())
     assert printed(capfd, "check", MLP) == f"@mlp: {count} statements, 4 ranks, nothing to report\n"
 
@@ -136,7 +136,7 @@ def test_check_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     }
 
 
-def test_check_finds_what_the_lowering_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_refusal_of_the_lowering(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "streams.hir"
     text = (
         str(patterns.allgather_matmul())
@@ -171,7 +171,7 @@ def test_run_binds_named_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "M=7 does not fit @symbolic: M must be a multiple of 2, because" in capfd.readouterr().err
 
 
-def test_a_program_with_a_race_is_refused_and_the_command_that_check_names_shows_it(
+def test_a_racy_program_is_refused_and_the_command_from_check_reproduces_the_race(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "racy.hir"
@@ -184,13 +184,13 @@ def test_a_program_with_a_race_is_refused_and_the_command_that_check_names_shows
     shown = re.search(r"shown by 'hostir (run .*)': (.*)", capfd.readouterr().err)
     assert shown
     assert main(shown[1].split()) == 1
-    said = capfd.readouterr().err
-    assert shown[2] in said
-    assert "warning: race: " in said, "simulated ranks see it for themselves"
-    assert main(["run", str(file), "--no-check", "--compare"]) == 0, "program order happens to be right"
+    warning = capfd.readouterr().err
+    assert shown[2] in warning
+    assert "warning: race: " in warning, "simulated ranks detect the race on their own"
+    assert main(["run", str(file), "--no-check", "--compare"]) == 0, "in program order the result is right"
 
 
-def test_findings_are_said_by_one_rank(
+def test_only_rank_0_prints_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "racy.hir"
@@ -200,7 +200,7 @@ def test_findings_are_said_by_one_rank(
     assert capfd.readouterr().err == ""
 
 
-def test_a_schedule_seed_is_for_simulated_ranks_and_changes_nothing_in_a_sound_program(
+def test_a_schedule_seed_does_not_change_the_result_of_a_correct_program(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     command = ("run", "examples/patterns.py:mlp", "--compare", "--json", "--repeat", "5")
@@ -227,7 +227,7 @@ program @p(%a: bf16[512, 256@didx], %b: bf16[256@didx, 128]) -> (%y) streams 0 {
 
 
 @pytest.mark.torchrun
-def test_more_processes_than_a_program_has_ranks_hold_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_beyond_the_programs_ranks_hold_no_parts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts, sums = tmp_path / "parts.hir", tmp_path / "sums.hir"
     printed(capfd, "lower", MLP, "--ranks", "2", "-o", str(parts))
     sums.write_text(PARTIAL)
@@ -240,7 +240,7 @@ def test_more_processes_than_a_program_has_ranks_hold_none(tmp_path: Path, capfd
 
 
 @pytest.mark.parametrize("standard", ["whole tensors", "single ranks"])
-def test_partial_sums_that_ranks_have_rounded_are_not_rounded_again(
+def test_the_sum_of_rounded_partial_sums_is_not_rounded_again(
     standard: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "partial.hir"
@@ -248,8 +248,8 @@ def test_partial_sums_that_ranks_have_rounded_are_not_rounded_again(
     file.write_text(PARTIAL.replace("  matmul", f"{barrier}  matmul"))
     shown = json.loads(printed(capfd, "run", str(file), "--compare", "--json"))
     assert ("simulated ranks" in shown["reference"]) == bool(barrier)
-    (found,) = shown["outputs"]
-    assert 0.8 * found["bound"] < found["error"] < found["bound"] < 2e-3  # 2.65e-3 where a sum is rounded again
+    (output,) = shown["outputs"]
+    assert 0.8 * output["bound"] < output["error"] < output["bound"] < 2e-3  # 2.65e-3 if the sum is rounded again
 
 
 def test_ops_prints_the_language_reference(capfd: pytest.CaptureFixture[str]) -> None:
@@ -257,15 +257,13 @@ def test_ops_prints_the_language_reference(capfd: pytest.CaptureFixture[str]) ->
     assert printed(capfd, "ops", "--markdown").startswith("# The language")
 
 
-def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_may_import_modules_of_its_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "shapes_of_mine.py").write_text("ROWS = 8\n")
     (tmp_path / "fusion.py").write_text("from shapes_of_mine import ROWS\n" + SYMBOLIC.replace('"M"', "ROWS"))
     assert "%a: f32[8@didx, K]" in printed(capfd, "lower", str(tmp_path / "fusion.py"))
 
 
-def test_a_python_file_that_does_not_parse_is_the_users_mistake(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_python_file_with_a_syntax_error_is_a_usage_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fusion.py"
     file.write_text("import hostir as hi\n\ndef fusion() -> hi.Fusion\n    return hi.Fusion()\n")
     assert main(["lower", str(file)]) == 2
@@ -275,16 +273,16 @@ def test_a_python_file_that_does_not_parse_is_the_users_mistake(
     assert "Traceback" not in shown
 
 
-def test_the_module_runs_as_a_command_and_nobody_need_read_it_all() -> None:
+def test_the_command_ends_quietly_when_its_output_pipe_is_closed() -> None:
     command = [sys.executable, "-m", "hostir", "ops", "--markdown"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stderr
-        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # so that it cannot have written all before
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # too small for the whole output
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode == 141, "as shells call the end by SIGPIPE"
+    assert process.returncode == 141, "the exit code of shells for SIGPIPE"
 
 
 def test_help_explains_every_option(capfd: pytest.CaptureFixture[str]) -> None:
@@ -305,7 +303,7 @@ def test_repeated_runs_show_progress_to_a_terminal_only(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--calls", "0"], "--calls 0"),
         (["--calls", "99999"], "--calls 99999\n  expected: an integer from 1 to 32\n  hint: leave it out"),
@@ -320,33 +318,33 @@ def test_repeated_runs_show_progress_to_a_terminal_only(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_done(
-    options: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused_before_the_check(
+    options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "racy.hir"
     file.write_text(WITHOUT_WAIT)
     assert main(["check", str(file), *options]) == 2
     shown = capfd.readouterr()
-    assert said in shown.err
+    assert message in shown.err
     assert shown.out == ""
     assert "race on" not in shown.err
 
 
 @pytest.mark.parametrize("command", ["check", "lower", "run"])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(["--strategy", "fussed"], "did you mean 'fused'?"), (["--streams", "0"], "streams must be at least 1, not 0")],
 )
-def test_a_strategy_that_does_not_exist_is_wrong_usage_whatever_the_command(
-    command: str, options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+def test_an_unknown_strategy_is_a_usage_error_of_every_command(
+    command: str, options: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, MLP, *options]) == 2
     shown = capfd.readouterr()
-    assert said in shown.err
+    assert message in shown.err
     assert shown.out == ""
 
 
-def test_fix_shows_what_changed_and_prints_or_writes_a_program_that_is_clean(
+def test_fix_shows_its_edits_and_prints_or_writes_a_program_without_findings(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file, fixed = tmp_path / "racy.hir", tmp_path / "fixed.hir"
@@ -360,7 +358,7 @@ def test_fix_shows_what_changed_and_prints_or_writes_a_program_that_is_clean(
     printed(capfd, "run", str(fixed), "--compare", "--repeat", "2", "--schedule-seed", "5")
 
 
-def test_check_names_the_sizes_that_it_looked_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_sizes_that_it_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "symbolic.py"
     file.write_text(SYMBOLIC)
     assert printed(capfd, "check", str(file)).rstrip().endswith("nothing to report for K=2, M=2")
@@ -368,21 +366,21 @@ def test_check_names_the_sizes_that_it_looked_at(tmp_path: Path, capfd: pytest.C
     assert json.loads(printed(capfd, "check", str(file), "--format", "json"))["sizes"] == {"K": 2, "M": 2}
 
 
-def test_a_program_too_long_to_look_at_says_that_it_was_not_checked(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_too_long_to_check_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "long.hir"
     body = "  for %i in 0..200000 {\n    relu %a -> %c\n  }\n"
     text = "hostir 1\nmesh @m [x] = 0\nprogram @p(%a: f32[4]) -> (%c) {\n  %c: f32[4] = allocate\n"
     file.write_text(f"{text}{body}}}\n")
-    assert main(["check", str(file)]) == 1, "what is not proved must not pass for proved"
+    assert main(["check", str(file)]) == 1, "a program without a proof must not pass"
     assert "error: @p was not checked for races: 800002 statements" in capfd.readouterr().err
     assert main(["check", str(file), "--format", "json"]) == 1
     (finding,) = json.loads(capfd.readouterr().out)["findings"]
     assert (finding["level"], finding["kind"]) == ("error", "unchecked")
 
 
-def test_redundant_names_what_a_clean_program_can_spare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_redundant_names_statements_that_a_correct_program_does_not_need(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "spare.hir"
     file.write_text(WITHOUT_WAIT.replace("  relu", "  wait %h\n  relu").replace("  wait %h\n}", "  free %full\n}"))
     printed(capfd, "check", str(file), "--redundant")
@@ -391,7 +389,7 @@ def test_redundant_names_what_a_clean_program_can_spare(tmp_path: Path, capfd: p
     assert "warning: nothing needs 'synchronize 0'" in capfd.readouterr().err
 
 
-def test_parameters_that_take_what_comes_get_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_variadic_parameters_get_no_values_from_set(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fusion.py"
     body = "\n".join(f"    {line}" for line in SYMBOLIC.replace('"M"', "rows").splitlines()[2:])
     file.write_text(

@@ -29,7 +29,7 @@ program @pipeline(%a: f32[4, 2@didx, K], %b: f32[K, 8]) -> (%c) streams 2 {
 
 
 class Graph:
-    """The nodes by what stands in them, and the edges with their styles."""
+    """Nodes by label, and edges with their styles."""
 
     def __init__(self, text: str) -> None:
         self.names = {label: name for name, label in re.findall(r'^ *(n\d+) \[label="(.*?)"', text, re.MULTILINE)}
@@ -46,31 +46,31 @@ def graph(text: str) -> Graph:
     return Graph(to_dot(hi.parse(text)))
 
 
-def test_data_flows_through_views_and_waits_to_its_uses() -> None:
+def test_solid_edges_follow_data_through_views_and_waits() -> None:
     g = graph(PIPELINE)
     assert g.edge("%a:", "%a_i = select") == "solid"
     assert g.edge("%a_i = select", "%h = allgather") == "solid"
     assert g.edge("wait %h", "matmul") == "solid"
-    assert g.edge("%h = allgather", "matmul") is None  # what is in flight is not there to read
+    assert g.edge("%h = allgather", "matmul") is None  # its result is read only after the wait
     assert g.edge("matmul", "output %c") == "solid"
     assert g.edge("wait %h", "free %full") == "solid"
 
 
-def test_synchronisation_leads_from_what_is_waited_for() -> None:
+def test_dashed_edges_lead_from_a_statement_to_its_wait() -> None:
     g = graph(PIPELINE)
     assert g.edge("%h = allgather", "wait %h") == "dashed"
     assert g.edge("%a:", "synchronize %user") == "dashed"  # inputs are ready on the caller's stream
     assert g.edge("matmul", "synchronize %s") == "dashed"
 
 
-def test_a_stream_orders_its_own_statements() -> None:
+def test_dotted_edges_order_the_statements_of_a_stream() -> None:
     g = graph(PIPELINE)
     assert g.edge("synchronize %user", "%h = allgather") == "dotted"  # %s and %i % 2 name streams of one pool
     assert g.edge("synchronize %s", "free %full") == "dotted"
     assert g.edge("free %full", "output %c") == "dotted"
 
 
-def test_streams_named_by_number_are_told_apart() -> None:
+def test_streams_with_different_numbers_are_different() -> None:
     g = graph("""hostir 1
 mesh @mesh [didx] = 0
 program @two(%a: f32[4]) -> (%b, %c) streams 2 {
@@ -94,7 +94,7 @@ program @two(%a: f32[4]) -> (%b, %c) streams 2 {
     assert g.edge("relu", "gelu") is None
 
 
-def test_a_fusion_is_values_and_their_uses_alone() -> None:
+def test_a_fusion_has_solid_edges_only() -> None:
     text = to_dot(
         hi.parse("""hostir 1
 mesh @mesh [didx] = 0 1
@@ -109,7 +109,7 @@ fusion @f(%a: f32[4@didx, 8], %b: f32[8, 8]) -> (%d) {
     assert g.edge("%a:", "%c:") == g.edge("%a:", "%d:") == g.edge("%c:", "%d:") == "solid"
 
 
-def test_loops_are_frames_and_braces_balance() -> None:
+def test_loops_are_clusters_and_braces_balance() -> None:
     text = to_dot(hi.parse(PIPELINE))
     assert text.count("subgraph cluster_") == 3
     assert 'label="for %i in 0..4"' in text
@@ -159,7 +159,7 @@ program @ranks(%a: f32[4@didx, 8], %b: f32[8, 3]) -> (%c) streams 1 {
 """
 
 
-def test_messages_copies_and_signals_are_drawn_on_their_streams() -> None:
+def test_sends_puts_and_signals_are_drawn_on_their_streams() -> None:
     g = graph(RANKS)
     assert g.edge("put %a", "signal %arrived") == "dotted"
     assert g.edge("barrier of %a", "synchronize %user") == "dashed"
@@ -172,16 +172,16 @@ def test_messages_copies_and_signals_are_drawn_on_their_streams() -> None:
     assert text.count("subgraph cluster_") == 3
 
 
-def test_what_waits_for_flags_follows_the_signals_that_set_them() -> None:
+def test_a_wait_for_flags_follows_the_signals_that_set_them() -> None:
     g = graph(RANKS)
     assert g.edge("signal %arrived", "wait_signal %arrived") == "dashed"
     assert g.edge("signal %arrived", "matmul") == "dashed"
     linear = graph(RANKS.replace("%b: f32[8, 3]", "%b: f32[3, 8]").replace("matmul", "linear"))
     assert linear.edge("signal %arrived", "linear") == "dashed"
-    assert g.edge("put %a", "matmul") == "solid"  # through the view that it wrote
+    assert g.edge("put %a", "matmul") == "solid"  # the put wrote a view of the operand
 
 
-def test_what_is_received_is_there_once_it_was_waited_for() -> None:
+def test_a_received_tensor_is_read_after_its_wait() -> None:
     g = graph(RANKS)
     assert g.edge("%h = recv", "relu %t") is None
     assert g.edge("wait %h", "relu %t") == "solid"

@@ -13,23 +13,23 @@ EVERY = pytest.mark.parametrize("cls", REGISTRY.values(), ids=REGISTRY)
 
 
 @EVERY
-def test_every_statement_is_told_with_its_phases_fields_and_example(cls: type[Statement]) -> None:
-    told = entry(cls)
-    phases = {phase for phases, _ in told.forms for phase in phases.split(", ")}
+def test_every_statement_has_an_entry_with_phases_fields_and_example(cls: type[Statement]) -> None:
+    described = entry(cls)
+    phases = {phase for phases, _ in described.forms for phase in phases.split(", ")}
     assert phases == {phase.value for phase in cls.phases}
-    assert all(told.keyword in text for _, text in told.forms)
-    assert {name for _, names in told.fields for name in re.findall(r"`(\w+)`", names)} == set(codecs_of(cls))
-    assert told.keyword in told.example
-    assert told.summary.endswith(".")
+    assert all(described.keyword in text for _, text in described.forms)
+    assert {name for _, names in described.fields for name in re.findall(r"`(\w+)`", names)} == set(codecs_of(cls))
+    assert described.keyword in described.example
+    assert described.summary.endswith(".")
 
 
-def test_every_statement_stands_in_one_section() -> None:
-    found = [e.keyword for entries in sections().values() for e in entries]
-    assert sorted(found) == sorted(REGISTRY)
+def test_every_statement_is_in_one_section() -> None:
+    keywords = [e.keyword for entries in sections().values() for e in entries]
+    assert sorted(keywords) == sorted(REGISTRY)
     assert all(sections().values())
 
 
-def test_syntax_shows_what_is_optional_and_which_results_need_a_type() -> None:
+def test_syntax_marks_optional_parts_and_results_with_a_type() -> None:
     forms = {e.keyword: dict(e.forms) for entries in sections().values() for e in entries}
     assert forms["linear"] == {
         "fusion": "%out: <type> = linear %a, %weight(, %bias)?",
@@ -42,14 +42,14 @@ def test_syntax_shows_what_is_optional_and_which_results_need_a_type() -> None:
     assert forms["for"] == {"program": "for %index in 0..<count> { ... }"}
 
 
-def test_fields_tell_what_they_are_and_their_defaults() -> None:
+def test_fields_are_listed_by_role_with_their_defaults() -> None:
     fields = dict(entry(REGISTRY["select"]).fields)
     assert fields["integer"] == "`axis` (0 unless said)"
     read = dict(entry(REGISTRY["linear"]).fields)["tensor operand that is read"]
     assert read == "`a`, `weight`, `own` (may be left out), `bias` (may be left out)"
 
 
-def test_the_program_on_the_page_checks() -> None:
+def test_the_program_on_the_page_has_no_findings() -> None:
     text = re.search(r"```hir\n(.*?)```", markdown(), re.DOTALL)
     assert text
     program = hi.parse(text[1])
@@ -67,7 +67,7 @@ def test_every_type_on_the_page_parses() -> None:
         )
 
 
-def test_a_line_of_the_table_is_what_a_program_writes() -> None:
+def test_the_table_has_one_line_for_each_statement() -> None:
     lines = table().splitlines()
     assert "  wait %handle " in "\n".join(lines)
     assert sum(line.startswith("  ") for line in lines) == len(REGISTRY)

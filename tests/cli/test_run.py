@@ -1,4 +1,4 @@
-"""`hostir run --compare` of host programs of single ranks, which mean what simulated ranks do in program order."""
+"""`hostir run --compare` of host programs, whose reference is a run on simulated ranks in program order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lowered(strategy: str, ranks: int = 4, S: int = 4, dtype: str = "bf16") -> P
 
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[Program], str]:
-    """Writes a text as `hostir lower -o` does, and names the file."""
+    """Return a function that writes a program as `hostir lower -o` does, and returns the path."""
 
     def written(text: Program) -> str:
         path = tmp_path / f"{text.name}.hir"
@@ -52,7 +52,7 @@ def file(tmp_path: Path) -> Callable[[Program], str]:
 @every_strategy
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("S", [1, 4])
-def test_a_lowered_text_is_compared_with_its_own_statements(
+def test_a_lowered_program_is_compared_with_simulated_ranks(
     strategy: str, ranks: int, S: int, file: Callable[[Program], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = file(lowered(strategy, ranks, S))
@@ -65,14 +65,14 @@ def test_a_lowered_text_is_compared_with_its_own_statements(
 
 
 @pytest.mark.parametrize("case", ONESIDED, ids=lambda case: case.stem)
-def test_texts_of_puts_gets_messages_and_sums_are_compared_too(case: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_programs_with_puts_gets_sends_and_sums_are_compared(case: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(case), "--compare", "--schedule-seed", "3"]) == 0
     assert ": ok" in capfd.readouterr().out
 
 
 @every_strategy
 @pytest.mark.parametrize("off", [1.02, float("nan")])
-def test_a_kernel_that_computes_wrong_is_found(
+def test_a_wrong_kernel_is_reported(
     strategy: str,
     off: float,
     file: Callable[[Program], str],
@@ -80,7 +80,7 @@ def test_a_kernel_that_computes_wrong_is_found(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def spoiled(policy: str, device: str) -> Mapping[str, Kernel]:
-        """A table whose matmul is off in the last row of each call."""
+        """Return a kernel table with a matmul that multiplies the last row of its result by `off`."""
         table = kernel_table(policy, device)
 
         def matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ def test_a_kernel_that_computes_wrong_is_found(
     assert not any(output["good"] for output in shown["outputs"])
 
 
-def test_a_fusion_and_a_text_without_single_ranks_are_compared_with_whole_tensors(
+def test_a_fusion_and_a_program_without_ranks_are_compared_with_the_unsharded_result(
     file: Callable[[Program], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "examples/patterns.py:allgather_matmul", "--strategy", "fused", "--compare", "--json"]) == 0
@@ -106,10 +106,10 @@ def test_a_fusion_and_a_text_without_single_ranks_are_compared_with_whole_tensor
     assert [one["reference"] for one in shown] == ["the unsharded result"] * 2
 
 
-# What it is compared with -----------------------------------------------------------------------------------------
+# The reference ---------------------------------------------------------------------------------------------------
 @every_strategy
 @pytest.mark.parametrize("pattern", GATHERED, ids=lambda pattern: pattern.__name__)
-def test_a_rehearsal_of_what_a_fusion_became_is_what_the_fusion_means(
+def test_the_reference_run_of_a_lowered_fusion_is_the_fusions_exact_result(
     pattern: Callable[[], hi.Fusion], strategy: str
 ) -> None:
     fusion = pattern()
@@ -120,7 +120,7 @@ def test_a_rehearsal_of_what_a_fusion_became_is_what_the_fusion_means(
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-def test_sums_over_ranks_are_not_made_in_f32() -> None:
+def test_the_reference_run_sums_over_ranks_in_f64() -> None:
     grid = hi.parse((ROOT / "tests" / "cases" / "onesided" / "grid.hir").read_text())
     (x,) = inputs = random_inputs(grid, {})
     y, z = rehearsed(grid, inputs)
@@ -129,7 +129,7 @@ def test_sums_over_ranks_are_not_made_in_f32() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_in_the_programs_own_dtype_each_statement_rounds_once(dtype: str) -> None:
+def test_a_reference_run_in_the_programs_dtype_rounds_once_for_each_statement(dtype: str) -> None:
     text = lowered("ring", dtype=dtype)
     a, b = inputs = random_inputs(text, {})
     (c,) = rehearsed(text, inputs, dtype=None)
@@ -139,7 +139,7 @@ def test_in_the_programs_own_dtype_each_statement_rounds_once(dtype: str) -> Non
     assert relative_error(c, exact) <= 1.02 * limit
 
 
-def test_chance_is_of_an_outputs_own_dtype_though_its_partial_sums_are_not_rounded() -> None:
+def test_the_error_bound_uses_the_dtype_of_the_output_for_unrounded_partial_sums() -> None:
     y = "%y: bf16[1, 4] partial(didx)"
     p = program(f"{y} = allocate\n  matmul %a, %b -> %y", "%a: bf16[1, 8@didx], %b: bf16[8@didx, 4]", "%y")
     exact = torch.ones(1, 4, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_chance_is_of_an_outputs_own_dtype_though_its_partial_sums_are_not_round
     assert unrounded.bound == rounded.bound > torch.finfo(torch.bfloat16).eps / 2
 
 
-# What is refused --------------------------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------------------------
 DEADLOCK = """%f: flag[1] = allocate_symmetric
   wait_signal %f[0] >= 1
   signal %f[0] = 1 at 0 over didx"""
@@ -165,7 +165,7 @@ OTHERS = """%r = rank of %x over didx
     ],
     ids=["deadlock", "copies"],
 )
-def test_without_one_result_on_simulated_ranks_there_is_nothing_to_compare_with(
+def test_a_program_without_a_unique_result_on_simulated_ranks_cannot_be_compared(
     body: str, inputs: str, outputs: str, message: str
 ) -> None:
     p = program(body, inputs, outputs)
@@ -174,13 +174,13 @@ def test_without_one_result_on_simulated_ranks_there_is_nothing_to_compare_with(
     assert "hint: leave out --compare" in refusal
 
 
-def test_inputs_that_do_not_fit_are_the_callers_mistake() -> None:
+def test_a_wrong_number_of_inputs_is_refused() -> None:
     text = lowered("fused")
     assert "error: @ag_matmul was given 0 inputs" in said(lambda: rehearsed(text, []))
 
 
 # Runs on real processes -------------------------------------------------------------------------------------------
-# By what goes wrong, or else by the parameters: ranks, strategy, kernels; and the pattern, if it is not `ag_matmul`.
+# Keys are a fault, or the parameters: the pattern (if it is not `ag_matmul`), strategy, ranks, kernels (if not aten).
 ON_RANKS = {
     "row_parallel_scattered: push, 4, triton": (4, "push", "triton"),
     "mlp: fused, 4, triton": (4, "fused", "triton"),
@@ -200,8 +200,8 @@ def of_pattern(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All of them, in one job for each number of ranks."""
-    found: dict[str, Ended] = {}
+    """Return the results of all cases of ON_RANKS; one job runs all cases of one number of ranks."""
+    results: dict[str, Ended] = {}
     for size in (2, 4):
         folder, commands = tmp_path_factory.mktemp("job"), {}
         for name, (ranks, strategy, kernels) in ON_RANKS.items():
@@ -212,8 +212,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
                 text.write_text(str(hi.lower(small, strategy) if small else lowered(strategy, ranks)))
                 options = ["--compare", "--kernels", kernels, "--repeat", "2", "--device", "cpu"]
                 commands[name] = ["run", str(text), *options]
-        found |= on_ranks(size, commands, folder, TRITON_INTERPRET="1")
-    return found
+        results |= on_ranks(size, commands, folder, TRITON_INTERPRET="1")
+    return results
 
 
 @pytest.mark.torchrun

@@ -1,4 +1,4 @@
-"""`hostir explain`, `hostir tune` and `--strategy auto`: what they print, and their exit codes."""
+"""`hostir explain`, `hostir tune` and `--strategy auto`: their output and their exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shown(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return capfd.readouterr()
 
 
-def test_explain_says_what_is_taken_the_times_and_why_the_rest_is_not_possible(
+def test_explain_prints_the_choice_the_times_and_why_other_candidates_are_impossible(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     out, err = shown(capfd, "explain", "examples/patterns.py:weight_gathered", "--machine", "h200x4")
@@ -74,7 +74,7 @@ def test_explain_as_json_is_the_choice(capfd: pytest.CaptureFixture[str]) -> Non
     assert choice.timings[0].us < choice.timings[-1].us
 
 
-def test_explain_of_this_cpu_uses_what_was_measured_on_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_this_cpu_uses_its_measurements(capfd: pytest.CaptureFixture[str]) -> None:
     program = patterns.allgather_matmul_rows(2).program()
     platform = platform_of(program, "cpu")
     every = candidates_of(program, platform, for_testing=True).programs
@@ -87,7 +87,7 @@ def test_explain_of_this_cpu_uses_what_was_measured_on_it(capfd: pytest.CaptureF
     assert "'ring, 1 stream, aten': its get overlaps with matmul" in out
 
 
-def test_lower_and_check_take_what_explain_says(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lower_and_check_with_auto_use_the_choice_of_explain(capfd: pytest.CaptureFixture[str]) -> None:
     out, _ = shown(capfd, "explain", ROWS, *LARGE, "--json")
     choice = Choice.from_json(json.loads(out))
     text, note = shown(capfd, "lower", ROWS, *LARGE, "--strategy", "auto")
@@ -100,15 +100,15 @@ def test_lower_and_check_take_what_explain_says(capfd: pytest.CaptureFixture[str
     assert "program @" in out
 
 
-def test_run_on_simulated_ranks_takes_auto(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_on_simulated_ranks_accepts_auto(capfd: pytest.CaptureFixture[str]) -> None:
     out, note = shown(capfd, "run", ROWS, "--strategy", "auto", "--compare")
     assert "ok" in out
     assert f"note: {choose(patterns.allgather_matmul_rows())}" in note
 
 
-def test_why_nothing_can_be_overlapped_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    _, note = shown(capfd, "lower", "tests/choice/fusions.py:weight_gathered_whole", "--strategy", "auto")
-    assert "note: @weight_gathered_whole runs 'sequential, triton' (fallback" in note
+def test_a_note_says_why_nothing_can_be_overlapped(capfd: pytest.CaptureFixture[str]) -> None:
+    _, note = shown(capfd, "lower", "tests/choice/fusions.py:gathered_weight", "--strategy", "auto")
+    assert "note: @gathered_weight runs 'sequential, triton' (fallback" in note
     assert re.search(r"note: ring is not possible here: .*no matmul has %b_full as its left side", note)
 
 
@@ -121,7 +121,7 @@ fusion @layer(%a: bf16[M@didx, K], %b: bf16[K, 1792]) -> (%c) {
 """
 
 
-def test_explain_shows_the_ranges_of_a_size_that_is_left_out(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_explain_shows_the_ranges_of_an_unbound_size(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "layer.hir"
     file.write_text(LAYER)
     arguments = ("explain", str(file), "--machine", "h200x2", "--set", "K=4096")
@@ -144,5 +144,5 @@ def test_explain_shows_the_ranges_of_a_size_that_is_left_out(capfd: pytest.Captu
 
 def test_several_values_of_a_size_make_every_combination() -> None:
     assert list(_combinations([])) == [()]
-    found = list(_combinations(["M=1,2", "K=3", "N=4,5"]))
-    assert found == [(f"M={m}", "K=3", f"N={n}") for m in (1, 2) for n in (4, 5)]
+    combinations = list(_combinations(["M=1,2", "K=3", "N=4,5"]))
+    assert combinations == [(f"M={m}", "K=3", f"N={n}") for m in (1, 2) for n in (4, 5)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostir.check.tracer import Buffer, View, dense, rows_of, strides_in
+from hostir.check.tracing.memory import Buffer, View, dense, rows_of, strides_in
 from hostir.ir.regions import Near, Region, covered, dense_strides, is_dense, view_strides
 
 SHAPES = {

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hostir.call.parts import shard
 from hostir.ir import Axis, Mesh, TensorType
+from hostir.ir.sharding import flat_marks, is_multiple, leads, place_marks, refine
 from hostir.ir.sizes import Size
-from hostir.ir.types import DTYPES, Factor, flat_marks, is_multiple, leads, place_marks, refine
+from hostir.ir.types import DTYPES, Factor
 
 MESH = Mesh("mesh", ("dp", "tp"), (2, 2), (0, 1, 2, 3))
 

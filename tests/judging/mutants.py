@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hostir.ir.comm_ops import Communication, Message, Recv, Send, SendAndRecv
+from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import (
     Allocate,
     AsPartial,
@@ -23,12 +23,15 @@ from hostir.ir.host_ops import (
     Synchronize,
     Wait,
 )
+from hostir.ir.message_ops import Message, Recv, Send, SendAndRecv
 from hostir.ir.onesided_ops import AllocateSymmetric, Barrier, If, PeerCopy, Rank, Signal, WaitSignal
 from hostir.ir.op import ZERO, Bin, Codec, Expr, Lit, Phase, Ref, Statement, Value, codecs_of, expr_values
-from hostir.ir.program import Names, Printer, Program, format_program, rewrite
+from hostir.ir.program import Names, Program, format_program, rewrite
 from hostir.ir.sizes import Size
-from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp, ViewStatement
+from hostir.ir.tensor_ops import ByBlocks, Sum, TensorOp
+from hostir.ir.text import Printer
 from hostir.ir.types import FLAG, Kind, Mesh, TensorType
+from hostir.ir.view_ops import ViewStatement
 
 Block = tuple[Statement, ...]
 ORDERING = (Synchronize, Wait, Barrier, Signal, WaitSignal)

@@ -17,7 +17,7 @@ import hostir as hi
 from examples import ag_matmul, edit_a_dump, mlp_block, patterns, row_parallel, write_a_pass
 from hostir import knobs
 from hostir.check import check, check_structure
-from hostir.check.proof import Finding
+from hostir.check.findings import Finding
 from hostir.ir.program import Program, format_program
 from hostir.ir.source import HostIRError
 from hostir.lower import STRATEGIES, passes_of, run_passes

@@ -14,12 +14,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import hostir as hi
-from hostir.check.order import Order, RaceDetector
-from hostir.check.tracer import CALLER, Event, Tracer
+from hostir.check.ordering.order import Order
+from hostir.check.ordering.races import RaceDetector
+from hostir.check.tracing import blocks
+from hostir.check.tracing.events import CALLER, Event
+from hostir.check.tracing.trace import RankTrace
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir.program import Program
 from hostir.machines.simulated.rank import RankMachine
 from tests.launch import ROOT
@@ -35,13 +40,14 @@ class Promise:
     Fields:
         rule: the rule of docs/memory-model.md that it strengthens.
         says: the order that it adds.
-        changes: a class, the name of a method, and its replacement, which gets the method and then the arguments.
+        changes: a class or module, the name of a method or function, and its replacement, which gets the original and
+            then the arguments.
         calls: the number of calls that the checker analyses; None for the usual number.
     """
 
     rule: str
     says: str
-    changes: list[tuple[type, str, Method]] = field(default_factory=list)
+    changes: list[tuple[type | ModuleType, str, Method]] = field(default_factory=list)
     calls: int | None = None
 
     @contextlib.contextmanager
@@ -65,7 +71,7 @@ def _changed(method: Method, instead: Method) -> Method:
 PROMISES: dict[str, Promise] = {}
 
 
-def promise(rule: str, says: str, owner: type, method: str) -> Callable[[Method], Method]:
+def promise(rule: str, says: str, owner: type | ModuleType, method: str) -> Callable[[Method], Method]:
     """Register a promise under the name of the function that replaces the method."""
 
     def add(instead: Method) -> Method:
@@ -85,20 +91,20 @@ def also(name: str, owner: type, method: str) -> Callable[[Method], Method]:
     return add
 
 
-def streams(tracer: Tracer) -> list[Event]:
+def streams(rank: RankTrace) -> list[Event]:
     """Return the last event of each stream of a rank."""
-    return [event for lane, event in tracer.tails.items() if len(lane) == 2]
+    return [event for lane, event in rank.tails.items() if len(lane) == 2]
 
 
 # The promises -----------------------------------------------------------------------------------------------------
-@promise("1", "the streams of a rank run in the order of issue, like one stream", Tracer, "step")
-def one_stream(step: Method, self: Tracer, verb: str, accesses: Any, after: Any = (), sms: bool = False) -> Event:
+@promise("1", "the streams of a rank run in the order of issue, like one stream", RankTrace, "step")
+def one_stream(step: Method, self: RankTrace, verb: str, accesses: Any, after: Any = (), sms: bool = False) -> Event:
     return step(self, verb, accesses, [*after, *streams(self)], sms)
 
 
 @promise("2", "synchronize waits for all streams of the rank", Tracer, "synchronize")
 def synchronize_waits_for_all(synchronize: Method, self: Tracer, stream: Any) -> None:
-    self.step("waits", [], after=streams(self))
+    self.trace.step("waits", [], after=streams(self.trace))
 
 
 @promise("3", "a collective accesses memory after all ranks have started it", Order, "_join_sides")
@@ -109,8 +115,8 @@ def read_when_all_have_come(join: Method, self: Order, sides: Any) -> None:
         side.take.after.append(come)
 
 
-@promise("3", "a collective accesses memory after the earlier collectives of the team", Tracer, "_collective")
-def collectives_in_turn(collective: Method, self: Tracer, exchange: Any, *rest: Any) -> Event:
+@promise("3", "a collective accesses memory after the earlier collectives of the team", RankTrace, "collective")
+def collectives_in_turn(collective: Method, self: RankTrace, exchange: Any, *rest: Any) -> Event:
     earlier = self.collectives.get(tuple(sorted(exchange.team)), [])[-1:]
     end = collective(self, exchange, *rest)
     side = self.collectives[tuple(sorted(exchange.team))][-1]
@@ -120,8 +126,8 @@ def collectives_in_turn(collective: Method, self: Tracer, exchange: Any, *rest: 
     return end
 
 
-@promise("3", "teams (0 1) and (1 0) have separate queues of collectives", Tracer, "_collective")
-def a_queue_for_each_order(collective: Method, self: Tracer, exchange: Any, *rest: Any) -> Event:
+@promise("3", "teams (0 1) and (1 0) have separate queues of collectives", RankTrace, "collective")
+def a_queue_for_each_order(collective: Method, self: RankTrace, exchange: Any, *rest: Any) -> Event:
     every = self.collectives
     key = tuple(sorted(exchange.team))
     self.collectives = {key: every.setdefault(exchange.team, [])}
@@ -140,8 +146,8 @@ def simulated_queues(communicate: Method, self: RankMachine, exchange: Any, *res
     return handle
 
 
-@promise("4", "after a wait for a communication, the outputs of all ranks are written", Tracer, "_collective")
-def written_everywhere(collective: Method, self: Tracer, exchange: Any, *rest: Any) -> Event:
+@promise("4", "after a wait for a communication, the outputs of all ranks are written", RankTrace, "collective")
+def written_everywhere(collective: Method, self: RankTrace, exchange: Any, *rest: Any) -> Event:
     end = collective(self, exchange, *rest)
     side = self.collectives[tuple(sorted(exchange.team))][-1]
     self.follow(side.take, "moves", len(self.events))
@@ -155,16 +161,18 @@ def written_when_waited(join: Method, self: Order, sides: Any) -> None:
         side.end.after += [other.take for other in sides if other is not side]
 
 
-@promise("5", "the inputs are ready when any stream begins", Tracer, "event")
-def inputs_are_there(event: Method, self: Tracer, verb: str, *rest: Any, **more: Any) -> Event:
+@promise("5", "the inputs are ready when any stream begins", RankTrace, "event")
+def inputs_are_there(event: Method, self: RankTrace, verb: str, *rest: Any, **more: Any) -> Event:
     new = event(self, verb, *rest, **more)
     begins = [e for e in self.events if e.call == self.turn and e.statement is None and e.verb == "writes"]
     new.after += [e for e in begins[:1] if e is not new]
     return new
 
 
-@promise("5", "a call ends after all streams have finished", Tracer, "step")
-def all_streams_end(step: Method, self: Tracer, verb: str, accesses: Any, after: Any = (), sms: bool = False) -> Event:
+@promise("5", "a call ends after all streams have finished", RankTrace, "step")
+def all_streams_end(
+    step: Method, self: RankTrace, verb: str, accesses: Any, after: Any = (), sms: bool = False
+) -> Event:
     ends = self.statement is None and self.current == CALLER and verb == "reads"
     return step(self, verb, accesses, [*after, *(streams(self) if ends else [])], sms)
 
@@ -178,8 +186,8 @@ def sent_is_received(join: Method, self: Order) -> None:
         side.end.after += [give for give in gives if side.take in give.after and give is not side.give]
 
 
-@promise("6", "a collective ends after the earlier messages of the rank", Tracer, "_collective")
-def messages_in_turn_with_collectives(collective: Method, self: Tracer, exchange: Any, *rest: Any) -> Event:
+@promise("6", "a collective ends after the earlier messages of the rank", RankTrace, "collective")
+def messages_in_turn_with_collectives(collective: Method, self: RankTrace, exchange: Any, *rest: Any) -> Event:
     end = collective(self, exchange, *rest)
     end.after += [event for lane, event in self.tails.items() if lane[1] == "messages"]
     return end
@@ -197,7 +205,7 @@ def waits_for_the_latest(enough: Method, self: Order, wait: Any) -> Any:
 
 @promise("9", "a barrier waits for all streams of each rank", Tracer, "barrier")
 def barrier_of_all_streams(barrier: Method, self: Tracer, team: Any) -> None:
-    self.step("waits", [], after=streams(self))
+    self.trace.step("waits", [], after=streams(self.trace))
     barrier(self, team)
 
 
@@ -210,15 +218,15 @@ def begins_with_all_flags(join: Method, self: Order) -> None:
             flag.event.after += [signal for signal in signals if signal not in flag.event.after]
 
 
-@promise("13", "the flag of a block is set after all blocks are done", Tracer, "_blocks")
-def done_with_all_blocks(make: Method, self: Tracer, *arguments: Any) -> Any:
-    blocks = make(self, *arguments)
-    seen = [end for flag in blocks.signals for end in flag.event.ends]
-    for flag in blocks.signals:
-        flag.event.after, flag.event.ends = [*blocks.units], seen
-    for event in (*blocks.units, *blocks.parts):
+@promise("13", "the flag of a block is set after all blocks are done", blocks, "_blocks")
+def done_with_all_blocks(make: Method, *arguments: Any) -> Any:
+    made = make(*arguments)
+    seen = [end for flag in made.signals for end in flag.event.ends]
+    for flag in made.signals:
+        flag.event.after, flag.event.ends = [*made.units], seen
+    for event in (*made.units, *made.parts):
         event.ends = seen
-    return blocks
+    return made
 
 
 PROMISES["one_call"] = Promise("calls", "one call shows all races", calls=1)

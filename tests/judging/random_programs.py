@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import hostir as hi
-from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import For, SetStream, Synchronize, Wait
+from hostir.ir.message_ops import Message
 from hostir.ir.onesided_ops import Barrier, If, WaitSignal
 from hostir.ir.op import Statement
 from hostir.ir.program import Program

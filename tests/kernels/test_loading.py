@@ -142,6 +142,18 @@ def test_what_writes_to_a_tensor_without_memory_does_nothing() -> None:
     x.zero_()
     x.copy_(real)
     x += real
-    torch.add(x, real, out=x)
+    assert torch.add(x, real, out=x) is x
+    assert torch.relu_(input=x) is x
+    assert torch.add(x, real, out=None).shape == x.shape
     assert torch.equal(real, torch.ones(4, 4))
     assert (x.float() + real).device == torch.empty_like(x).device == GPU
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.as_strided_((2,), (1,), 3)]
+)
+def test_the_layout_of_a_tensor_without_memory_is_not_changed_in_place(change: Any) -> None:
+    x = StandIn.of((4, 6), (6, 1), torch.float32, GPU)
+    with pytest.raises(NotImplementedError, match="_ changes the layout of a tensor without memory"):
+        change(x)
+    assert (x.shape, x.stride()) == ((4, 6), (6, 1))

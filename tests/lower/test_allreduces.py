@@ -10,7 +10,7 @@ import torch
 import hostir as hi
 from examples import patterns
 from hostir.call.random import random_inputs
-from hostir.check.alike import alike
+from hostir.check.one_rank.alike import alike
 from hostir.ir import Program, parse
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize
@@ -18,8 +18,9 @@ from hostir.ir.onesided_ops import Barrier, Get, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Contraction, RmsNorm, Sum, TensorOp
 from hostir.lower import Pass, passes_of, run_passes
 from hostir.lower.allreduces import AllReduceSteps
-from hostir.lower.fused import Fused, Pieces, Push
+from hostir.lower.fused import Fused, Push
 from hostir.lower.ring import Ring
+from hostir.lower.scatters import Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
 from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of

@@ -14,7 +14,8 @@ from examples import patterns
 from examples.ag_matmul import ag_matmul
 from hostir.call.random import random_inputs
 from hostir.call.reference import reference
-from hostir.check.tracer import Tracer, View
+from hostir.check.tracing.memory import View
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import HostIRError, Program
 from hostir.ir.comm_ops import Communication
 from hostir.ir.host_ops import Synchronize

@@ -9,7 +9,7 @@ import pytest
 import hostir as hi
 from examples import patterns
 from hostir.check import forget
-from hostir.check.alike import alike
+from hostir.check.one_rank.alike import alike
 from hostir.check.proof import analyse
 from tests.counting import calls_of
 

@@ -14,7 +14,7 @@ from hostir.call.executor import Executor
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.call.reference import reference
-from hostir.check.tracer import Tracer
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import Program
 from hostir.plan.operations import AllocateOp, ComputeOp, ViewOp
 from hostir.plan.unroll import unroll
@@ -83,7 +83,7 @@ def test_a_proof_without_rows_has_no_accesses_to_them() -> None:
     (_, p), *_ = lowered(PATTERNS[0], 2)
     tracer = Tracer(0, p, {"M": 0})
     tracer.call()
-    assert all(access.buffer.name == "b" for event in tracer.events for access in event.accesses)
+    assert all(access.buffer.name == "b" for event in tracer.trace.events for access in event.accesses)
     assert hi.check(p, sizes={"M": 0}) == []
 
 

@@ -47,6 +47,15 @@ def test_the_passes_that_all_strategies_share_run_once_for_a_fusion(monkeypatch:
     assert programs == [hi.lower(patterns.mlp(), strategy) for strategy in STRATEGIES]
 
 
+def test_a_fusion_that_equals_the_one_before_keeps_its_own_lines() -> None:
+    text = str(patterns.mlp().program())
+    lowered = [hi.lower(hi.parse(text, file)) for file in ("first.hir", "second.hir")]
+    assert [program.inputs[0].span and program.inputs[0].span.file for program in lowered] == [
+        "first.hir",
+        "second.hir",
+    ]
+
+
 def test_an_unknown_strategy_is_refused_and_auto_is_suggested_only_by_functions_that_accept_it() -> None:
     for call in (passes_of, lambda strategy: hi.lower(patterns.mlp(), strategy)):
         with pytest.raises(HostIRError, match=r"one of: sequential, .*, auto\n.*did you mean 'auto'"):

@@ -13,7 +13,8 @@ import hostir as hi
 from examples import patterns
 from hostir.call.random import random_inputs
 from hostir.check import verify
-from hostir.check.tracer import Tracer, View
+from hostir.check.tracing.memory import View
+from hostir.check.tracing.tracer import Tracer
 from hostir.ir import HostIRError, Program, parse
 from hostir.ir.comm_ops import Communication, ReduceScatter
 from hostir.ir.host_ops import Synchronize
@@ -21,7 +22,8 @@ from hostir.ir.machine import Done, Ready
 from hostir.ir.onesided_ops import Barrier, Put, Signal, WaitSignal
 from hostir.ir.tensor_ops import Add, Contraction, Matmul, Sum, TensorOp
 from hostir.lower import run_passes
-from hostir.lower.fused import Fused, Pieces
+from hostir.lower.fused import Fused
+from hostir.lower.scatters import Pieces
 from hostir.lower.strategies import EXPLICIT, FINISH
 from tests.call.whole import run_whole
 from tests.judging.simulated import failure_of

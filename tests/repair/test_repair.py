@@ -10,7 +10,8 @@ import hostir as hi
 from benchmarks.repair import broken, repaired
 from examples import patterns
 from hostir.check import check
-from hostir.check.proof import Finding, analyse
+from hostir.check.findings import Finding
+from hostir.check.proof import analyse
 from hostir.ir.host_ops import For, FreeBuffer, SetStream, Synchronize, Wait
 from hostir.ir.onesided_ops import Barrier, Signal, WaitSignal
 from hostir.ir.op import Lit, Statement

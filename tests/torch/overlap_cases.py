@@ -221,7 +221,8 @@ def joined(x: Tensor, axis: int, by: str) -> Tensor:
 
 def rows_of_fp8(a: Tensor, b: Tensor, axis: int, by: str, more: bool = False) -> Any:
     full = joined(a, axis, by)
-    y = torch._scaled_mm(full.flatten(0, -2), b, torch.tensor(0.25), torch.tensor(0.5), out_dtype=torch.bfloat16)
+    quarter, half = (torch.tensor(x, device=a.device) for x in (0.25, 0.5))  # dynamo may ignore the default device
+    y = torch._scaled_mm(full.flatten(0, -2), b, quarter, half, out_dtype=torch.bfloat16)
     y = y.view(*full.shape[:-1], -1)
     return (y, full.float()) if more else y
 

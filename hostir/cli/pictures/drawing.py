@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from textwrap import wrap
 
-from hostir.check.order import Order
-from hostir.check.proof import Analysis, Finding
+from hostir.check.findings import Finding
+from hostir.check.ordering.order import Order
+from hostir.check.proof import Analysis
 from hostir.cli.pictures.scene import (
     COMMUNICATION,
     COMPUTATION,

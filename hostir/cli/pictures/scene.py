@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, permutations
 from typing import Any, Literal
 
-from hostir.check.order import Order
-from hostir.check.proof import Finding
-from hostir.check.tracer import CALLER, Event
+from hostir.check.findings import Finding
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import CALLER, Event
 from hostir.ir.op import Statement, Sync
 from hostir.ir.program import Program, format_statement
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,10 +22,11 @@ from hostir.job.offers import BufferInfo, Offer
 from hostir.job.symmetric import SharedMemory
 from hostir.machines.cuda.driver import in_batches
 from hostir.machines.cuda.flow_control import CREDITS, flow_control_of, notes, prepare, raised_flags
-from hostir.machines.cuda.streams import own_stream
+from hostir.machines.cuda.streams import calling_streams, own_stream
 from hostir.plan.unrolled import UnrolledProgram
 
 PATIENT, RELEASING = 0.25, 0.6  # parts of the timeout in which the GPU may end by itself, and then with raised flags
+PAGE = 1 << 20  # bytes of NaN that one copy stores
 PAUSE = 0.01  # seconds between two looks at a GPU whose flags are raised
 # The priority of the stream that raises flags; CUDA clamps it to its range. Streams of other priorities have other
 # hardware queues. In the queue of a waiting stream it would wait, too: the GPU then does not end its work in time, and
@@ -49,6 +49,7 @@ class PeerMemory:
         self.group = group
         self.mine = torch.empty(0)  # between `reserve` and `map`
         self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
+        self.nans = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are NaN in every dtype
         self.handle: Any = None  # torch's handle of the memory that was mapped last: with it torch unmaps peers' memory
 
     @contextlib.contextmanager
@@ -87,39 +88,47 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """Wait until the GPU is idle; if it waits for peers too long, raise all flags that it may wait for.
+        """Wait until calls have ended on the GPU; if they wait for peers too long, raise all flags of this rank.
 
-        The calls before the one that ended midway end by themselves. What is released reads NaN.
+        Calls issued before the one that ended midway end by themselves. Released calls read NaN. The streams are
+        polled, because a thread that waits for the whole device may keep the driver from issuing what releases it.
+
+        Returns the reason why the GPU does not become idle; empty if it does.
         """
-        problems = list[str]()
+        streams = calling_streams(self.device)
+        first = time.monotonic() + PATIENT * seconds
 
-        def wait() -> None:
-            try:
-                torch.cuda.synchronize(self.device)
-            except RuntimeError as problem:
-                problems.append(str(problem))
+        def is_busy() -> bool:
+            return not all(stream.query() for stream in streams)
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        waiting.join(PATIENT * seconds)
-        deadline = time.monotonic() + RELEASING * seconds
+        try:
+            while is_busy() and time.monotonic() < first:
+                time.sleep(PAUSE)
+        except RuntimeError as problem:
+            abort()
+            return str(problem)
         abort()
-        if waiting.is_alive() and self.aside is not None:
-            self.raise_flags(self.aside, memories, lambda: waiting.is_alive() and time.monotonic() < deadline)
-        waiting.join(max(deadline - time.monotonic(), 0.0))
-        if waiting.is_alive():
-            problems.append(f"its GPU has not ended its work after {(PATIENT + RELEASING) * seconds:g} s")
-        if not problems:
-            wait()  # for the flags that were raised last
-        return "".join(problems[:1])
+        last = time.monotonic() + RELEASING * seconds
+        try:
+            if is_busy() and self.aside is not None:
+                self.raise_flags(self.aside, memories, lambda: is_busy() and time.monotonic() < last)
+            if is_busy():
+                return f"its GPU has not ended its work after {(PATIENT + RELEASING) * seconds:g} s"
+            self.synchronize()  # for the flags that were raised last
+        except RuntimeError as problem:
+            return str(problem)
+        return ""
 
     def raise_flags(
         self, aside: torch.cuda.Stream, memories: Sequence[SharedMemory], needed: Callable[[], bool]
     ) -> None:
-        """Raise all of this rank's flags, over an empty memory, again and again: calls reset them and wait again."""
+        """Fill this rank's buffers with NaN and raise its flags, again and again: calls reset flags and wait again.
+
+        Copy engines fill the buffers, since kernels that wait may hold all SMs.
+        """
         with torch.cuda.stream(aside):
             for memory in memories:
-                memory.clear(self.rank)
+                memory.overwrite(self.rank, self.nans)
         issue, issued = in_batches(raised_flags(self.rank, memories)), torch.cuda.Event()
         while needed():
             if issued.query():
@@ -136,6 +145,7 @@ class PeerMemory:
         flow_control_of(unrolled, memory)
         if self.aside is None:  # now: a GPU that waits might not make it
             self.aside = own_stream(self, self.device, HIGHEST)
+            self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def prepare(self, memory: SharedMemory) -> None:
         """Initialise flags for the first call, on whatever stream it will be made."""

@@ -106,6 +106,15 @@ def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
         return [shared[(first + i) % len(shared)] for i in range(count)]
 
 
+def calling_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return the streams on which communicating calls may be under way: all workers, and the latest caller's.
+
+    Calls on earlier streams end before the latest call.
+    """
+    latest = communication_order(device).stream
+    return [*_workers.get(device, ()), *(() if latest is None else (latest,))]
+
+
 def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:
     """Return a stream that only `owner` uses while it lives. `products`: the owner calls cuBLAS on the stream.
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hostir.ir.comm_ops import MESSAGES
 from hostir.ir.machine import Done, Exchange, Observer, OptionalMethods, Ready, interpret
+from hostir.ir.message_ops import MESSAGES
 from hostir.ir.op import Statement
 from hostir.ir.program import Program
 from hostir.ir.types import DType

@@ -66,6 +66,11 @@ class Stream:
         self.tasks.append(Task(do, may))
         self.copying = None
 
+    def query(self) -> bool:
+        """Run all tasks that may run, in all queues; return True if this queue is then empty."""
+        Gpus.here.advance()
+        return not self.tasks
+
     def wait_stream(self, other: Stream) -> None:
         event = Event()
         event.record(other)
@@ -155,11 +160,15 @@ class Gpus:
     def synchronize(self, device: torch.device) -> None:
         """Run all queues until they are empty. Other threads run them, too, and raise flags meanwhile."""
         while any(s.tasks for s in self.streams):
-            with self.running:
-                while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
-                    for stream in ready:
-                        stream.tasks.popleft().do()
+            self.advance()
             time.sleep(1e-4)
+
+    def advance(self) -> None:
+        """Run all tasks that may run now. Other threads may call this at the same time."""
+        with self.running:
+            while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
+                for stream in ready:
+                    stream.tasks.popleft().do()
 
     def run(self, random: Random) -> None:
         """Run all queues. Raise AssertionError if no queue can go on."""
@@ -307,6 +316,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", these.synchronize)
+    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [*these.streams])  # ranks share this device
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     # Issued tasks hold their tensors, so no memory is reused before they have run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

@@ -23,6 +23,7 @@ from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import memory as cuda_memory
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.memory import PeerMemory
+from hostir.machines.cuda.streams import calling_streams, communication_order, workers
 from tests.machines.cuda.simulated_gpus import CPU, Gpus, Shared, Stream, gpus, layers
 from tests.machines.cuda.test_flow_control import BODIES, program
 
@@ -202,15 +203,39 @@ def test_a_rank_alone_begins_anew_at_once(gpus: Gpus, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("problem", ["", "CUDA error: an illegal memory access"])
-def test_a_gpu_that_does_not_end_its_work_says_so(problem: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
+def test_a_gpu_that_does_not_end_its_work_says_so(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        """A stream that waits for ever, or whose work has failed."""
 
-    def synchronize(device: torch.device) -> None:
-        if problem:
-            raise RuntimeError(problem)
-        ended.wait()
+        def query(self) -> bool:
+            if problem:
+                raise RuntimeError(problem)
+            return False
 
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [Busy()])
+    aborted: list[str] = []
     late = "its GPU has not ended its work after 0.085 s"
-    assert PeerMemory(CPU, 0).release([], lambda: None, 0.1) == (problem or late)
-    ended.set()
+    assert PeerMemory(CPU, 0).release([], lambda: aborted.append("once"), 0.1) == (problem or late)
+    assert aborted == ["once"]
+
+
+def test_the_streams_of_calls_are_all_workers_and_the_latest_callers(gpus: Gpus) -> None:
+    assert calling_streams(CPU) == []
+    made, order = workers(CPU, 2), communication_order(CPU)
+    for caller in (gpus.current, Stream()):
+        gpus.current = caller
+        order.follow()
+        assert calling_streams(CPU) == [*made, caller]
+
+
+def test_a_rank_overwrites_its_own_rows_and_no_flags(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(LOWERED["row_parallel by push"], gpus, monkeypatch)
+    memory = job.plans[0][0].memory
+    assert memory is not None
+    for buffer in memory.whole.values():
+        buffer.fill_(1)
+    memory.overwrite(1, torch.full((7,), 0xFF, dtype=torch.uint8))  # no buffer is a multiple of this page
+    for (_, owner), buffer in memory.whole.items():
+        overwritten = owner == 1 and buffer.is_floating_point()
+        assert buffer.isnan().all() if overwritten else (buffer == 1).all()
+    assert {owner for _, owner in memory.whole} == {0, 1, 2}

@@ -15,7 +15,8 @@ from hostir.call.local import rehearse
 from hostir.call.parts import shard
 from hostir.call.random import random_inputs
 from hostir.ir import parse
-from hostir.ir.comm_ops import Communication, Message
+from hostir.ir.comm_ops import Communication
+from hostir.ir.message_ops import Message
 from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear

@@ -1,132 +1,15 @@
-"""Define device meshes, and tensors on meshes, which users annotate."""
+"""Define tensors of a fusion, which users annotate with their sharding."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
+from hostir.dsl.mesh import DeviceMesh, ParallelType
 from hostir.ir.sizes import Size
-from hostir.ir.source import Span, described, did_you_mean, error, user_span
+from hostir.ir.source import Span, described, error, user_span
 from hostir.ir.types import STREAM, Axis, DType, Factor
-
-# Meshes ---------------------------------------------------------------------------------------------------------------
-# Device meshes of the DSL.
-
-NAME = re.compile(r"[A-Za-z_]\w*")  # a valid name in a program's text
-
-
-class ParallelType(Enum):
-    """The parallelism of an axis.
-
-    `DIDx` is the last axis of the mesh, the only one of a one-dimensional mesh; `DIDy` is the axis before it. `Stream`
-    is not a mesh axis: it divides a tensor axis into slices, which the `pipeline` strategy runs on several streams, so
-    that one slice is communicated while another is computed.
-    """
-
-    DIDx = "didx"
-    DIDy = "didy"
-    Stream = STREAM
-
-
-class DeviceMesh:
-    """The ranks that hold a tensor, in one or two named axes.
-
-    Raises HostIRError for a rank that occurs twice, rows of different lengths, and names that do not fit.
-
-    Args:
-        devices: ranks: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of
-            integers.
-        names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`.
-
-    Fields:
-        devices: the ranks in row-major order.
-        shape: the number of ranks along each axis.
-        names: the names of the axes.
-    """
-
-    def __init__(self, devices: Iterable[Any], names: Sequence[str] | None = None) -> None:
-        span = user_span()
-        rows, self.shape = _grid(devices, span)
-        self.devices: tuple[int, ...] = tuple(d for row in rows for d in row)
-        if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in self.devices):
-            raise error(
-                f"a mesh names devices by rank, not {described(list(self.devices))}", span, expected="integers from 0"
-            )
-        if len(set(self.devices)) != len(self.devices):
-            raise error(
-                f"the mesh names a device twice: {described(list(self.devices))}", span, expected="each device once"
-            )
-        self.names = _names(names, len(self.shape), span)
-
-    def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
-        """Return the mesh axis that DIDx, DIDy or a name stands for."""
-        if on is ParallelType.DIDx:
-            return self.names[-1]
-        if on is ParallelType.DIDy:
-            if len(self.names) < 2:
-                raise error("DIDy needs a mesh of two axes", span, hint="such as DeviceMesh([[0, 1], [2, 3]])")
-            return self.names[-2]
-        if not isinstance(on, str) or on not in self.names:
-            known = ", ".join(self.names)
-            hint = did_you_mean(on, self.names) if isinstance(on, str) else ""
-            raise error(
-                f"the mesh has no axis {described(on)}", span, expected=f"one of: {known}, or a ParallelType", hint=hint
-            )
-        return on
-
-    def ranks(self, name: str) -> int:
-        """Return the number of ranks along the axis of this name."""
-        return self.shape[self.names.index(name)]
-
-    def __repr__(self) -> str:
-        axes = ", ".join(f"{n} {name}" for n, name in zip(self.shape, self.names, strict=True))
-        return f"mesh of {axes}"
-
-
-def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """Return the devices as rows, and the mesh's shape."""
-    plain = _plain(devices)
-    lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
-    rows = [list(d) for d in lines if isinstance(d, Iterable)]
-    if any(isinstance(device, Iterable) and not isinstance(device, str) for row in rows for device in row):
-        raise error("a mesh has one or two axes, not more", span, expected="range(8), or [[0, 1], [2, 3]]")
-    if not lines or len(rows) not in (0, len(lines)) or len({len(row) for row in rows}) > 1 or [] in rows:
-        raise error(
-            f"no mesh can be made of {described(devices)}",
-            span,
-            expected="devices in a line or in rows of equal length: range(8), or [[0, 1], [2, 3]]",
-        )
-    return (rows, (len(rows), len(rows[0]))) if rows else ([lines], (len(lines),))
-
-
-def _plain(x: Any) -> Any:
-    """Convert arrays and tensors to lists and numbers; return anything else as it is."""
-    return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
-
-
-def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[str, ...]:
-    if names is not None and not isinstance(names, str | list | tuple):
-        expected = "a list of names, such as ['tp', 'dp']"
-        raise error(f"no names of mesh axes: {described(names)}", span, expected=expected)
-    given = (names,) if isinstance(names, str) else tuple(names) if names else ("didy", "didx")[-axes:]
-    for name in given:
-        if not isinstance(name, str) or not NAME.fullmatch(name) or name == STREAM:
-            raise error(
-                f"{described(name)} cannot name a mesh axis",
-                span,
-                expected=f"letters, digits and _, not starting with a digit, and not '{STREAM}'",
-            )
-    if len(given) != axes or len(set(given)) != axes:
-        what = f"the mesh has {axes} axes, not {len(set(given))}: {described(given)}"
-        raise error(what, span, expected="one name an axis")
-    return given
-
-
-# Tensors --------------------------------------------------------------------------------------------------------------
-# A tensor of a fusion, with the annotations that users make.
 
 SizeLike = int | str | Size
 
@@ -138,9 +21,6 @@ class Owner(Protocol):
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
         """Return the size of a result or a split."""
-
-    def operate(self, operator: str, *operands: Any) -> Tensor:
-        """Add the statements of an arithmetic operator and return their result."""
 
 
 class TensorShape(tuple[Size, ...]):
@@ -315,38 +195,45 @@ class Tensor:
         return tuple(Axis(tuple(f for j, f in self._loop if j == k)) for k in range(len(self.shape)))
 
     def __matmul__(self, other: Any) -> Tensor:
-        return self.fusion.operate("@", self, other)
+        return _operate("@", self, other)
 
     def __add__(self, other: Any) -> Tensor:
-        return self.fusion.operate("+", self, other)
+        return _operate("+", self, other)
 
     def __mul__(self, other: Any) -> Tensor:
-        return self.fusion.operate("*", self, other)
+        return _operate("*", self, other)
 
     def __sub__(self, other: Any) -> Tensor:
-        return self.fusion.operate("-", self, other)
+        return _operate("-", self, other)
 
     def __truediv__(self, other: Any) -> Tensor:
-        return self.fusion.operate("/", self, other)
+        return _operate("/", self, other)
 
     def __rmatmul__(self, other: Any) -> Tensor:
-        return self.fusion.operate("@", other, self)
+        return _operate("@", other, self)
 
     def __radd__(self, other: Any) -> Tensor:
-        return self.fusion.operate("+", other, self)
+        return _operate("+", other, self)
 
     def __rmul__(self, other: Any) -> Tensor:
-        return self.fusion.operate("*", other, self)
+        return _operate("*", other, self)
 
     def __rsub__(self, other: Any) -> Tensor:
-        return self.fusion.operate("-", other, self)
+        return _operate("-", other, self)
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return self.fusion.operate("/", other, self)
+        return _operate("/", other, self)
 
     def __neg__(self) -> Tensor:
-        return self.fusion.operate("*", self, -1)
+        return _operate("*", self, -1)
 
     def __repr__(self) -> str:
         partial = f" partial({', '.join(self.partial_over)})" if self.partial_over else ""
         return f"%{self.name}: {self.dtype}[{', '.join(map(str, self.axes))}]{partial}"
+
+
+def _operate(operator: str, *operands: Any) -> Tensor:
+    """Add the statements of an arithmetic operator and return their result."""
+    from hostir.dsl.functions import OPERATORS  # functions take tensors
+
+    return OPERATORS[operator](*operands)

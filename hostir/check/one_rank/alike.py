@@ -1,0 +1,202 @@
+"""Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
+
+In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a row block or a
+flag, then the next rank along an axis accesses the next peer, row block or flag. Then a race, a deadlock or a read of
+unwritten memory on any rank also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the
+argument.
+
+Rank 0 is traced with indices that hold one value for each rank. Whatever would make ranks differ, such as a condition
+or an epoch that depends on the rank, raises `UnlikeError`; then every rank has to be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hostir.check.one_rank.rotations import Rotations
+from hostir.check.one_rank.torus import PerRank, Torus, UnlikeError, at
+from hostir.check.ordering.held_sms import Lanes, together
+from hostir.check.ordering.joining import SIGNAL, Trouble
+from hostir.check.ordering.order import Order
+from hostir.check.tracing.events import Event, Flag, WaitingKernel
+from hostir.check.tracing.memory import Access, View
+from hostir.check.tracing.tracer import Tracer
+from hostir.ir.machine import Done, Frame, Ready
+from hostir.ir.program import Program
+from hostir.ir.regions import Region
+from hostir.ir.source import HostIRError
+from hostir.ir.types import Mesh
+
+T = TypeVar("T")
+
+
+class _Tracer(Tracer):
+    """Traces rank 0 with the index values of all ranks at once."""
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], torus: Torus) -> None:
+        super().__init__(0, program, sizes)
+        self.torus = torus
+
+    def compute(
+        self,
+        kind: str,
+        out: View,
+        operands: Sequence[View | None],
+        options: Mapping[str, Any],
+        ready: Ready | None = None,
+        done: Done | None = None,
+    ) -> None:
+        """Trace a computation of rank 0.
+
+        `Rotations` checks later that its blocks correspond to blocks of other ranks.
+        """
+        of_rank_0 = ready and replace(ready, first=at(ready.first, 0), own_first=at(ready.own_first, 0))
+        super().compute(kind, out, operands, options, of_rank_0, done and replace(done, first=0))
+        if ready is not None or done is not None:
+            blocks = self.trace.by_blocks[-1]
+            blocks.ready, blocks.done = ready, done
+
+
+class _Frame(Frame):
+    """The index values of a program on all ranks at once."""
+
+    def place(self, mesh: Mesh, over: str) -> int:
+        axis = mesh.axes.index(over)
+        places = np.arange(len(mesh.devices)) // prod(mesh.shape[axis + 1 :]) % mesh.shape[axis]
+        place: int = PerRank.of(places)
+        return place
+
+    def member(self, team: tuple[int, ...], place: Any) -> int:
+        """Return rank 0's peer; raise unless every rank's peer is at the same distance along each axis."""
+        assert isinstance(self.machine, _Tracer)
+        stride = team[1] if len(team) > 1 else 1
+        return self.machine.torus.peer(place, len(team), stride)
+
+
+_Tracer.frame = _Frame
+
+
+def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
+    """Return the order of events as seen from rank 0, which represents all ranks; None if ranks differ."""
+    torus = Torus.of(program)
+    if torus is None:
+        return None
+    tracer = _Tracer(program, sizes, torus)
+    try:
+        for _ in range(calls):
+            tracer.call()
+        if tracer.misuse.problems:
+            return None
+        return Alike(tracer)
+    except (UnlikeError, HostIRError):
+        return None
+
+
+class Alike(Order):
+    """The order of rank 0's events, and of what other ranks do to its memory and its flags.
+
+    An event of another rank is a copy of the event by which rank 0 does the same to a peer. The copy's clock is the
+    original's, rotated by the rank: what rank 0 knows of rank 2, rank 3 knows of rank 5.
+    """
+
+    def __init__(self, tracer: _Tracer) -> None:
+        self.torus = tracer.torus
+        self.count = tracer.program.ranks
+        sides = [side for sides in tracer.trace.collectives.values() for side in sides]
+        if tracer.trace.messages or any(side.exchange.moves is not None for side in sides):
+            raise UnlikeError
+        Rotations(tracer.trace, tracer.torus).check()
+        kinds = dict.fromkeys(event.lane[1:] for event in tracer.trace.events if event.lane is not None)
+        self.width = len(kinds)  # lanes of a rank
+        tracer.trace.events += [copy for event in tracer.trace.events for copy in self._at_rank_0(event)]
+        tracer.trace.signals = [self._signal(flag, tracer.trace.events) for flag in tracer.trace.signals]
+        for flag in tracer.trace.waits:
+            flag.slot = at(flag.slot, 0)
+        super().__init__([tracer.trace])
+        # The lane of a signal exists once, so it has no counterpart on other ranks.
+        if any(lane[1] == SIGNAL for lane in self.lanes):
+            raise UnlikeError
+        self.lanes = {
+            (rank, *tail): rank * self.width + n for rank in range(self.count) for n, tail in enumerate(kinds)
+        }
+
+    def _at_rank_0(self, event: Event) -> Iterator[Event]:
+        """Keep an event's accesses to rank 0's memory.
+
+        Yield copies of the event for other ranks that access this memory.
+        """
+        far = [access for access in event.accesses if access.rank > 0]
+        event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
+        for access in far:
+            rank = self.torus.opposite[access.rank]
+            yield self.copy(event, rank, [_access(access, rank)])
+
+    def _signal(self, flag: Flag, events: list[Event]) -> Flag:
+        """Return the signal that rank 0 receives when all ranks send this one: another rank sends it."""
+        rank = self.torus.opposite[flag.rank]
+        event = flag.event
+        if rank:
+            event = self.copy(event, rank, [])
+            events.append(event)
+        return Flag(event, 0, flag.flags, at(flag.slot, rank), flag.epoch)
+
+    def copy(self, event: Event, rank: int, accesses: Sequence[Access] = ()) -> Event:
+        """Copy an event of rank 0 as the same event of another rank."""
+        lane = event.lane and (rank, *event.lane[1:])
+        ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
+        twin = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
+        twin.lane, twin.tick, twin.ends, twin.seen = lane, event.tick, ends, partial(self.torus.seen_from, rank)
+        twin.after, twin.accesses = [event], [*accesses]
+        return twin
+
+    # Methods that join all ranks use rank 0 alone; the clocks of other ranks are rotations of rank 0's.
+    def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
+        return [issued[0].get(team, [])]
+
+    def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
+        moment = super()._moment(after, team)
+        moment.seen = partial(self.torus.latest, self.torus.axes_of(team))
+        return moment
+
+    def stuck(self) -> Iterator[Trouble]:
+        """Yield one kernel that may be in a cycle of kernels that block each other.
+
+        Yield nothing if there is no cycle.
+        """
+        import networkx as nx
+
+        lanes, kernels = Lanes(self), self.ranks[0].kernels
+        graph: Any = nx.DiGraph()
+        for kernel in kernels:
+            for rank in range(self.count):
+                other = self._kernel(kernel, rank, lanes) if rank else kernel
+                for holder in kernels:
+                    if (other is holder or together(self, other, holder)) and lanes.any_held(other, holder):
+                        graph.add_edge(kernel, holder)
+        for component in nx.strongly_connected_components(graph):
+            first = min(component, key=kernels.index)
+            if len(component) > 1 or graph.has_edge(first, first):
+                yield Trouble("SMs held", [first.start])
+                return
+
+    def _kernel(self, kernel: WaitingKernel, rank: int, lanes: Lanes) -> WaitingKernel:
+        """Return the same kernel as it runs on another rank."""
+        other = WaitingKernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
+        self.clocks[other.start] = self.torus.seen_from(rank, self.clocks[kernel.start])
+        lanes.latest[other] = self.torus.seen_from(rank, lanes.latest[kernel])
+        return other
+
+
+def _access(access: Access, rank: int) -> Access:
+    """Translate a remote access to the buffer coordinates of the rank that owns the memory."""
+    region = access.region
+    offset: Any = region.offset
+    if isinstance(offset, PerRank):
+        region = Region(at(offset, rank), region.dims)
+    return Access(access.buffer, region, access.does)

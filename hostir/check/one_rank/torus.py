@@ -1,0 +1,163 @@
+"""All ranks as a grid, and integers with one value for each rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hostir.check.ordering.order import Clock
+from hostir.ir.machine import ARITHMETIC
+from hostir.ir.program import Program
+
+
+class UnlikeError(Exception):
+    """Raised where ranks do different things, so that rank 0 cannot represent all ranks."""
+
+
+class PerRank:
+    """An integer with one value for each rank. A comparison returns the answer if all ranks agree, else raises."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: bytes) -> None:
+        self.numbers = numbers
+
+    @staticmethod
+    def of(values: Any) -> Any:
+        """Return a number with these values, one for each rank; an int if they are all equal."""
+        numbers = np.asarray(values, dtype=np.int64)
+        return int(numbers[0]) if (numbers == numbers[0]).all() else PerRank(numbers.tobytes())
+
+    @property
+    def values(self) -> Any:
+        return np.frombuffer(self.numbers, dtype=np.int64)
+
+    def _unlike(self) -> NoReturn:
+        raise UnlikeError
+
+    __str__ = __hash__ = __index__ = _unlike
+
+
+def _plain(number: Any) -> Any:
+    return number.numbers if isinstance(number, PerRank) else number
+
+
+def _spread(number: Any) -> Any:
+    return np.frombuffer(number, dtype=np.int64) if isinstance(number, bytes) else number
+
+
+@lru_cache(maxsize=1 << 14)
+def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int) -> PerRank | int:
+    """Compute for all ranks at once. Results are cached: loops repeat the same few numbers."""
+    if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
+        raise ZeroDivisionError
+    number: PerRank | int = PerRank.of(compute(_spread(a), _spread(b)))
+    return number
+
+
+@lru_cache(maxsize=1 << 14)
+def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> bool:
+    answers = compare(_spread(a), _spread(b))
+    if answers.all() or not answers.any():
+        return bool(answers.all())
+    raise UnlikeError
+
+
+def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """Return an operator on the numbers of all ranks, and its reflected form (operands exchanged)."""
+    return (
+        lambda a, b: _computed(compute, _plain(a), _plain(b)),
+        lambda b, a: _computed(compute, _plain(a), _plain(b)),
+    )
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    return lambda a, b: _compared(compare, a.numbers, _plain(b))
+
+
+for operation in ARITHMETIC.values():
+    here, there = _binary(operation)
+    setattr(PerRank, f"__{operation.__name__}__", here)
+    setattr(PerRank, f"__r{operation.__name__}__", there)
+for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+    setattr(PerRank, f"__{operation.__name__}__", _comparison(operation))
+
+
+@dataclass(frozen=True)
+class Torus:
+    """All ranks as a row-major grid that is a ring along each axis.
+
+    A rotation moves every rank by one along an axis.
+    """
+
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(program: Program) -> Torus | None:
+        """Return the grid whose axes hold the teams of all meshes; None if there is no such grid."""
+        ranks = tuple(range(program.ranks))
+        if len(ranks) == 1 or any(mesh.devices != ranks for mesh in program.meshes):
+            return None
+        shapes = {tuple(n for n in mesh.shape if n > 1) for mesh in program.meshes}
+        shapes = {shape for shape in shapes if len(shape) > 1} or {(len(ranks),)}
+        return Torus(shapes.pop()) if len(shapes) == 1 else None
+
+    def places(self, ranks: Any) -> tuple[Any, ...]:
+        """Return the coordinates of each rank: one array for each axis."""
+        return np.unravel_index(ranks, self.shape)
+
+    @cached_property
+    def opposite(self) -> list[int]:
+        """For each rank, the rank at the opposite distance from rank 0: the coordinates are negated."""
+        places = [-along for along in self.places(np.arange(prod(self.shape)))]
+        ranks: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
+        return ranks
+
+    def axes_of(self, team: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the axes along which a team of rank 0 lies; raise unless the team has all ranks along these axes."""
+        axes = tuple(axis for axis, places in enumerate(self.places(team)) if places.any())
+        if prod(self.shape[axis] for axis in axes) != len(team):
+            raise UnlikeError
+        return axes
+
+    def peer(self, place: PerRank | int, count: int, stride: int) -> int:
+        """Return rank 0's peer at a place in its team of ranks `stride` apart; raise if distances to peers differ."""
+        return _peer(_plain(place), count, stride, self)
+
+    # Clocks of one event on several ranks. A clock lists the lanes of rank 0, then the lanes of rank 1, and so on.
+    def seen_from(self, rank: int, clock: Clock) -> Clock:
+        """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
+        inner, places = len(clock), prod(self.shape)
+        for extent in self.shape:
+            inner, places = inner // extent, places // extent
+            if by := rank // places % extent:
+                rows = clock.reshape(-1, extent, inner)
+                clock = np.concatenate((rows[:, -by:], rows[:, :-by]), axis=1).reshape(-1)
+        return clock
+
+    def latest(self, axes: tuple[int, ...], clock: Clock) -> Clock:
+        """Return the clock of an event that follows one event on all ranks along some axes, given rank 0's clock."""
+        by_place = clock.reshape(*self.shape, -1)
+        return np.broadcast_to(by_place.max(axis=axes, keepdims=True), by_place.shape).reshape(-1)
+
+
+def at(number: Any, rank: int) -> int:
+    """Return the value of a number on a rank."""
+    return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
+
+
+@lru_cache(maxsize=1 << 12)
+def _peer(place: bytes | int, count: int, stride: int, torus: Torus) -> int:
+    ranks = np.arange(prod(torus.shape))
+    peers = ranks + (_spread(place) - ranks // stride % count) * stride
+    for peer, rank, extent in zip(torus.places(peers), torus.places(ranks), torus.shape, strict=True):
+        away = (peer - rank) % extent
+        if (away != away[0]).any():
+            raise UnlikeError
+    return int(peers[0])

@@ -1,0 +1,187 @@
+"""Join the events of all ranks: the edges between ranks, and the statements in which ranks do not match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+from typing import TypeVar
+
+from hostir.check.tracing.events import Event, Flag, Lane, Side
+from hostir.check.tracing.trace import RankTrace
+from hostir.ir.machine import Move
+
+SIGNAL = "signal"  # the lane of one signal
+T = TypeVar("T")
+
+
+@dataclass
+class Trouble:
+    """A mismatch between the statements that ranks issue, or a deadlock. Neither depends on accesses to memory."""
+
+    kind: str
+    events: list[Event | None]
+    detail: str = ""
+
+
+class JoinedRanks:
+    """The events of all ranks as a graph.
+
+    Fields:
+        troubles: the mismatches between ranks.
+        sent: the signals of each flag.
+        partners: for each wait for a flag, the signal that ends it.
+    """
+
+    def __init__(self, ranks: Sequence[RankTrace]) -> None:
+        self.ranks = ranks
+        self.events: list[Event] = [event for rank in ranks for event in rank.events]
+        self.lanes: dict[Lane, int] = {}
+        self.troubles: list[Trouble] = []
+        self.sent: dict[tuple[int, str, int], list[Flag]] = {}
+        self.partners: dict[Flag, Event] = {}
+        for event in self.events:
+            if event.lane is not None:
+                self.lanes.setdefault(event.lane, len(self.lanes))
+        self._join_collectives()
+        self._join_messages()
+        self._join_barriers()
+        self._join_flags()
+
+    def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
+        """Add an event that follows all of these events of a team. An edge to it replaces an edge to each of them."""
+        first = after[0]
+        moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
+        self.events.append(moment)
+        return moment
+
+    def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
+        """Return, for each rank of a team, the items that it issued to the team."""
+        return [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
+
+    def _join_collectives(self) -> None:
+        for team in dict.fromkeys(team for rank in self.ranks for team in rank.collectives):
+            for sides in zip_longest(*self._of_each(team, [rank.collectives for rank in self.ranks])):
+                if not _agree(sides):
+                    events = [side.begin if side else None for side in sides]
+                    self.troubles.append(Trouble("collectives differ", events, " ".join(map(str, team))))
+                    break
+                self._join_sides(sides)
+
+    def _join_sides(self, sides: Sequence[Side]) -> None:
+        """Order each side's end after the begin of its senders; its receivers may hold it up."""
+        if sides[0].exchange.moves is None:
+            meeting = self._moment([side.begin for side in sides], sides[0].exchange.team)
+            for side in sides:
+                side.end.after.append(meeting)
+            return
+        of = {side.begin.rank: side for side in sides}
+        for move in {move for side in sides for move in side.exchange.moves or () if move.source != move.target}:
+            of[move.target].end.after.append(of[move.source].begin)
+            of[move.source].end.held.append(of[move.target].begin)
+
+    def _join_messages(self) -> None:
+        posted: dict[tuple[tuple[int, ...], int, int], tuple[list[Side], list[Side]]] = {}
+        for rank in self.ranks:
+            for team, sides in rank.messages.items():
+                for side in sides:
+                    for move in side.exchange.moves or ():
+                        ends = posted.setdefault((team, move.source, move.target), ([], []))
+                        for end, here in enumerate((move.source, move.target)):
+                            if here == rank.rank:
+                                ends[end].append(side)
+        for sends, receives in posted.values():
+            for send, receive in zip_longest(sends, receives):
+                if send is None or receive is None:
+                    self.troubles.append(Trouble("message without partner", [(send or receive).begin]))
+                elif _content(send, "x") != _content(receive, "out"):
+                    self.troubles.append(Trouble("messages differ", [send.begin, receive.begin]))
+                else:
+                    send.take.held.append(receive.begin)
+                    receive.give.after += [send.begin, send.take]
+
+    def _join_barriers(self) -> None:
+        for team in dict.fromkeys(team for rank in self.ranks for team in rank.barriers):
+            for barriers in zip_longest(*self._of_each(team, [rank.barriers for rank in self.ranks])):
+                if None in barriers:
+                    self.troubles.append(Trouble("barriers differ", list(barriers), " ".join(map(str, team))))
+                    break
+                if earlier := [before for barrier in barriers for before in barrier.after]:
+                    meeting = self._moment(earlier, team)
+                    for barrier in barriers:
+                        barrier.after.append(meeting)
+
+    def _join_flags(self) -> None:
+        for flag in (flag for rank in self.ranks for flag in rank.signals):
+            self.sent.setdefault(flag.place, []).append(flag)
+        for wait in (wait for rank in self.ranks for wait in rank.waits):
+            enough = self.enough(wait)
+            if not enough:
+                self.troubles.append(Trouble("nobody sends", [wait.event], f"{wait.epoch[1]}"))
+                continue
+            self.partners[wait] = enough[0].event
+            wait.event.after.append(enough[0].event)
+        self._show_signals()
+
+    def _show_signals(self) -> None:
+        """Give each signal of a kernel, which is on no lane, ticks that show that it was sent: its wait's ticks."""
+        for wait, signal in self.partners.items():
+            if signal.lane is None and wait.event.lane is not None:
+                signal.ends += wait.event.ends
+            elif signal.lane is None:  # another kernel waits, block by block: the signal gets a lane for itself
+                signal.lane, signal.tick = (signal.rank, SIGNAL, len(self.lanes)), 1
+                self.lanes[signal.lane] = len(self.lanes)
+                signal.ends.append((signal.lane, 1))
+
+    def enough(self, wait: Flag) -> list[Flag]:
+        """Return the signals that can end a wait, by rising epoch."""
+        same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
+        return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
+
+    def followers(self) -> dict[Event, list[Event]]:
+        """Return, for each event, the events that directly follow it or may be held up by it."""
+        followers: dict[Event, list[Event]] = {}
+        for event in self.events:
+            for before in (*event.after, *event.held):
+                followers.setdefault(before, []).append(event)
+        return followers
+
+
+def _agree(sides: Sequence[Side | None]) -> bool:
+    """Return True if all ranks of a team issue the same collective."""
+    first = sides[0]
+    if first is None or None in sides:
+        return False
+    every = [side for side in sides if side is not None]
+    if any(side.exchange.kind != first.exchange.kind for side in every):
+        return False
+    if any(side.exchange.moves is None for side in every):
+        return len({(side.exchange.team, *_form(side)) for side in every}) == 1
+    of = {side.begin.rank: side for side in every}
+    meant = {rank: frozenset(side.exchange.moves or ()) for rank, side in of.items()}
+    moves = {move for its in meant.values() for move in its}
+    both = all(move in meant[move.source] and move in meant[move.target] for move in moves)
+    return both and all(_fits(move, of[move.source], of[move.target]) for move in moves)
+
+
+def _fits(move: Move, source: Side, target: Side) -> bool:
+    """Return True if both ends of a move have the same dtype and number of elements."""
+    (taken, dtype), (stored, other) = _content(source, "x"), _content(target, "out")
+    return dtype == other and 0 < taken * move.put[1] == stored * move.take[1]
+
+
+def _content(side: Side, which: str) -> tuple[int, object]:
+    """Return the number of elements that a side sends or receives, and their dtype."""
+    view = side.x if which == "x" else side.out
+    return prod(view.shape) if view else 0, _dtype(side, which)
+
+
+def _form(side: Side) -> tuple[object, ...]:
+    """Return the shapes of a side's operand and result, then their dtypes."""
+    return (*(v and v.shape for v in (side.x, side.out)), _dtype(side, "x"), _dtype(side, "out"))
+
+
+def _dtype(side: Side, which: str) -> object:
+    value = getattr(side.begin.statement, which, None)
+    return value.tensor.dtype if value is not None else None

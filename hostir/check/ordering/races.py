@@ -1,0 +1,236 @@
+"""Find unordered accesses to memory: races, use after free, reads of unwritten memory.
+
+Events are visited in an order that follows happens-before. So an access visited earlier is either ordered before a
+later one, or unordered with it. For each buffer, the accesses that a later one could still race with are kept, by
+region (as in FastTrack, Flanagan and Freund 2009: after an ordered write, earlier accesses need no further check).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hostir.check.ordering.order import Clock, Order
+from hostir.check.tracing.events import Event
+from hostir.check.tracing.memory import Access, Buffer
+from hostir.ir.regions import Near, Region, covered
+
+
+@dataclass(eq=False, slots=True)
+class Touch:
+    """An event and one of its accesses."""
+
+    event: Event
+    access: Access
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two unordered accesses to a common element, in the order of issue; `first` is None if only one is involved.
+
+    In an `unwritten` conflict, `second` reads elements that `first` left undefined.
+    """
+
+    kind: str  # race, use after free, unwritten
+    buffer: Buffer
+    first: Touch | None
+    second: Touch
+
+
+@dataclass(eq=False, slots=True)
+class AccessGroup:
+    """The accesses to one region of a buffer; `near` holds this group and the groups of all overlapping regions."""
+
+    reads: list[Touch] = field(default_factory=list)
+    writes: list[Touch] = field(default_factory=list)
+    near: list[AccessGroup] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class History:
+    """The accesses to one buffer so far."""
+
+    groups: dict[Region, AccessGroup] = field(default_factory=dict)
+    near: Near[AccessGroup] = field(default_factory=Near)
+    written: dict[Region, None] = field(default_factory=dict)  # regions written at any time so far
+    # By region: who left it undefined, and the regions written since.
+    undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)
+    freed: Touch | None = None
+
+    def group(self, region: Region) -> AccessGroup:
+        """Return the group of a region; create it on first use."""
+        group = self.groups.get(region)
+        if group is None:
+            group = self.groups[region] = AccessGroup()
+            group.near = [*self.near.meeting(region), group]
+            for other in group.near[:-1]:
+                other.near.append(group)
+            self.near.add(region, group)
+        return group
+
+    def add(self, touch: Touch, clean: bool) -> None:
+        """Record an access. `clean`: it is ordered after all accesses that it could race with."""
+        group, access = self.groups[touch.access.region], touch.access
+        if access.writes:
+            if clean:
+                group.reads, group.writes = [], []
+            if access.does == "undefines":
+                self._undefine(touch)
+            elif access.does == "writes":
+                self._define(access.region)
+            group.writes.append(touch)
+            return
+        if touch.event.lane is not None:
+            group.reads = [t for t in group.reads if t.event.lane != touch.event.lane]
+        group.reads.append(touch)
+
+    def _undefine(self, touch: Touch) -> None:
+        if touch.event.verb != "allocates":  # a new buffer has never been written
+            self.undefined[touch.access.region] = touch, []
+
+    def _define(self, region: Region) -> None:
+        self.written[region] = None
+        for gone, (_, since) in list(self.undefined.items()):
+            if gone.meets(region):
+                since.append(region)
+                if covered(gone, since):
+                    del self.undefined[gone]
+
+    def unwritten(self, region: Region) -> Iterator[Touch | None]:
+        """Yield the reasons not to read a region: an access that left a part undefined, or None if nothing wrote it."""
+        if not self.undefined and region in self.written:
+            return
+        gaps = ((gone, *gap) for gone, gap in self.undefined.items() if gone.meets(region))
+        left = [touch for gone, touch, since in gaps if not covered(region, since, within=gone)]
+        if not left and not covered(region, self.written):
+            yield None
+        yield from left
+
+
+@dataclass(eq=False, slots=True)
+class CallUses:
+    """The accesses of one call to a buffer, as ticks: they have ended for a clock that has reached all of them."""
+
+    ticks: Clock
+    others: list[Event] = field(default_factory=list)  # events that end at any one of several ticks
+
+
+class RaceDetector:
+    """Checks the accesses of events, one event after another, against earlier accesses to the same memory.
+
+    `conflicts` holds one conflict for each pair of statements and each buffer, with the number of its occurrences.
+    `resizable` is True if calls use each symmetric buffer one after another, whatever elements they access: then
+    buffers may have another size in every call.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.resizable = True
+        self.kept = {buffer for rank in order.ranks for buffer in rank.kept.values()}
+        self.uses: dict[Buffer, dict[tuple[int, bool], CallUses]] = {}  # of symmetric buffers, by (call, writes)
+        self.histories: dict[Buffer, History] = {}
+        self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
+        self.raced: set[Buffer] = set()
+        # Reads of memory unwritten so far, with the reason.
+        self.unsure: list[tuple[Touch, Buffer, History, Touch | None]] = []
+
+    def visit(self, event: Event, clock: Clock) -> None:
+        for access in event.accesses:
+            buffer = self._buffer(access)
+            if self.resizable and buffer in self.kept:
+                self.resizable = self._follows(buffer, event, access.writes, clock)
+            history = self.histories.setdefault(buffer, History())
+            touch = Touch(event, access)
+            unordered = self._unordered(touch, history, clock)
+            for other in unordered:
+                if _implied_by_writer(other, touch):
+                    continue
+                self.raced.add(buffer)
+                self._note(Conflict("race", buffer, *_as_issued(other, touch)))
+            if history.freed and self.order.known(history.freed.event, clock):
+                self._note(Conflict("use after free", buffer, history.freed, touch))
+            if not access.writes:
+                self.unsure += [(touch, buffer, history, why) for why in history.unwritten(access.region)]
+            if access.does == "frees":
+                history.freed = touch
+            history.add(touch, clean=not unordered)
+
+    def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
+        """Return True if an access follows every access of other calls, unless both read, anywhere in the buffer."""
+        calls = self.uses.setdefault(buffer, {})
+        for (call, wrote), uses in calls.items():
+            if call == event.call or not (writes or wrote):
+                continue
+            seen = (clock >= uses.ticks).all() and all(self.order.known(other, clock) for other in uses.others)
+            if call > event.call or not seen:
+                return False
+        mine = calls.get((event.call, writes))
+        if mine is None:
+            mine = calls[event.call, writes] = CallUses(np.zeros(len(clock), dtype=np.int32))
+        if len(event.ends) == 1:
+            ((lane, tick),) = event.ends
+            at = self.order.lanes[lane]
+            mine.ticks[at] = max(mine.ticks[at], tick)
+        else:
+            mine.others.append(event)
+        return True
+
+    def _buffer(self, access: Access) -> Buffer:
+        if access.rank < 0:
+            return access.buffer
+        return self.order.ranks[access.rank].kept.get(access.buffer.name, access.buffer)
+
+    def _unordered(self, touch: Touch, history: History, clock: Clock) -> list[Touch]:
+        near, known, event = history.group(touch.access.region).near, self.order.known, touch.event
+        reads = touch.access.writes  # a write conflicts with reads, too
+        others = [other for group in near for other in ((*group.writes, *group.reads) if reads else group.writes)]
+        return [other for other in others if other.event is not event and not known(other.event, clock)]
+
+    def finish(self) -> None:
+        """Report reads of unwritten memory after all events, except in buffers where a race explains them."""
+        for touch, buffer, history, why in self.unsure:
+            if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
+                self._note(Conflict("unwritten", buffer, why, touch))
+
+    def most_specific(self) -> list[tuple[Conflict, int]]:
+        """Return the conflicts, without an `allocate` if another shows the same missing order between two streams."""
+        every = self.conflicts.values()
+        streams = {_sides(c) for c, _ in every if c.first and not _of_new(c)}
+        return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
+
+    def forget(self) -> None:
+        """Drop the cyclic links between groups, which would cost the garbage collector more time."""
+        for history in self.histories.values():
+            for group in history.groups.values():
+                group.near.clear()
+
+    def _note(self, conflict: Conflict) -> None:
+        sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)
+        local = conflict.buffer.rank == conflict.second.event.rank
+        first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, local), (conflict, 0))
+        self.conflicts[conflict.kind, conflict.buffer.name, sides, local] = first, times + 1
+
+
+def _implied_by_writer(a: Touch, b: Touch) -> bool:
+    """Return True if a conflict is a read that is not ordered after an allocation: another finding implies it.
+
+    Either the write of these elements is not after the allocation, or the read is not after the write, or nothing
+    wrote them. Each of these is a finding.
+    """
+    return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
+
+
+def _as_issued(a: Touch, b: Touch) -> tuple[Touch, Touch]:
+    """Return two accesses in the order in which their ranks issue them."""
+    first = (a.event.call, a.event.number) <= (b.event.call, b.event.number)
+    return (a, b) if first else (b, a)
+
+
+def _of_new(conflict: Conflict) -> bool:
+    return conflict.first is not None and conflict.first.event.verb == "allocates"
+
+
+def _sides(conflict: Conflict) -> tuple[int, str]:
+    return id(conflict.second.event.statement), conflict.first.event.stream if conflict.first else ""

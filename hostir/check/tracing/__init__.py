@@ -1,0 +1,1 @@
+"""Trace what each rank does as events: memory, streams, communications, flags."""

@@ -1,0 +1,155 @@
+"""The checker's model of memory: buffers of each rank, strided views of them, and accesses to views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hostir.ir.op import Value
+from hostir.ir.regions import Region
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """A buffer of one rank. `persists`: the program need not free it (inputs, symmetric buffers, copies by `dense`)."""
+
+    rank: int
+    name: str
+    elements: int
+    value: Value | None = None
+    persists: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a buffer, in elements."""
+
+    buffer: Buffer
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        return Region.of(self.offset, self.shape, self.strides)
+
+    @property
+    def dense(self) -> bool:
+        """True if the elements are contiguous, in row-major order."""
+        pairs = zip(self.shape, self.strides, packed(self.shape), strict=True)
+        return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
+
+    def select(self, axis: int, index: int) -> View:
+        """Return the view at one index of an axis, without that axis."""
+        shape, strides = (each[:axis] + each[axis + 1 :] for each in (self.shape, self.strides))
+        return View(self.buffer, self.offset + index * self.strides[axis], shape, strides)
+
+    def permute(self, axes: tuple[int, ...]) -> View:
+        """Return the view with its axes in another order."""
+        return View(self.buffer, self.offset, tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes))
+
+    def equals(self, other: View) -> bool:
+        """Return True if both views have the same elements at the same indices."""
+        if self.buffer is not other.buffer or self.offset != other.offset or self.shape != other.shape:
+            return False
+        return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, other.strides, strict=True))
+
+
+Does = Literal["reads", "writes", "undefines", "frees"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access to memory: to this rank's `buffer` if `rank` is -1, else to the peer `rank`'s buffer of the same name.
+
+    An access that `undefines` elements leaves them undefined: nothing may read them before something writes them.
+    """
+
+    buffer: Buffer
+    region: Region
+    does: Does
+    rank: int = -1
+
+    @property
+    def writes(self) -> bool:
+        """True if the access may change bytes, so that every other access must be ordered with it."""
+        return self.does != "reads"
+
+
+def access(view: View, does: Does, rank: int = -1) -> Access:
+    """Return an access to a view. `rank` owns the memory that is accessed; -1 for the view's rank."""
+    peer = rank if rank not in (-1, view.buffer.rank) else -1
+    return Access(view.buffer, view.region, does, peer)
+
+
+def access_all(buffer: Buffer, does: Does) -> Access:
+    """Return an access to all elements of this rank's buffer."""
+    return Access(buffer, Region.of(0, (buffer.elements,), (1,)), does)
+
+
+def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
+    """Return a dense view of all elements of a buffer."""
+    return View(buffer, 0, shape, packed(shape))
+
+
+def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
+    """Return one of `blocks` equal blocks of the rows of `x`, or None if the block is not a view.
+
+    Rows span all axes but the last `inner` axes. Blocks cut the first of the row axes; or they cut the second within
+    each index of the first, and so on. Axes that merge count as one.
+    """
+    last = max(len(x.shape) - inner, 0)
+    offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))
+    while blocks > 1 and axes:
+        extent, stride = axes.pop(0)
+        if extent % blocks == 0:
+            offset += block * (extent // blocks) * stride
+            axes.insert(0, (extent // blocks, stride))
+            blocks = 1
+        elif blocks % extent == 0:
+            blocks //= extent
+            offset, block = offset + block // blocks * stride, block % blocks
+        else:
+            return None
+    shape, strides = (n for n, _ in axes), (s for _, s in axes)
+    return View(x.buffer, offset, (*shape, *x.shape[last:]), (*strides, *x.strides[last:]))
+
+
+def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return extents and strides of axes: adjacent axes are merged where possible, axes of extent 1 are dropped."""
+    merged: list[tuple[int, int]] = []
+    for n, s in zip(shape, strides, strict=True):
+        if n != 1 and merged and merged[-1][1] == n * s:
+            merged[-1] = (merged[-1][0] * n, s)
+        elif n != 1:
+            merged.append((n, s))
+    return tuple(merged)
+
+
+def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the strides of a view reshaped to `shape`, or None if that needs a copy."""
+    if 0 in x.shape:
+        return packed(shape)
+    merged = [*_merged(x.shape, x.strides)]
+    strides: list[int] = []
+    for n in reversed(shape):
+        if n == 1:
+            strides.append(1)
+            continue
+        while merged and merged[-1][0] == 1:
+            merged.pop()
+        if not merged or merged[-1][0] % n:
+            return None
+        extent, stride = merged.pop()
+        strides.append(stride)
+        merged.append((extent // n, stride * n))
+    return tuple(reversed(strides))

@@ -1,0 +1,111 @@
+"""Collect the divisors of a program's sizes, and report sizes that are not multiples of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
+
+from hostir.ir.op import Codec, Statement, Value, codecs_of
+from hostir.ir.sizes import Division, Size
+from hostir.ir.source import Diagnostic
+from hostir.ir.types import TensorType
+
+
+def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
+    """Return every division of a program, the most informative reasons first.
+
+    A split by a Stream axis of a fusion is not a division: it only asks a strategy for slices.
+    """
+    statements = tuple(statements)
+    named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
+    values = [v for v in named.values() if isinstance(v.type, TensorType)]
+    every = [d for v in values for d in _sharding(v)]
+    every += [d for s in statements for d in s.divisions()]
+    every += [d for v in values for d in _axes(v)]
+    every += [d for s in statements for d in _written(s)]
+    return tuple(dict.fromkeys(d for d in every if not d.size.is_integer))
+
+
+def _sharding(value: Value) -> Iterator[Division]:
+    for factor, local, over in _factors(value):
+        if over and factor.is_integer:
+            yield Division(local, f"{value} is{over}", value.span)
+
+
+def _axes(value: Value) -> Iterator[Division]:
+    for factor, local, over in _factors(value):
+        yield Division(local, f"{value} has an axis of {factor}{over and ','}{over}", value.span)
+
+
+def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
+    """Yield the parts of axes whose size on one rank may not be an integer.
+
+    Each comes with its size, its size on one rank, and text that tells over how many ranks it is sharded, if any.
+    """
+    type = value.tensor.host()
+    for axis in type.axes:
+        for factor in axis.factors:
+            local = type.local_factor(factor)
+            if local.is_integer:
+                continue
+            over = "" if local == factor.extent else f" sharded over {factor.extent / local} ranks"
+            yield factor.extent, local, over
+
+
+def _written(s: Statement) -> Iterator[Division]:
+    for name, codec in codecs_of(type(s)).items():
+        if codec is Codec.SIZE:
+            size: Size = getattr(s, name)
+            yield Division(size, f"'{s.keyword()}' has {name} {size}", s.span)
+
+
+def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
+    """Return a diagnostic for each bound size that is not a multiple of its divisors."""
+    alike: dict[tuple[Size, Size], list[Division]] = {}
+    for division in divisions:
+        alike.setdefault(_apart(division.size), []).append(division)
+    wrong = []
+    for (dividend, divisor), of in alike.items():
+        names = sorted(dividend.names | divisor.names)
+        if not names or not all(sizes.get(name, 0) > 0 for name in names):
+            continue
+        multiple = divisor * lcm(*(division.size.den for division in of))
+        if dividend.bind(sizes) % multiple.bind(sizes):
+            bound = ", ".join(f"{name}={sizes[name]}" for name in names)
+            wrong.append(_refusal(program, bound, dividend, multiple, of, sizes))
+    return wrong
+
+
+def _apart(size: Size) -> tuple[Size, Size]:
+    """Return the dividend and the symbols of the divisor. Without symbols below, a constant factor is dropped."""
+    above = tuple((name, power) for name, power in size.symbols if power > 0)
+    below = tuple((name, -power) for name, power in size.symbols if power < 0)
+    return Size(size.num if below else 1, 1, above), Size(1, 1, below)
+
+
+def _refusal(
+    program: str, bound: str, dividend: Size, multiple: Size, of: Sequence[Division], sizes: Mapping[str, int]
+) -> Diagnostic:
+    (first, *others) = _strongest(of)
+    meant = f"{multiple}" if multiple.value is not None else f"{multiple} = {multiple.bind(sizes)}"
+    why = " and ".join(division.why for division in (first, *others))
+    expected = ""
+    if multiple.value is not None and dividend.symbols == ((name := min(dividend.names), 1),):
+        low = sizes[name] // multiple.value * multiple.value
+        near = [f"{name}={n}" for n in (low, low + multiple.value) if n]
+        expected = f"such as {' or '.join(near)}"
+    return Diagnostic(
+        f"{bound} does not fit @{program}: {dividend} must be a multiple of {meant}, because {why}",
+        first.span,
+        expected=expected,
+        notes=tuple((division.span, division.why) for division in others),
+    )
+
+
+def _strongest(of: Sequence[Division]) -> list[Division]:
+    """Return the divisions that imply all others: no other divisor is a multiple of their divisors."""
+    kept: list[Division] = []
+    for division in of:
+        if all(other.size.den % division.size.den for other in kept):
+            kept = [other for other in kept if division.size.den % other.size.den] + [division]
+    return kept

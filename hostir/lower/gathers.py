@@ -1,0 +1,203 @@
+"""Allgathers in one-sided form: ranks send their blocks of rows to all ranks, and a matmul waits for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from hostir.ir.comm_ops import AllGather
+from hostir.ir.host_ops import Chunk, For, SetStream
+from hostir.ir.onesided_ops import Signal
+from hostir.ir.op import Bin, Codec, Expr, Lit, Ref, Statement, Value
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.tensor_ops import Contraction, DenseCopy
+from hostir.ir.view_ops import Shard, ViewStatement
+from hostir.lower.host import Host
+from hostir.lower.rows import first_matmul, long_axes, row_slices, wanted_otherwise
+from hostir.lower.scatters import ScatteredRows, add_view, one_of
+from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, Mover, Transfers, Turns
+
+
+class SentRows:
+    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
+
+    Fields:
+        joined_later: True if a later sum over the same ranks issues copies after these, and the caller's stream waits
+            for them. (A sum over other ranks does not count: it could hold the SMs that signals of these copies need.)
+    """
+
+    joined_later = False
+
+    def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
+        self.host, self.gather, self.mover, self.scales = host, gather, mover, scales
+        self.axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's shard is several blocks
+        self.team = host.team(gather)
+        self.multiplied = first_matmul(host.program, gather) is not None
+        self.x = x = host.packed(host.values[gather.x.name], gather)
+        # If other statements than matmuls read the rows, they get a copy: the next call overwrites the buffer.
+        self.unshared = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
+        name = host.names.fresh(f"{gather.out.name}_shared") if self.unshared else gather.out.name
+        buffer = Value(name, gather.out.tensor.host(), gather.span)
+        host.values.setdefault(gather.out.name, buffer)
+        count = self.count()
+        self.transfers = Transfers(host, gather, buffer, flags=count * self.team.ranks)
+        self.blocks = self.blocks_of(x, buffer, count)
+        self.send()
+        self.workers = self.transfers.workers
+
+    def count(self) -> Size:
+        """Return the number of blocks of a shard."""
+        return ONE if self.axis is None else self.gather.x.tensor.local_shape[self.axis]
+
+    def send(self) -> None:
+        """Send the shard to all ranks: first to the previous rank, then to the rank before it, and so on.
+
+        So blocks arrive at a rank in the order of their source ranks, beginning after the rank itself. Copy engines
+        send the shard to the other ranks. It is copied within the rank only if the matmul cannot read it in place.
+        """
+        index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
+        note = "to the rank that multiplies these rows next" if self.multiplied else ""
+        if self.mover.sms:
+            turns = Turns(index, Size(ranks), self.team.peer(Bin("-", Lit(ranks), index)))
+            self.host.body += transfers.once(self.blocks)
+            transfers.send(self.blocks, turns, self.mover, f"to itself, then {note or 'to its peers'}")
+            return
+        transfers.fork()
+        self.host.body += transfers.once(self.blocks)
+        if self.copies_own:
+            # A copy within a GPU needs SMs, so it must come before the matmul that holds them.
+            self.host.body += [SetStream(self.host.user), *self.copy_own(), SetStream(COPY_STREAM)]
+        turns = Turns(index, Size(ranks - 1), self.team.peer(Bin("-", Lit(ranks - 1), index)))
+        transfers.send(self.blocks, turns, self.mover, note)
+
+    def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
+        """Return the blocks of this rank's shard: a single block, or one for each index of the axis of blocks."""
+        views: list[ViewStatement] = []
+        index: Ref | None = None
+        flag: Expr = self.team.rank
+        if self.axis is not None:
+            index = self.host.index("s")
+            flag = Bin("+", Bin("*", index, Lit(self.team.ranks)), self.team.rank)
+            x, buffer = (one_of(self.host, value, self.axis, index, count, views) for value in (x, buffer))
+        mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
+        return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
+
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of the local rows to the buffer, and the signals that they have arrived."""
+        s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
+        mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
+        note = "the matmul begins with these rows" if self.multiplied else ""
+        put = self.transfers.put(self.x, mine, self.team.rank, note=note)
+        index, count = self.blocks.index, self.blocks.count
+        signals = signal if index is None else For(index.value, count, (signal,), span=s.span)
+        return [Shard(self.transfers.buffer, mine, span=s.span), put, signals]
+
+    @property
+    def copies_own(self) -> bool:
+        """True if the local rows are copied to the buffer, too.
+
+        The copy is not needed if they are one block, a single matmul reads them, and copy engines move the other rows:
+        the matmul then reads them in place. The matmul must not read another gathered tensor, except scales of the
+        rows, because it would wait for all of that tensor before it starts.
+        """
+        users = self.host.users.get(self.gather.out.name, [])
+        if self.mover.sms or self.axis is not None or self.unshared is not None or len(users) != 1:
+            return True
+        operands = {v.name for v in users[0].values(Codec.READ)} - {self.gather.out.name, *self.scales}
+        return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
+
+    def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
+        """Add the matmul that waits for the blocks.
+
+        After it, all copies have ended, and other statements may read the rows.
+        """
+        waits = self.waits()
+        self.host.destination(s.out)
+        waiting = replace(s.rename(self.host.values), a=self.transfers.buffer, epoch=ARRIVED, **waits)
+        self.host.body.append(waiting if scatter is None else scatter.raising(waiting))
+        self.finish()
+
+    def waits(self) -> dict[str, Any]:
+        """Return the fields by which the matmul waits for the blocks."""
+        own = None if self.copies_own else self.blocks.source
+        note = "own rows first, each other block when it is there"
+        return {"ready": self.transfers.flags, "first": self.team.rank, "own": own, "note": note}
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for all blocks, because a statement other than a matmul needs them first."""
+        index, count = self.host.index("i"), self.blocks.count * self.team.ranks
+        self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
+        self.finish()
+
+    def finish(self) -> None:
+        """Make the caller's stream wait for this rank's copies; copy the rows out of the buffer if needed."""
+        if not self.joined_later:
+            self.transfers.join()
+        if self.unshared:
+            note = f"copy: {self.unshared} is wanted whole"
+            self.host.body.append(
+                DenseCopy(out=self.unshared, x=self.transfers.buffer, span=self.gather.span, note=note)
+            )
+
+
+class SentColumns(SentRows):
+    """Builds one allgather of the axis that matmuls sum over: ranks send their parts of slices of the rows.
+
+    The matmul waits for one flag for each slice. A worker stream sets it when the parts of all peers have arrived.
+    """
+
+    def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
+        super().__init__(host, gather, replace(mover, streams=1), scales)  # the other worker stream sets the flags
+        self.workers = 2
+
+    def count(self) -> Size:
+        """Return the number of slices."""
+        return Size(row_slices(self.gather))
+
+    def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
+        """Return this rank's parts of the slices."""
+        views: list[ViewStatement] = []
+        index = self.host.index("s")
+        mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
+        self.local_part = Shard(buffer, mine, span=self.gather.span)
+
+        def slice(of: Value, name: str) -> Value:
+            out = Value(self.host.names.fresh(name), of.type, self.gather.span)
+            return add_view(Chunk(of, out, index, count, 0, span=self.gather.span), views)
+
+        source, target = slice(x, "part"), slice(mine, "place")
+        return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
+
+    def flag(self, slice: Expr, rank: Expr) -> Expr:
+        """Return the index of the flag that tells that a rank's part of a slice has arrived."""
+        return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
+
+    def copy_own(self) -> list[Statement]:
+        """Return the copy of the local parts to the buffer; the matmul comes after it."""
+        return [self.local_part, self.transfers.put(self.x, self.local_part.out, self.team.rank)]
+
+    @property
+    def copies_own(self) -> bool:
+        return True
+
+    def waits(self) -> dict[str, Any]:
+        """Add the statements that set a flag for each slice; return the fields by which the matmul waits for slices."""
+        host, flags = self.host, self.transfers.row(f"{self.gather.out.name}_whole", self.blocks.count)
+        index = host.index("s")
+        raised = Signal(flags, index, ARRIVED, self.team.rank, self.team.over, span=self.gather.span)
+        host.body += [SetStream(SIGNAL_STREAM), For(index.value, self.blocks.count, (self.arrivals(index), raised))]
+        host.body.append(SetStream(host.user))
+        return {"ready": flags, "note": "each slice of the rows when all parts of it are there"}
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for all parts of all slices."""
+        index = self.host.index("s")
+        self.host.body.append(For(index.value, self.blocks.count, (self.arrivals(index),)))
+        self.finish()
+
+    def arrivals(self, slice: Ref) -> For:
+        """Return the waits for the peers' parts of a slice."""
+        index = self.host.index("i")
+        peer = self.team.peer(Bin("+", index, Lit(1)))
+        return For(index.value, Size(self.team.ranks - 1), (self.transfers.wait(self.flag(slice, peer)),))

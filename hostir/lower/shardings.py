@@ -1,0 +1,169 @@
+"""Choose operand shardings with which a computation needs no communication; `propagate` and `reshard` share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from hostir.ir.sharding import CONTRACTED, Map, flat_marks, place_marks
+from hostir.ir.sizes import Size
+from hostir.ir.tensor_ops import Add, Cast, Contraction, TensorOp
+from hostir.ir.types import STREAM, Axis, Factor, Mesh, TensorType
+from hostir.ir.view_ops import Permute, Reshape, ViewStatement
+
+
+@dataclass(frozen=True)
+class OperandShardings:
+    """Operand types with which a computation needs no communication, and the type of its result."""
+
+    operands: tuple[TensorType, ...]
+    result: TensorType
+
+
+def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> OperandShardings:
+    """Choose which axis each mesh axis shards in a computation.
+
+    The rules, in this order: if all operands of a contraction are sharded on the contracted axis, it stays sharded and
+    the result is a partial sum. Else the sharding of an annotated result decides; else the sharding of the weight's
+    rows or columns; else of an axis of the left operand. Otherwise no axis is sharded, and sharded operands are
+    gathered. Raises if ranks cannot compute on such parts.
+    """
+    mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
+    here = tuple(t if t.mesh == mesh else _replicated(t, mesh) for t in types)
+    chosen = _Computation(op, mesh, here, op.maps(), wanted).choose(types)
+    op.check_parts(chosen.operands)
+    return chosen
+
+
+def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
+    return TensorType(type.dtype, tuple(Axis.of(s) for s in type.shape), mesh)
+
+
+@dataclass(frozen=True)
+class _Computation:
+    """A computation on operands of these types, on one mesh; each map takes an operand's axes to the result's axes."""
+
+    op: TensorOp
+    mesh: Mesh
+    types: tuple[TensorType, ...]
+    maps: tuple[Map, ...]
+    wanted: TensorType  # the annotated type of the result; without a mesh if it has no annotation
+
+    def choose(self, types: Sequence[TensorType]) -> OperandShardings:
+        dtype, shape = self.op.result()
+        homes = {mark: self.home(mark) for mark in self.mesh.axes}
+        for j, size in enumerate(shape):
+            self.thin_out(j, size, homes)
+        layouts = [self.layout(j, size, _at(homes, j)) for j, size in enumerate(shape)]
+        inner = self.contracted_layout(_at(homes, CONTRACTED))
+
+        def layout(axis: Axis, to: int) -> Axis:
+            sharded = layouts[to] if to >= 0 else inner if to == CONTRACTED else None
+            return Axis.of(axis.extent) if sharded is None else sharded.resized(axis.extent)
+
+        operands = tuple(
+            replace(
+                t,
+                mesh=self.mesh,
+                partial=tuple(mark for mark in t.partial if self.stays(mark, homes, i)),
+                axes=tuple(layout(axis, to) for axis, to in zip(t.axes, m, strict=True)),
+            )
+            for i, (t, m) in enumerate(zip(types, self.maps, strict=True))
+        )
+        partial = tuple(sorted(_at(homes, CONTRACTED)))
+        return OperandShardings(operands, TensorType(dtype, tuple(layouts), self.mesh, partial))
+
+    @property
+    def contracting(self) -> list[int]:
+        """Return the positions of operands with a contracted axis, except operands that follow others."""
+        return [i for i, m in enumerate(self.maps) if CONTRACTED in m and i not in self.op.following]
+
+    @property
+    def added(self) -> set[str]:
+        """Return the mesh axes over which the result of an addition or of an exact cast stays a partial sum."""
+        if isinstance(self.op, Cast) and self.op.exact:
+            return set(self.types[0].partial) & set(self.wanted.partial)
+        if not isinstance(self.op, Add):
+            return set()
+        return set.intersection(*(set(t.partial) for t in self.types))
+
+    def stays(self, mark: str, homes: Mapping[str, int | None], operand: int) -> bool:
+        """Return True if an operand may be a partial sum over a mesh axis, as a term of a sum or a product's addend."""
+        added = operand in self.op.following and homes[mark] == CONTRACTED
+        return mark in self.added or added
+
+    def home(self, mark: str) -> int | None:
+        """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""
+        if mark in self.added:
+            return CONTRACTED
+        at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(self.types, self.maps, strict=True)]
+        if self.contracting and all(at[i] == CONTRACTED for i in self.contracting):
+            return CONTRACTED
+        if self.wanted.mesh is not None:
+            axis = self.wanted.axis_on(mark)
+            return axis if any(axis in m for m in self.maps) else None  # else the axis is gathered on each rank
+        first = (1, 0, 2) if isinstance(self.op, Contraction) else range(len(at))
+        leading = [i for i in first if i < len(at) and i not in self.op.following]
+        return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
+
+    def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
+        """Remove mesh axes from an axis of the result that is too short to be sharded over all of them."""
+        marks = [mark for mark in self.mesh.axes if homes[mark] == axis]
+        while marks and self.from_annotation(axis, set(marks)) is None:
+            if size.divisible_by(prod(self.mesh.size(mark) for mark in marks)):
+                return
+            homes[marks.pop()] = None
+
+    def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
+        """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
+        return (self.from_annotation(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
+
+    def from_annotation(self, axis: int, marks: set[str]) -> Axis | None:
+        """Return an axis with exactly these marks from the annotation or from an operand, or None."""
+        candidates = [self.wanted.axes[axis]] if self.wanted.mesh else []
+        operands = (
+            pair for i, pair in enumerate(zip(self.types, self.maps, strict=True)) if i not in self.op.following
+        )
+        candidates += [t.axes[k] for t, m in operands for k, to in enumerate(m) if to == axis]
+        return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
+
+    def contracted_layout(self, marks: set[str]) -> Axis | None:
+        """Return the sharding of the contracted axis, or None without a contracted axis."""
+        axes = [self.types[i].axes[self.maps[i].index(CONTRACTED)] for i in self.contracting]
+        layout = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
+        return layout or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)
+
+
+def _at(homes: dict[str, int | None], axis: int) -> set[str]:
+    return {mark for mark, home in homes.items() if home == axis}
+
+
+def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
+    names = [m for m in mesh.axes if m in marks]
+    if not names:
+        return Axis.of(size)
+    outer = [Factor(Size(mesh.size(m)), m) for m in names[:-1]]
+    rest = size
+    for factor in outer:
+        rest = rest / factor.extent
+    return Axis((*outer, Factor(rest, names[-1])))
+
+
+def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
+    """Choose the operand's sharding for a view: elements stay on their ranks if possible; else they are gathered first.
+
+    A partial sum is reduced before the view, unless the result is declared as a partial sum as well.
+    """
+    mesh = wanted.mesh or x.mesh
+    assert mesh is not None
+    partial = tuple(mark for mark in x.partial if mark in wanted.partial)
+    source = replace(x.host(), mesh=mesh, partial=partial) if x.mesh == mesh else _replicated(x, mesh)
+    if isinstance(op, Permute):
+        return OperandShardings((source,), source.with_axes(source.axes[i] for i in op.axes))
+    assert isinstance(op, Reshape)
+    shape = wanted.shape
+    while (axes := place_marks(shape, flat_marks(source))) is None:
+        last = flat_marks(source)[-1][0]
+        source = source.with_axes(a.without(last) for a in source.axes)
+    return OperandShardings((source,), source.with_axes(axes))

@@ -1,0 +1,79 @@
+"""The streams and the indices of a dump."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hostir.ir.op import Bin, Expr, Lit, Ref, Value
+from hostir.ir.sizes import Size
+from hostir.ir.source import did_you_mean, error
+from hostir.nvfuser.nodes import Formula
+from hostir.nvfuser.tokens import Token
+
+STREAMS = 4  # nvFuser's default number of streams
+
+
+class Streams:
+    """The pool of streams that a dump uses so far.
+
+    A `scope` gives the value of each name as printed; `loops` gives the number of rounds of each loop index.
+    """
+
+    def __init__(self, streams: int | None) -> None:
+        self.pool = STREAMS if streams is None else streams
+        self.uses_pool = streams is not None
+        self.lone: dict[str, int] = {}  # streams that were created elsewhere
+
+    @property
+    def count(self) -> int:
+        """The number of streams of the host program."""
+        return (self.pool if self.uses_pool else 0) + len(self.lone)
+
+    def of(self, formula: Formula, scope: Mapping[str, Value], loops: Mapping[Value, Size]) -> Expr:
+        """Return a stream: one that was defined, or a member of the pool by index.
+
+        In nvFuser every index has a separate stream. The pool has a fixed number; an index beyond it wraps around. A
+        stream created elsewhere, `Stream 0x1f`, becomes an additional member of the pool.
+        """
+        if isinstance(formula, Token):
+            if (got := scope.get(f"Stream {formula.text}")) is not None:
+                return Ref(got)
+            if formula.text[:2].lower() == "0x":
+                self.uses_pool = True
+                return Lit(self.pool + self.lone.setdefault(formula.text, len(self.lone)))
+        self.uses_pool = True
+        index = self.index(formula, scope)
+        if isinstance(index, Lit):
+            return Lit(index.value % self.pool)
+        return index if self._in_pool(index, loops) else Bin("%", index, Lit(self.pool))
+
+    def _in_pool(self, index: Expr, loops: Mapping[Value, Size]) -> bool:
+        """Return True if an index is known to stay inside the pool."""
+        if isinstance(index, Ref):
+            rounds = loops[index.value].value
+            return rounds is not None and rounds <= self.pool
+        right = index.right if isinstance(index, Bin) and index.op == "%" else None
+        return isinstance(right, Lit) and right.value <= self.pool
+
+    def index(self, formula: Formula, scope: Mapping[str, Value]) -> Expr:
+        """Return an index expression; its names are the indices of loops in scope."""
+        if not isinstance(formula, Token):
+            left, right = self.index(formula.left, scope), self.index(formula.right, scope)
+            if formula.op in "/%" and right == Lit(0):
+                raise error("an index is divided by zero", _first(formula).span)
+            return Bin(formula.op, left, right)
+        if formula.text.isdecimal():
+            return Lit(int(formula.text))
+        if formula.text == "numberOfStreams":
+            return Lit(self.pool)
+        found = scope.get(f"index {formula.text}")
+        if found is None:
+            known = [n.removeprefix("index ") for n in scope if n.startswith("index ")]
+            hint = "an index that is not a loop's, such as a rank, has no meaning here: every rank runs one program"
+            message, expected = f"'{formula.text}' is no loop index here", f"one of: {', '.join(known) or 'none'}"
+            raise error(message, formula.span, expected=expected, hint=did_you_mean(formula.text, known) or hint)
+        return Ref(found)
+
+
+def _first(formula: Formula) -> Token:
+    return formula if isinstance(formula, Token) else _first(formula.left)

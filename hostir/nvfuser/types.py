@@ -1,0 +1,242 @@
+"""The types of the printed tensors of a dump: meshes, axes on devices, partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from hostir.ir.sizes import ONE, Size
+from hostir.ir.source import Span, error
+from hostir.ir.types import Axis, Factor, Mesh, TensorType
+from hostir.nvfuser.axes import LogicalAxis, readings
+from hostir.nvfuser.choosing import REDUCING, Axes, Computation
+from hostir.nvfuser.equal_sizes import EqualSizes
+from hostir.nvfuser.nodes import CommunicationNode, ComputeNode, Devices, Dump, IterDomain, TensorNode, ViewNode
+
+
+@dataclass(frozen=True)
+class Unprinted:
+    """A mesh axis that a tensor lies on, although the dump prints no device axis for it.
+
+    Fields:
+        mark: the mesh axis.
+        axis: the axis of the tensor that lies on it; None if the tensor is a partial sum over it.
+    """
+
+    mark: str
+    axis: int | None
+
+
+class Types:
+    """Computes the types of printed tensors; records in `sizes` the sizes that the types force to be equal."""
+
+    def __init__(self, dump: Dump) -> None:
+        self.sizes = EqualSizes(dump.symbols)
+        self.meshes: dict[Devices | None, Mesh] = {}
+        printed = [t.devices for t in dump.tensors() if t.devices]
+        for devices in dict.fromkeys(printed or [_unprinted_devices(dump)]):
+            self.meshes[devices] = _mesh(devices, len(self.meshes))
+        self.meshes[None] = next(iter(self.meshes.values()))
+        self.partials = self._partials(dump)
+        self.unprinted = self._unprinted(dump)
+        letters = {axis: letter for mesh in self.meshes.values() for letter, axis in _letters(mesh).items()}
+        parts = {name: {letters[mark] for mark in marks} for name, marks in self.partials.items()}
+        self.axes = Axes(dump, parts, lambda node: letters[self.over(node)])
+
+    def mesh(self, tensor: TensorNode) -> Mesh:
+        return self.meshes[tensor.devices]
+
+    def mark(self, on: str, mesh: Mesh, span: Span) -> str:
+        """Return the mesh axis that deviceIdx.x or deviceIdx.y stands for."""
+        axes = _letters(mesh)
+        if on not in axes:
+            expected = "deviceIdx.x" if on == "y" else "deviceIdx.x or deviceIdx.y"
+            raise error(f"a mesh of {len(axes)} axes has no such axis", span, expected=expected)
+        return axes[on]
+
+    def logical(
+        self, tensor: TensorNode, partial: Collection[str] | None = None
+    ) -> tuple[list[LogicalAxis], tuple[str, ...]]:
+        """Return the logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
+
+        nvFuser prints a partial sum with an additional axis, on the devices that hold its parts: `partial` names the
+        mesh axes. If it is None, they are the axis that a matmul leaves (marked `rf`), and an axis that is reduced
+        later. A program written by hand may print no such axis: see `_unprinted`.
+        """
+        mesh, kept, over = self.mesh(tensor), [], []
+        if (hidden := self.unprinted.get(tensor.name)) and hidden.axis is None:
+            over.append(hidden.mark)
+        for group in self.axes.groups(tensor):
+            first = group.first
+            mark = self.mark(first.on, mesh, first.span) if group.device and not group.reduced else ""
+            known = self.partials.get(tensor.name, ()) if partial is None else partial
+            if mark and (mark in known or (partial is None and first.rfactor)):
+                self.devices_fit(first, mesh)
+                over.append(mark)
+            else:
+                kept.append(group)
+        return kept, tuple(sorted(over))
+
+    def type_of(self, tensor: TensorNode, *, sliced: bool, partial: Collection[str] | None = None) -> TensorType:
+        """Return the type of a printed tensor. If `sliced`, it holds one round's slice of its Stream axis."""
+        mesh = self.mesh(tensor)
+        kept, over = self.logical(tensor, partial)
+        hidden = self.unprinted.get(tensor.name)
+        axes = tuple(
+            self.axis(group, mesh, sliced, hidden.mark if hidden and hidden.axis == k else "")
+            for k, group in enumerate(group for group in kept if not group.reduced)
+        )
+        if len(streams := [d for group in kept for d in group.domains if d.on == "stream"]) > 1:
+            raise error(f"{tensor.name} has {len(streams)} streamIdx axes", streams[1].span, expected="at most one")
+        marks = [*over, *(m for axis in axes for m in axis.marks)]
+        if twice := next((m for m in marks if marks.count(m) > 1), None):
+            expected = "each mesh axis at most once"
+            raise error(f"two axes of {tensor.name} lie on {twice}", tensor.span, expected=expected)
+        return TensorType(tensor.dtype, axes, mesh, over)
+
+    def axis(self, group: LogicalAxis, mesh: Mesh, sliced: bool, unprinted: str = "") -> Axis:
+        """Return the axis of a logical axis; `unprinted`: the mesh axis that it lies on, if that is not printed."""
+        factors = []
+        for domain in group.domains:
+            on = self.mark(domain.on, mesh, domain.span) if domain.on in ("x", "y") else None
+            if on:
+                self.devices_fit(domain, mesh)
+            factors.append(Factor(ONE if sliced and domain.on == "stream" else domain.extent.size, on))
+        if unprinted:
+            factors.insert(len(factors) - 1, Factor(Size(mesh.size(unprinted)), unprinted))
+        return Axis(tuple(factors)).normal()
+
+    def devices_fit(self, domain: IterDomain, mesh: Mesh) -> None:
+        """Check that a device axis has as many entries as its mesh axis has devices."""
+        devices = mesh.size(self.mark(domain.on, mesh, domain.span))
+        if not self.sizes.equal(domain.extent.size, Size(devices)):
+            message = f"{devices} devices cannot hold an axis of {domain.extent.size}, one entry each"
+            raise error(message, domain.span, expected=f"an extent of {devices}")
+
+    def over(self, node: CommunicationNode) -> str:
+        """Return the mesh axis along which the team of a collective lies."""
+        mesh = self.mesh(node.x)
+        along = [axis for axis in reversed(mesh.axes) if node.team in mesh.teams(axis)]
+        if not along:
+            teams = ", ".join(f"({' '.join(map(str, team))})" for axis in mesh.axes for team in mesh.teams(axis)[:1])
+            devices = " ".join(map(str, node.team))
+            raise error(f"the team ({devices}) is no row or column of the mesh", node.span, expected=f"such as {teams}")
+        used = {self.mark(d.on, mesh, d.span) for t in node.tensors for d in t.domains if d.on in ("x", "y")}
+        return next((axis for axis in along if axis in used), along[0])
+
+    def _partials(self, dump: Dump) -> dict[str, set[str]]:
+        """Return the tensors that hold partial sums, with the mesh axes, traced back from reducing communications.
+
+        Inputs, and their views and copies, are never partial sums: their device axis stores the addends explicitly.
+        """
+        nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
+        partials: dict[str, set[str]] = {}
+        given = {t.name for t in dump.inputs}
+        for node in nodes:
+            if _same_elements(node) and node.tensors[0].name in given:
+                given.add(node.out.name)
+        for node in reversed(nodes):
+            if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
+                partials.setdefault(node.x.name, set()).add(self.over(node))
+            elif _same_elements(node) and node.out.name in partials:
+                marks = partials[node.out.name]
+                if isinstance(node, ViewNode) and node.over:
+                    marks = marks - {self.mark(node.over, self.mesh(node.x), node.span)}
+                partials.setdefault(node.tensors[0].name, set()).update(marks)
+        return {name: marks for name, marks in partials.items() if name not in given}
+
+    def _unprinted(self, dump: Dump) -> dict[str, Unprinted]:
+        """Return the tensors that lie on a mesh axis although the dump prints no device axis for it, by name.
+
+        Programs written by hand, such as those of nvFuser's tutorial, print each tensor with the extents that one rank
+        holds. A reducing communication says what the ranks hold: the sum over ranks of their products is one product,
+        with a contracted axis that lies on the devices. The result of a ReduceScatter has its first axis there.
+        """
+        devices = {(t.name, d.on) for t in (*dump.tensors(), *dump.outputs) for d in t.domains if d.on in ("x", "y")}
+        makers = {n.out.name: n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))}
+        unprinted: dict[str, Unprinted] = {}
+        for node in dump.walk():
+            if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
+                mark = self.over(node)
+                letter = next(letter for letter, axis in _letters(self.mesh(node.x)).items() if axis == mark)
+                printed = {name for name, on in devices if on == letter}
+                axes = _unprinted_axes(node, makers, printed)
+                unprinted |= {name: Unprinted(mark, axis) for name, axis in axes.items()}
+        return unprinted
+
+
+def _unprinted_axes(
+    node: CommunicationNode, makers: Mapping[str, ViewNode | ComputeNode | CommunicationNode], printed: set[str]
+) -> dict[str, int | None]:
+    """Return the axes on the devices that a communication sums over, by tensor; None stands for a partial sum.
+
+    Empty unless it sums products whose contracted axis can be traced to inputs, or to operands with a printed axis.
+
+    Args:
+        node: the communication.
+        makers: the node that makes each tensor, by name.
+        printed: the names of the tensors that are printed with an axis on these devices.
+    """
+    axes: dict[str, int | None] = {}
+    name, product = node.x.name, makers.get(node.x.name)
+    while product is not None and _same_elements(product) and name not in axes:
+        axes[name] = None
+        name = product.tensors[0].name
+        product = makers.get(name)
+    axes[name] = None
+    if not isinstance(product, ComputeNode) or product.op not in ("matmul", "linear") or printed & axes.keys():
+        return {}
+    todo = [place for pair in _matched_axes(product) if name not in dict(pair) for place in pair]
+    todo += [(node.out.name, 0)] * (node.type.text == "ReduceScatter")
+    while todo:
+        name, axis = todo.pop()
+        maker = makers.get(name)
+        if name in printed or axes.get(name, -1) == axis:
+            continue
+        if name in axes or (maker is not node and isinstance(maker, (ViewNode, CommunicationNode))):
+            return {}
+        axes[name] = axis
+        if isinstance(maker, ComputeNode):
+            matched = [place for pair in _matched_axes(maker) if (name, axis) in pair for place in pair]
+            if not matched:
+                return {}
+            todo += matched
+    return axes
+
+
+def _matched_axes(node: ComputeNode) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Return the pairs of axes that a computation matches: the names of tensors, and places among their axes."""
+    if node.op == "sum":
+        return []
+    rank = {tensor: sum(not group.reduced for group in readings(tensor)[0]) for tensor in node.tensors}
+    pairs = Computation(node, looped=False).meeting(rank) or []
+    return [((a.name, j), (b.name, k)) for (a, j), (b, k) in pairs]
+
+
+def _same_elements(node: ViewNode | ComputeNode | CommunicationNode) -> bool:
+    return isinstance(node, ViewNode) or (isinstance(node, ComputeNode) and node.op in ("copy", "cast"))
+
+
+def _mesh(devices: Devices, index: int) -> Mesh:
+    rows = devices.rows
+    name = f"mesh_{index}" if index else "mesh"
+    flat = tuple(d for row in rows for d in row)
+    if devices.grid:
+        return Mesh(name, ("didy", "didx"), (len(rows), len(rows[0])), flat)
+    return Mesh(name, ("didx",), (len(flat),), flat)
+
+
+def _letters(mesh: Mesh) -> dict[str, str]:
+    """Return the axes of a mesh by their letter in deviceIdx."""
+    return dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
+
+
+def _unprinted_devices(dump: Dump) -> Devices:
+    """Return the devices of a dump without meshes: the first team that communicates, else by a device axis's extent."""
+    teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
+    device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]
+    lengths = [n for d in device_axes if (n := d.extent.size.value) is not None]
+    if not teams and lengths and lengths[0] > 1 << 16:
+        message = f"a device axis of {lengths[0]}, and no mesh is printed"
+        raise error(message, device_axes[0].span, hint="add (DeviceMesh{..})")
+    return Devices((teams[0] if teams else tuple(range(lengths[0] if lengths else 1)),), False)
