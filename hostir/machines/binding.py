@@ -1,4 +1,4 @@
-"""Bind operations of an unrolled program to a machine's registers, memory and kernels, as all machines do."""
+"""Closures of operations: allocations, views, computations and copies, as the gloo and CUDA machines bind them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from hostir.plan.operations import NONE, AllocateOp, ComputeOp, CopyOp, ViewOp, 
 from hostir.plan.unroll import unroll
 from hostir.plan.unrolled import UnrolledProgram
 
-Part = torch.Tensor | None  # what a rank holds of a tensor: None if it is no device of its mesh
+Part = torch.Tensor | None  # a rank's shard of a tensor; None if the rank is not in the tensor's mesh
 
-
-MAX_PLANS = 16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is soon made
+MAX_PLANS = (
+    16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is made quickly
+)
 Step = Callable[[], object]
-Copy = Callable[[torch.Tensor, torch.Tensor], object]  # of the second to the first
-AddUp = Callable[..., object]  # as aten.add_up
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # copies the second tensor to the first
+AddUp = Callable[..., object]  # has the signature of aten.add_up
 
 
 def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
-    """Return the closure that allocates a buffer, unless the caller gave a tensor for it: it may be an output."""
+    """Return the closure that allocates a buffer, unless it is an output and the caller passed a tensor for it."""
     out, shape, strides, dtype = op.out, op.shape, dense_strides(op.shape), torch_dtype(op.dtype)
     empty = torch.empty_strided  # which takes two thirds of the time of torch.empty
 
@@ -68,22 +69,19 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
     return lambda: kernel(registers[out], registers[x])
 
 
-def place(given: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
-    """Put the caller's tensors, before a run, in the registers of the buffers that they replace."""
-    for home, x in zip(homes, given, strict=True):
+def place(outs: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
+    """Before a run, put the caller's tensors into the registers of the buffers that they replace."""
+    for home, x in zip(homes, outs, strict=True):
         if home != NONE:
             registers[home] = x
 
 
-def deliver(given: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
-    """Copy, after a run, the outputs that are not in the caller's tensors yet; return the caller's tensors."""
-    for register, x in zip(outputs, given, strict=True):
+def deliver(outs: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
+    """After a run, copy the outputs that are not in the caller's tensors yet; return the caller's tensors."""
+    for register, x in zip(outputs, outs, strict=True):
         if x is not None and x is not registers[register]:
             x.copy_(registers[register])
-    return tuple(given)
-
-
-# Computations block by block, for machines without a kernel that waits for flags or raises them.
+    return tuple(outs)
 
 
 def compute_block(
@@ -91,7 +89,9 @@ def compute_block(
 ) -> None:
     """Compute one of `blocks` equal blocks of the rows of a product or a sum.
 
-    `add_up` adds sources of which one is elsewhere, with the bits of a sum of whole tensors; else they are copied.
+    Machines without a kernel that waits for flags or raises flags compute block by block. If one source of a sum lies
+    in another tensor, `add_up` adds the sources in place, with the same bits as the sum of unsplit tensors. Without
+    `add_up` the sources are copied together first.
     """
     if op.kind == "sum":
         _sum_block(op, registers, kernel, block, blocks, add_up)
@@ -117,69 +117,68 @@ def compute_block(
 def _sum_block(
     op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None
 ) -> None:
-    """Compute one block of the rows of a sum; the bits are those of a sum of whole tensors."""
+    """Compute one block of the rows of a sum, with the same bits as the sum of unsplit tensors."""
     out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
     height = out.shape[:-1].numel() // blocks
     own = [] if ready is None or ready.own is None else [registers[ready.own]]
     addends = [y.expand_as(out) for y in (registers[register] for register in op.operands[1:]) if y is not None]
-    then = {**op.options, "axis": 0}
+    options = {**op.options, "axis": 0}
     rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
     for _, (target, *views) in row_pieces(rows, height):
         added, views = views[: len(addends)], views[len(addends) :]
         if not len(x):
-            kernel(target, x.new_empty(0, *target.shape), *added, **then)
+            kernel(target, x.new_empty(0, *target.shape), *added, **options)
             continue
         first = views[0]
         sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
         if ready is None or not own:
-            kernel(target, sources, *added, **then)
+            kernel(target, sources, *added, **options)
             continue
         parts = list(sources)
         parts[ready.replaced[0] // ready.results] = views[1]
         if add_up is not None:
-            add_up(target, [*parts, *added], activation=then.get("activation", ""))
+            add_up(target, [*parts, *added], activation=options.get("activation", ""))
         else:
-            kernel(target, torch.stack(parts), *added, **then)
+            kernel(target, torch.stack(parts), *added, **options)
 
 
 def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
-    """Return the flags whose rows are all computed now that a block is, which is in `computed`."""
+    """Return the flags to raise after `block`: all rows of these flags are now in the blocks `computed`."""
     flags = range(done.blocks)
     rows = {i: range(i * blocks // done.blocks, -(-(i + 1) * blocks // done.blocks)) for i in flags}
     return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]
 
 
-# Inputs that need no copy: the caller can write them where a program would copy them, in symmetric memory.
-
-
 def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int, ...]:
-    """Return for each input the register of the memory to which one copy takes all of it; NONE if there is none.
+    """Return, for each input, the register of symmetric memory that one copy fills with it; NONE without such a copy.
 
-    Memory that peers read does not count: they may read it until this rank's next call waits for them, and the caller
-    writes before. Nor does memory that anything else writes: the result or the input would be lost.
+    The caller can write the input to that memory, which saves the copy. Memory that peers read is excluded: a peer may
+    read it until this rank's next call waits for the peer, and the caller writes before that call. Memory with a second
+    writer is excluded, because one of the two writes would be lost.
     """
-    found = dict.fromkeys(unrolled.inputs, NONE)
+    targets = dict.fromkeys(unrolled.inputs, NONE)
     if memory is None:
-        return tuple(found.values())
+        return tuple(targets.values())
     me = unrolled.rank
-    own = {register: op.home for register, op in unrolled.symmetric.items() if op.rank == me}
+    local = {register: op.home for register, op in unrolled.symmetric.items() if op.rank == me}
     at = unrolled.extents
-    writes = [(home, at[r]) for op in unrolled.ops for r in op.writes if (home := own.get(unrolled.buffers[r]))]
+    writes = [(home, at[r]) for op in unrolled.ops for r in op.writes if (home := local.get(unrolled.buffers[r]))]
     peers = (p for p, offer in enumerate(memory.offers) if p != me and any(r == me for *_, r in offer.uses))
-    theirs = (touches(unroll(unrolled.program, peer, unrolled.sizes)) for peer in peers)
-    writes += [((n, rounds), (low, high)) for its in theirs for n, rounds, r, low, high in its if r == me]
+    remote = (touches(unroll(unrolled.program, peer, unrolled.sizes)) for peer in peers)
+    writes += [((n, rounds), (low, high)) for ranges in remote for n, rounds, r, low, high in ranges if r == me]
     for op in unrolled.ops:
-        home = own.get(unrolled.buffers[op.out]) if isinstance(op, CopyOp) else None
-        if isinstance(op, CopyOp) and op.x in found and home is not None and (*home, me) not in memory.read:
-            alone = sum(home == place and overlap(at[op.out], [extent]) for place, extent in writes) == 1
-            found[op.x] = op.out if alone else found[op.x]
-    return tuple(found.values())
+        home = local.get(unrolled.buffers[op.out]) if isinstance(op, CopyOp) else None
+        if isinstance(op, CopyOp) and op.x in targets and home is not None and (*home, me) not in memory.read:
+            writers = sum(home == place and overlap(at[op.out], [extent]) for place, extent in writes)
+            targets[op.x] = op.out if writers == 1 else targets[op.x]
+    return tuple(targets.values())
 
 
 def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Copy) -> None:
-    """Copy `x` to `out` within this rank's memory, by `copy`; do nothing where the caller has made `x` in its place.
+    """Copy `x` to `out` within this rank's memory, by `copy`.
 
-    In place is one address and one layout. At that address with other strides, `x` is read before `out` is written.
+    Do nothing if both have the same address and strides: the caller has then written `x` in place. If they have the
+    same address but other strides, read all of `x` before `out` is written.
     """
     if x.data_ptr() != out.data_ptr():
         copy(out, x)

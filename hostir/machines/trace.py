@@ -1,7 +1,4 @@
-"""Trace when statements ran: for Perfetto, as a picture, and on CUDA from events.
-
-Statements with their times: a Chrome trace that Perfetto opens, and a picture of the timeline.
-"""
+"""Traces: the statements that ran and their times, written as a Chrome trace for Perfetto or as an SVG picture."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from typing import NamedTuple
 from hostir.ir.op import REGISTRY, Statement
 from hostir.ir.source import described, error, user_span
 
-COMMUNICATION = "communication"  # kinds of events, and the lane that communications run in
+# Kinds of events. COMMUNICATION is also the name of the lane that shows communications.
+COMMUNICATION = "communication"
 MATMUL = "matmul"
 OTHER = "other"
 COLORS = {COMMUNICATION: "#e07b39", MATMUL: "#3f6fb5", OTHER: "#9aa5b1"}
@@ -27,7 +25,7 @@ CHARACTER = 6.2  # of the text in a bar
 
 
 class TraceEvent(NamedTuple):
-    """A statement that ran on one stream of one rank, in round `rounds` of its loops; times in seconds."""
+    """A statement that ran on one stream of one rank; times in seconds, `rounds` are the indices of its loops."""
 
     rank: int
     stream: str
@@ -44,7 +42,7 @@ class TraceEvent(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of statement, which sets the bar's colour."""
+        """The kind of the statement, which decides the colour of its bar."""
         statement = REGISTRY.get(self.keyword, Statement)
         return COMMUNICATION if statement.transfers else MATMUL if statement.contracts else OTHER
 
@@ -56,13 +54,13 @@ class TraceEvent(NamedTuple):
 
 @dataclass
 class Trace:
-    """A timeline of the statements that ran: give one to `hi.Executor` or `hi.run`, and write it to a file.
+    """A timeline of the statements that ran: pass one to `hi.Executor` or `hi.run`, and write it to a file.
 
-    Ranks in processes of their own each get their own events, and join them by `extend`.
+    If each rank is a process, each process records its own events; `extend` joins them.
 
     Fields:
-        title: of the picture.
-        events: what ran, in any order: rank, stream, statement, and start and end in seconds.
+        title: the title of the picture.
+        events: the statements that ran, in any order: rank, stream, statement, and start and end in seconds.
     """
 
     title: str = "hostir"
@@ -71,7 +69,7 @@ class Trace:
     def add(
         self, rank: int, stream: str, statement: str, start: float, end: float, rounds: tuple[int, ...] = ()
     ) -> None:
-        """Record that a statement ran from `start` to `end`, in seconds by a clock that all ranks share."""
+        """Record that a statement ran from `start` to `end`, in seconds on a clock that all ranks share."""
         self.events.append(TraceEvent(rank, stream, statement, start, end, rounds))
 
     def extend(self, events: Iterable[TraceEvent]) -> None:
@@ -79,11 +77,11 @@ class Trace:
 
     @property
     def lanes(self) -> dict[int, list[str]]:
-        """Return the streams of each rank: the caller's, the pool in order, and the communications."""
-        found: dict[int, set[str]] = {}
+        """The streams of each rank: the caller's, the streams of the pool in order, and the communications."""
+        streams: dict[int, set[str]] = {}
         for event in self.events:
-            found.setdefault(event.rank, set()).add(event.stream)
-        return {rank: sorted(found[rank], key=_place) for rank in sorted(found)}
+            streams.setdefault(event.rank, set()).add(event.stream)
+        return {rank: sorted(streams[rank], key=_place) for rank in sorted(streams)}
 
     def to_chrome(self, path: str | Path) -> None:
         """Write Chrome's trace format: one process a rank, one track a stream, times in microseconds."""
@@ -110,7 +108,7 @@ class Trace:
         return rows
 
     def to_svg(self, path: str | Path) -> None:
-        """Draw ranks as groups of streams, time from left to right. Pointing at a bar shows its statement."""
+        """Draw each rank as a group of streams, with time from left to right. Pointing at a bar shows its statement."""
         _write(path, self._svg())
 
     def _svg(self) -> str:
@@ -186,7 +184,7 @@ def _metadata(kind: str, rank: int, track: int, **args: object) -> dict[str, obj
 
 
 def _place(lane: str) -> tuple[bool, bool, int, str]:
-    """Sort key of streams: the caller's first, the pool by number, communications last."""
+    """Return the sort key of a stream: the caller's first, the pool by number, communications last."""
     number = re.search(r"\d+", lane)
     return lane.startswith(COMMUNICATION), lane != "caller", int(number[0]) if number else 0, lane
 

@@ -1,37 +1,37 @@
-"""Lifetimes of memory: which stream a buffer's memory belongs to, and which streams still use it late.
+"""Lifetimes of buffers: the streams that may still use a buffer when the host drops it, and the homes of outputs.
 
-Buffers that can be returned to the allocator when the host drops them, and those that must wait for a stream.
-
-An allocator of CUDA memory hands a dropped buffer to the next allocation on the stream it came from. That is safe
-if that stream has already waited for every stream that used the buffer. The order proves it, or names the streams it
-cannot prove it for; they are then marked on the tensor (`record_stream`), at some cost in memory. Programs that
-lowering emits allocate on the caller's stream and join all workers to it, so they pass; but flags may stand in for
-a join. The caller's stream then joins all others at the end of the call, and such a buffer is dropped only then.
-Texts edited by hand may do neither.
+torch's allocator of CUDA memory gives a dropped buffer to the next allocation on the stream that allocated it. This is
+safe if that stream has already waited for every stream that used the buffer. `late_streams` proves it from the order
+of the operations, or names the streams for which there is no proof. The machine marks these streams on the tensor
+(`record_stream`), which costs some memory. Programs from the lowering allocate on the caller's stream and join all
+worker streams to it, so nothing is marked. There is one exception: a program may wait for flags instead of joining a
+worker. The caller's stream then joins all others at the end of the call, and the buffer is dropped only then. A text
+edited by hand may do neither.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hostir.plan.operations import CALLER, NONE
+
 if TYPE_CHECKING:
     from hostir.plan.operations import Op
     from hostir.plan.unrolled import UnrolledProgram
-from hostir.plan.operations import CALLER, NONE
 
 
 def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
-    """Return, for each buffer that needs it, the streams that may still use it when the host drops it.
+    """Return the streams that may still use a buffer when the host drops it, by buffer; safe buffers are left out.
 
-    Buffers are dropped where the program frees them, else at the end of the run. Outputs go to the caller, who uses
-    them on its stream; inputs come from the caller, who drops them after the run.
+    A buffer is dropped where the program frees it, or at the end of the run. The caller uses outputs on its stream, and
+    drops inputs after the run.
     """
     ops, order, buffers = unrolled.ops, unrolled.order, unrolled.buffers
     homes = dict.fromkeys(unrolled.inputs, CALLER) | {x: op.stream for x, op in unrolled.allocated.items()}
     uses: dict[int, list[int]] = {buffer: [] for buffer in homes}
     dropped: dict[int, int] = {}
     communications: dict[int, Op] = {}  # by handle
-    awaited: dict[int, int] = {}  # by handle: where it is first waited for
+    awaited: dict[int, int] = {}  # by handle: the position of the first wait
     for position, op in enumerate(ops):
         if op.defines:
             continue
@@ -41,11 +41,11 @@ def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
             awaited.setdefault(op.awaits, position)
         if op.frees:
             dropped[op.frees] = position
-        user = communications[op.awaits] if op.awaits else op  # who waits for a communication uses its buffers
+        user = communications[op.awaits] if op.awaits else op  # a wait uses the buffers of its communication
         for register in (*user.reads, *user.writes):
             if buffers[register] in uses:
                 uses[buffers[register]].append(position)
-    found: dict[int, tuple[int, ...]] = {}
+    streams: dict[int, tuple[int, ...]] = {}
     for buffer, home in homes.items():
         end = dropped.get(buffer, len(ops))
         clock = order.clock(home, end)
@@ -56,15 +56,15 @@ def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
             and (clock.get(ops[use].stream, 0) < order.numbers[use] or awaited.get(ops[use].starts, use) > end)
         }
         if late:
-            found[buffer] = tuple(sorted(late))
+            streams[buffer] = tuple(sorted(late))
     for buffer in {buffers[output] for output in unrolled.outputs}:
         if homes.get(buffer, CALLER) != CALLER:
-            found[buffer] = tuple(sorted({*found.get(buffer, ()), CALLER}))
-    return found
+            streams[buffer] = tuple(sorted({*streams.get(buffer, ()), CALLER}))
+    return streams
 
 
 def early_buffers(unrolled: UnrolledProgram) -> set[int]:
-    """Return the buffers touched by streams that may not have waited for the caller's stream's earlier work."""
+    """Return the buffers used by a stream before it has waited for the caller's stream at the beginning of the call."""
     early = (op for position, op in enumerate(unrolled.ops) if not unrolled.order.forked(position))
     return {unrolled.buffers[register] for op in early for register in (*op.reads, *op.writes)}
 
@@ -72,8 +72,8 @@ def early_buffers(unrolled: UnrolledProgram) -> set[int]:
 def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
     """Return, for each output, the register of the buffer that the caller's tensor replaces; NONE if it gets a copy.
 
-    Replaced are buffers that the program allocates, returns whole and once, and touches only after the beginning of the
-    call: the caller's stream may have used the tensor before the call, unlike memory that is newly allocated.
+    The caller's tensor can replace a buffer that the program allocates, and returns once and not as a view. All its
+    uses must follow the beginning of the call, since the caller's stream may have used the tensor before.
     """
     allocated = unrolled.allocated.keys() - early_buffers(unrolled)
     replaced: list[int] = []

@@ -1,13 +1,13 @@
-"""Operations of an unrolled program: what one rank does, as flat data without torch."""
+"""Operations of an unrolled program: one dataclass for each kind of operation, without torch.
+
+A program unrolled for one rank and one set of shapes is a list of operations in issue order. It has no names, loops,
+indices or symbols: operations refer to numbered registers, and each operation knows its statement. `unroll` makes the
+list. A machine binds each operation to a closure over one list of registers, and a run calls these closures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
 from operator import attrgetter
@@ -18,19 +18,11 @@ from hostir.ir.op import Statement
 from hostir.ir.types import DType
 
 NONE = 0  # the register that always holds None
+CALLER = -1  # the caller's stream; the streams of the pool are 0, 1, ...
 
-
-CALLER = -1  # the caller's stream; the pool's are 0, 1, ...
-
-
-# A program unrolled for one rank and one set of shapes is a list of operations in issue order.
-#
-# It has no names, loops, indices or symbols: only operations on numbered registers, each of which knows its statement.
-# `unroll` makes them. A machine binds each to a closure over one list of registers, and a run calls these closures.
-
-# A flag of a CPU process is one integer, so that setting it and waiting for it are single operations: the number of the
-# call, from 1, in the upper half, and the epoch of that call in the lower half. It rises from epoch to epoch and from
-# call to call, over all plans that share it; 2^31 calls of 2^32 epochs are more than anyone will make.
+# A flag of a CPU process is one integer, so that setting it and reading it are single operations. The upper half is the
+# number of the call, from 1; the lower half is the epoch within that call. The value rises from epoch to epoch and from
+# call to call, over all plans that share the flag. 2^31 calls of 2^32 epochs are more than anyone will make.
 EPOCHS = 1 << 32
 
 
@@ -49,7 +41,7 @@ class StatementPlace(NamedTuple):
 ElementRange = tuple[int, int]  # elements of a buffer: the first, and the one after the last
 FlagUse = tuple[int, int, int]  # register of flags, slot, epoch
 
-# Types of fields: what an operation does with the register, handle, stream or ranks in the field.
+# Types of fields. A type says what an operation does with the register, handle, stream or ranks in the field.
 DefinedRegister: TypeAlias = int
 FreedRegister: TypeAlias = int
 ReadRegister: TypeAlias = int
@@ -68,20 +60,21 @@ TRAITS = {
 
 @dataclass(frozen=True)
 class Op:
-    """One operation, issued to `stream`. `place` is the statement that it comes from.
+    """One operation, issued to `stream`. `place` names its statement.
 
     Analyses ask for these traits instead of naming classes of operations. Most follow from the types of the fields.
         defines: the register that it sets to a tensor; such an operation runs on the host only.
         frees: the register of the buffer that it frees.
-        reads, writes: the registers whose memory it reads and writes; a communication, until something waits for it.
-        joins: the stream whose work it waits for, or None.
+        reads, writes: the registers of the tensors that it reads and writes. A communication may do so until a stream
+            has waited for it.
+        joins: the stream that it waits for, or None.
         starts, awaits: the handle of the communication that it starts, or waits for.
-        raised_flags, awaited_flags: the flags that it sets, and those that its stream or its kernel waits for.
+        raised_flags, awaited_flags: the flags that it sets, and the flags that its stream or its kernel waits for.
         by_group: the ranks that run it together, through a process group.
-        of_team: the ranks that it signals and waits for, by flags that the machine adds for it.
-        in_graph: whether it becomes a node of a CUDA graph.
-        needs_sms: whether it runs on SMs, at least on some machines.
-        starts_early: whether it may start before the operation directly before it on its stream has ended.
+        of_team: the ranks that it signals and waits for, by flags that the machine adds.
+        in_graph: True if it becomes a node of a CUDA graph.
+        needs_sms: True if it runs on SMs, at least on some machines.
+        starts_early: True if it may start before the operation directly before it on its stream has ended.
     """
 
     place: StatementPlace
@@ -99,13 +92,13 @@ class Op:
 
     def __init_subclass__(cls) -> None:
         """Define the traits that follow from the types of fields, except those that the class itself defines."""
-        kinds = {str(kind): name for name, kind in get_annotations(cls).items()}
-        for kind, trait in TRAITS.items():
-            if kind in kinds and trait not in vars(cls):
-                setattr(cls, trait, property(attrgetter(kinds[kind])))
-        for kind, trait in (("ReadRegister", "reads"), ("WrittenRegister", "writes")):
-            if kind in kinds and trait not in vars(cls):
-                setattr(cls, trait, property(_tuple_of(kinds[kind])))
+        fields = {str(annotation): name for name, annotation in get_annotations(cls).items()}
+        for annotation, trait in TRAITS.items():
+            if annotation in fields and trait not in vars(cls):
+                setattr(cls, trait, property(attrgetter(fields[annotation])))
+        for annotation, trait in (("ReadRegister", "reads"), ("WrittenRegister", "writes")):
+            if annotation in fields and trait not in vars(cls):
+                setattr(cls, trait, property(_tuple_of(fields[annotation])))
 
     @property
     def reads(self) -> ReadRegisters:
@@ -145,7 +138,7 @@ def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class AllocateOp(Op):
-    """`registers[out]` becomes a dense uninitialised tensor, unless the caller passed a tensor for this output."""
+    """Sets `registers[out]` to a dense uninitialised tensor, unless the caller passed a tensor for this output."""
 
     out: DefinedRegister
     shape: tuple[int, ...]
@@ -156,9 +149,9 @@ class AllocateOp(Op):
 
 @dataclass(frozen=True)
 class SymmetricOp(Op):
-    """`registers[out]` becomes a symmetric buffer of `rank`: this rank's own, or the one of the same name on a peer.
+    """Sets `registers[out]` to the symmetric buffer of this name on `rank`, which may be this rank or a peer.
 
-    It is dense, and the same in every run with these sizes. In a loop each round has a buffer of its own.
+    The buffer is dense, and the same in every run with these sizes. In a loop, each round has its own buffer.
     """
 
     out: DefinedRegister
@@ -176,9 +169,9 @@ class SymmetricOp(Op):
 
 @dataclass(frozen=True)
 class ViewOp(Op):
-    """`registers[out]` becomes a view of the buffer `x`, beginning at its element `offset`.
+    """Sets `registers[out]` to a view of the buffer `x` that begins at element `offset`.
 
-    If the view is `x[i]`, `index` is i, else None: torch makes such a view in two thirds of the time.
+    If the view is `x[i]`, `index` is i: torch makes such a view in two thirds of the time. Else `index` is None.
     """
 
     out: DefinedRegister
@@ -193,7 +186,7 @@ class ViewOp(Op):
 
 @dataclass(frozen=True)
 class FreeOp(Op):
-    """The buffer and all its views are freed."""
+    """Frees a buffer and all its views."""
 
     buffer: FreedRegister
 
@@ -202,10 +195,10 @@ class FreeOp(Op):
 
 @dataclass(frozen=True)
 class ComputeOp(Op):
-    """Kernel `kind` writes `out`.
+    """Computes `out`, of dtype `dtype`, by the kernel `kind`.
 
-    With `ready`, it computes each block of rows once the flags of the block are set; with `done`, it sets a flag after
-    each block. `ready.flags`, `ready.own` and `done.flags` are registers. `dtype` is that of `out`.
+    With `ready`, the kernel computes each block of rows once the flags of the block are set. With `done`, it sets a
+    flag after each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 
     kind: str
@@ -248,7 +241,7 @@ class ComputeOp(Op):
 
 @dataclass(frozen=True)
 class CopyOp(Op):
-    """Copies `x` to `out`: by a copy engine if `sms` is 0, else by a kernel on `sms` SMs. One may be on a peer."""
+    """Copies `x` to `out` (one of them may be on a peer) by a copy engine if `sms` is 0, else by `sms` SMs."""
 
     x: ReadRegister
     out: WrittenRegister
@@ -263,7 +256,7 @@ class CopyOp(Op):
 class SignalOp(Op):
     """Sets element `slot` of the peer's `flags` to an epoch of this call.
 
-    The stream itself sets it if `sms` is 0, else a kernel on `sms` SMs.
+    If `sms` is 0, the stream itself sets the flag, else a kernel on `sms` SMs does.
     """
 
     flags: WrittenRegister
@@ -283,7 +276,7 @@ class SignalOp(Op):
 
 @dataclass(frozen=True)
 class WaitSignalOp(Op):
-    """The stream waits until element `slot` of this rank's `flags` has reached an epoch of this call."""
+    """Makes the stream wait until element `slot` of this rank's `flags` has reached an epoch of this call."""
 
     flags: ReadRegister
     slot: int
@@ -296,7 +289,7 @@ class WaitSignalOp(Op):
 
 @dataclass(frozen=True)
 class BarrierOp(Op):
-    """The stream waits until all ranks of the team have reached their barrier of this number, from 0 in every call."""
+    """Makes the stream wait until all ranks of the team have reached barrier `number`, from 0 in every call."""
 
     team: RanksOfTeam
     number: int
@@ -304,7 +297,7 @@ class BarrierOp(Op):
 
 @dataclass(frozen=True)
 class CollectiveOp(Op):
-    """A communication of the whole team. `x` and `out` are dense; for an allreduce they are one tensor."""
+    """Starts a collective of the team. `x` and `out` are dense; an allreduce has one tensor for both."""
 
     kind: str
     team: Group
@@ -315,7 +308,7 @@ class CollectiveOp(Op):
 
 @dataclass(frozen=True)
 class MessagesOp(Op):
-    """Sends and receives: pairs of the register of a tensor and the rank to which it goes or from which it comes.
+    """Starts sends and receives. Each is a pair: the register of a tensor, and the rank that it goes to or comes from.
 
     If `collective`, it is this rank's side of a transfer between meshes, ordered with the collectives of the team. Else
     it is ordered with this rank's other messages only: collectives and messages do not wait for each other.
@@ -338,21 +331,21 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """Marks the end of a communication within this rank alone, which ran on `stream`, for other streams to wait for."""
+    """Marks the end of a communication within this rank, which ran on `stream`, so that other streams can wait."""
 
     handle: Start
 
 
 @dataclass(frozen=True)
 class WaitOp(Op):
-    """The stream waits for a communication."""
+    """Makes the stream wait for a communication."""
 
     handle: Await
 
 
 @dataclass(frozen=True)
 class SynchronizeOp(Op):
-    """The stream waits for all work issued to the stream `other` so far."""
+    """Makes the stream wait for all work issued to the stream `other` so far."""
 
     other: Join
 
@@ -361,7 +354,7 @@ class SynchronizeOp(Op):
 
 @dataclass(frozen=True)
 class DelayOp(Op):
-    """The stream pauses."""
+    """Delays the stream."""
 
     microseconds: int
 
@@ -371,6 +364,6 @@ class DelayOp(Op):
 
 
 def overlap(one: ElementRange, others: Iterable[ElementRange]) -> bool:
-    """Whether an extent shares an element with one of the others."""
+    """Return True if an extent shares an element with one of the others."""
     low, high = one
     return any(low < end and start < high for start, end in others)

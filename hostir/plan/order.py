@@ -1,4 +1,4 @@
-"""Order the operations of an unrolled program: who comes before whom on a rank's streams, computed once."""
+"""The order of an unrolled program's operations on the streams of a rank, by vector clocks."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hostir.plan.operations import Op
 from hostir.plan.operations import CALLER
 
-StreamClock = Mapping[int, int]  # by stream: how many of its operations are over
+if TYPE_CHECKING:
+    from hostir.plan.operations import Op
+
+StreamClock = Mapping[int, int]  # by stream: how many of its operations have ended
 
 
 class RankOrder:
-    """The order of a rank's operations, by vector clocks.
+    """The happens-before order of a rank's operations, by vector clocks.
 
-    An operation follows those before it on its stream, and what the streams and communications that its stream has
-    waited for followed when they were joined. A communication itself is over only for those that wait for it.
+    An operation follows the operations before it on its stream. If its stream has joined another stream or waited for
+    a communication, the operation also follows everything that this stream or communication followed then. A
+    communication itself has ended only for operations that follow a wait for it.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
-        self.numbers: list[int] = []  # of each operation: its place on its stream, from 1
-        self.clocks: list[StreamClock] = []  # of each operation: what it follows on other streams
-        self.issued: dict[int, list[int]] = {CALLER: []}  # of each stream: its operations
-        self.known: dict[int, StreamClock] = {CALLER: {}}  # of each stream: what its next operation follows on others
-        begun: dict[int, tuple[StreamClock, int, int]] = {}  # by handle: what a communication follows
+        self.numbers: list[int] = []  # of each operation: its number on its stream, from 1
+        self.clocks: list[StreamClock] = []  # of each operation: the operations of other streams that it follows
+        self.issued: dict[int, list[int]] = {CALLER: []}  # by stream: the positions of its operations
+        self.known: dict[int, StreamClock] = {CALLER: {}}  # by stream: the clock of its next operation
+        begun: dict[int, tuple[StreamClock, int, int]] = {}  # by handle: clock, stream and number
         for position, op in enumerate(ops):
             stream = op.stream
             issued, clock = self.issued.setdefault(stream, []), self.known.setdefault(stream, {})
@@ -41,17 +43,17 @@ class RankOrder:
                 begun[op.starts] = clock, stream, len(issued)
 
     def precedes(self, first: int, then: int) -> bool:
-        """Whether one operation is over before another begins; both by position."""
+        """Return True if an operation ends before another begins; both are positions."""
         stream = self.ops[first].stream
         same = stream == self.ops[then].stream
         return first < then if same else self.clocks[then].get(stream, 0) >= self.numbers[first]
 
     def forked(self, position: int) -> bool:
-        """Whether an operation follows the caller's stream as it stood at the beginning of the call."""
+        """Return True if an operation follows all that the caller's stream was given before the call."""
         return self.ops[position].stream == CALLER or CALLER in self.clocks[position]
 
     def clock(self, stream: int, position: int) -> StreamClock:
-        """Return what an operation would follow that is issued to a stream right before one at a position."""
+        """Return the clock of an operation that would be issued to a stream just before the operation at a position."""
         issued = self.issued.get(stream, [])
         count = bisect_left(issued, position)
         return {**self.clocks[issued[count - 1]], stream: count} if count else {}
@@ -64,7 +66,7 @@ class RankOrder:
 
 
 def _later(clock: StreamClock, other: StreamClock, stream: int, count: int) -> StreamClock:
-    """Return a clock that follows another one as well, and so many operations of a stream."""
+    """Return a clock that also follows the clock `other` and the first `count` operations of a stream."""
     later = {**clock, **{s: n for s, n in other.items() if n >= clock.get(s, 0)}}
     later[stream] = max(count, clock.get(stream, 0))
     return later

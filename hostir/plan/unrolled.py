@@ -1,4 +1,4 @@
-"""The program of one rank at given sizes, as a list of operations."""
+"""Unrolled programs: the operations of one rank at given sizes, their registers and buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostir.plan.order import RankOrder
 
 
 class RegisterView(NamedTuple):
-    """A tensor: the register of its buffer, and its layout there, in elements."""
+    """A tensor: the register of its buffer, and its layout in the buffer, in elements."""
 
     buffer: int
     shape: tuple[int, ...]
@@ -35,12 +35,12 @@ class RegisterView(NamedTuple):
         steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
         return self.offset, self.offset + sum(steps) + 1
 
-    def index_in(self, whole: RegisterView) -> int | None:
-        """Return the i for which this is `whole[i]`, or None."""
-        if self.shape != whole.shape[1:] or self.strides != whole.strides[1:] or not whole.shape:
+    def index_in(self, buffer: RegisterView) -> int | None:
+        """Return the i for which this view is `buffer[i]`, or None."""
+        if self.shape != buffer.shape[1:] or self.strides != buffer.strides[1:] or not buffer.shape:
             return None
-        index, rest = divmod(self.offset, max(whole.strides[0], 1))
-        return index if rest == 0 and index < whole.shape[0] else None
+        index, rest = divmod(self.offset, max(buffer.strides[0], 1))
+        return index if rest == 0 and index < buffer.shape[0] else None
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class UnrolledProgram:
         sizes: the values of the program's symbols.
         inputs: the registers of its inputs, consecutive.
         outputs: the registers of its outputs, NONE where this rank holds none.
-        buffers: for each register, the register of the buffer that it is a view of; NONE for a handle.
+        buffers: the buffer of each register's tensor, as a register; NONE for a handle.
         layouts: the layout of each register that holds a tensor, except inputs that this rank does not hold.
         dtypes: the dtype of each buffer, by its register.
-        allocated: the operations that allocate a buffer in every run, by its register.
-        symmetric: the operations that provide symmetric buffers, this rank's and its peers', by register.
+        allocated: the operations that allocate buffers in every run, by the buffer's register.
+        symmetric: the operations that provide symmetric buffers of this rank and its peers, by the buffer's register.
     """
 
     program: Program
@@ -72,7 +72,7 @@ class UnrolledProgram:
 
     @cached_property
     def order(self) -> RankOrder:
-        """Who comes before whom on the rank's streams."""
+        """The happens-before order of the operations on the rank's streams."""
         return RankOrder(self.ops)
 
     @cached_property
@@ -86,7 +86,7 @@ class UnrolledProgram:
         return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
 
     def owner(self, register: int) -> int:
-        """Return the rank whose memory a register's tensor is in."""
+        """Return the rank that owns the memory of a register's tensor."""
         op = self.symmetric.get(self.buffers[register])
         return self.rank if op is None else op.rank
 
@@ -96,33 +96,33 @@ class UnrolledProgram:
         return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
 
     def flag_name(self, flags: int, slot: int) -> str:
-        """Return a flag as a program would name it, for messages; `flags` is a register."""
+        """Return the name of a flag as in the program, such as %flags[2], for messages; `flags` is a register."""
         layout = self.layouts[flags]
         return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
 
     def touches_peer(self, op: Op) -> bool:
-        """Whether an operation of this reads or writes a peer's memory directly, flags included."""
+        """Return True if an operation reads or writes a peer's memory directly, flags included."""
         return id(op) in self._touching
 
     @cached_property
     def _touching(self) -> frozenset[int]:
-        theirs = {x for x in range(len(self.buffers)) if self.owner(x) != self.rank}
-        return frozenset(id(op) for op in self.ops if op.of_team or not theirs.isdisjoint((*op.reads, *op.writes)))
+        remote = {x for x in range(len(self.buffers)) if self.owner(x) != self.rank}
+        return frozenset(id(op) for op in self.ops if op.of_team or not remote.isdisjoint((*op.reads, *op.writes)))
 
     def text(self, op: Op) -> str:
         """Return the statement of an operation, in one line."""
         return format_statement(op.place.statement, self.program).strip()
 
     def describe(self, op: Op) -> str:
-        """Return the statement of an operation with its round in each loop, for a message."""
+        """Return the statement of an operation and its round in each loop, for a message."""
         rounds = ", ".join(map(str, op.place.rounds))
         return f"'{self.text(op)}'" + (f" in round {rounds}" if rounds else "")
 
     def failure(self, op: Op, problem: BaseException) -> HostIRError:
         """Return the error for an operation that raised: rank, statement, source line and cause."""
-        known = isinstance(problem, HostIRError)
-        what = str(problem).removeprefix("error: ") if known else f"{type(problem).__name__}: {problem}"
-        return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {what}")
+        diagnosed = isinstance(problem, HostIRError)
+        cause = str(problem).removeprefix("error: ") if diagnosed else f"{type(problem).__name__}: {problem}"
+        return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {cause}")
 
 
 def _bytes(buffers: Iterable[AllocateOp | SymmetricOp]) -> int:

@@ -39,7 +39,7 @@ from hostir.kernels.flags import signals
 from hostir.kernels.matmul import matmul, workspaces
 from hostir.kernels.matmul.tiles import Tile
 from hostir.kernels.table import kernel_table
-from hostir.machines.cuda import copies, driver, machine, onesided, streams
+from hostir.machines.cuda import blocks, copies, credits, driver, flags, machine, streams
 from hostir.machines.cuda.machine import CudaMachine
 from hostir.machines.cuda.memory import PeerMemory
 from hostir.plan.unroll import unroll
@@ -304,8 +304,8 @@ def hopper() -> Iterator[Hopper]:
         (streams, "_taken", Counter()),
         (driver, "cuda_driver", lambda: nothing),
         (copies, "cuda_driver", lambda: nothing),
-        (onesided, "in_batches", lambda ops: nothing),
-        (onesided, "StridedCopy", lambda: nothing),
+        *((module, "in_batches", lambda ops: nothing) for module in (blocks, credits, flags)),
+        (copies, "StridedCopy", lambda: nothing),
         (machine, "PeerMemory", lambda device, rank, group: _Peers(device, rank)),
         (CudaMachine, "connect", lambda machine, teams: None),
         (Groups, "of", lambda groups, team: (nothing, tuple(sorted(team)))),

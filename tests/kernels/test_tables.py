@@ -9,10 +9,9 @@ import pytest
 from hostir.choice.cost import TASKS
 from hostir.ir.op import REGISTRY
 from hostir.ir.tensor_ops import Unary
-from hostir.machines.cuda.machine import BIND
-from hostir.machines.gloo.machine import DEAL
+from hostir.machines.cuda.binder import BIND
+from hostir.machines.gloo.dealer import DEAL
 from hostir.plan import operations as plan_operations
-from hostir.plan import unroll
 from tests.kernels.test_aten import ELEMENTWISE, NUMBERS
 
 TESTED_ALONE = {"cast", "sum"}  # they change the dtype or the shape
@@ -22,7 +21,7 @@ TESTED_ALONE = {"cast", "sum"}  # they change the dtype or the shape
 def test_every_operation_of_an_unrolled_program_has_a_meaning(table: dict[type, object]) -> None:
     operations = {
         cls
-        for _, cls in inspect.getmembers(unroll, inspect.isclass)
+        for _, cls in inspect.getmembers(plan_operations, inspect.isclass)
         if issubclass(cls, plan_operations.Op) and cls is not plan_operations.Op
     }
     assert table.keys() == operations

@@ -1,4 +1,4 @@
-"""Who comes before whom on a rank's streams, held against the paths of a graph that is written out."""
+"""The order of operations on a rank's streams, compared with the paths of an explicit graph."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PLACE = StatementPlace(parse(TEXT).body[0], ())
 
 
 def drawn(random: Random) -> list[Op]:
-    """Work, communications and waits on several streams."""
+    """Return random work, communications and waits on several streams."""
     ops: list[Op] = []
     handles: list[int] = []
     for n in range(random.randrange(4, 30)):
-        stream, kind = random.choice(STREAMS), random.random()
-        if kind < 0.3:
+        stream, draw = random.choice(STREAMS), random.random()
+        if draw < 0.3:
             ops.append(SynchronizeOp(PLACE, stream, random.choice([s for s in STREAMS if s != stream])))
-        elif kind < 0.45:
+        elif draw < 0.45:
             handles.append(n + 1)
             collective = CollectiveOp(PLACE, stream, "allreduce", (0, 1), 0, 0, n + 1)
             ops.append(MarkOp(PLACE, stream, n + 1) if n % 2 else collective)
-        elif kind < 0.6 and handles:
+        elif draw < 0.6 and handles:
             ops.append(WaitOp(PLACE, stream, random.choice(handles)))
         else:
             ops.append(DelayOp(PLACE, stream, 1))
@@ -41,7 +41,7 @@ def drawn(random: Random) -> list[Op]:
 
 
 def paths(ops: list[Op]) -> nx.DiGraph:
-    """The same order as a graph: -1 is the beginning of the call on the caller's stream."""
+    """Return the same order as a graph; node -1 is the beginning of the call on the caller's stream."""
     graph, last = nx.DiGraph(), {CALLER: -1}
     graph.add_nodes_from(range(-1, len(ops)))
     begun = {op.handle: i for i, op in enumerate(ops) if isinstance(op, MarkOp | CollectiveOp)}
@@ -55,7 +55,7 @@ def paths(ops: list[Op]) -> nx.DiGraph:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_an_operation_follows_exactly_those_that_a_path_leads_from(seed: int) -> None:
+def test_an_operation_follows_exactly_the_operations_with_a_path_to_it(seed: int) -> None:
     ops = drawn(Random(seed))
     order, graph = RankOrder(ops), paths(ops)
     for then in range(len(ops)):
@@ -65,7 +65,7 @@ def test_an_operation_follows_exactly_those_that_a_path_leads_from(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_stream_would_wait_for_later_is_known_at_every_position(seed: int) -> None:
+def test_the_clock_of_a_stream_is_right_at_every_position(seed: int) -> None:
     ops = drawn(Random(seed))
     order = RankOrder(ops)
     for position in range(len(ops) + 1):

@@ -1,4 +1,4 @@
-"""Recordings: what a program becomes for one rank, and which memory must be marked for a stream that uses it late."""
+"""Unrolled programs of one rank, and the memory that must be marked for a stream that uses it late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def recording_of(p: Program, rank: int = 0) -> UnrolledProgram:
     return unroll(p, rank, {}, parts)
 
 
-# Recordings -------------------------------------------------------------------------------------------------------
 def test_a_view_is_made_once_however_often_it_is_named() -> None:
     ops = recording_of(pipeline()).ops
     assert len([op for op in ops if isinstance(op, ViewOp)]) == 3 * 4
@@ -114,14 +113,13 @@ program @p(%a: f32[8@tp, 4@dp], %l: f32[8@x, 4] on @line) -> (%a) {
         ("%t: f32[4, 8] = allocate\n  %h = allreduce %p -> %t over didx", "nothing waits for this communication"),
     ],
 )
-def test_what_no_machine_can_do_is_refused_at_its_statement(body: str, message: str) -> None:
+def test_a_statement_that_no_machine_can_run_is_refused(body: str, message: str) -> None:
     inputs = "%a: f32[4, 8], %b: f32[8, 5], %p: f32[4, 8] partial(didx)"
     problem = said(lambda: recording_of(program(body, inputs, outputs="%a")))
     assert message in problem
     assert problem.startswith("p.hir:")
 
 
-# Messages ---------------------------------------------------------------------------------------------------------
 GRID = """hostir 1
 mesh @grid [dp, tp] = (0 1) (3 2)
 mesh @line [x] = 3 2
@@ -167,7 +165,7 @@ def test_messages_go_to_the_ranks_of_their_team_beside_its_collectives() -> None
     assert [op.collective for op in recording_of(between, 1).ops if isinstance(op, MessagesOp)] == [True]
 
 
-def test_a_message_to_oneself_keeps_its_place_among_the_messages_of_a_team() -> None:
+def test_a_message_of_a_rank_to_itself_keeps_its_place_among_the_messages_of_a_team() -> None:
     body = "%r = rank of %a over didx\n  %c: f32[8@didx] = allocate\n  %h = exchange %a to %r, %c from %r over didx"
     p = program(f"{body}\n  wait %h", "%a: f32[8@didx]")
     (message,) = (op for op in recording_of(p, 1).ops if isinstance(op, MessagesOp))
@@ -193,7 +191,6 @@ def test_messages_of_a_team_of_one_are_copies_one_after_another() -> None:
     assert torch.equal(Executor(p, machine="gloo")(a)[0], a)
 
 
-# One-sided statements ---------------------------------------------------------------------------------------------
 ONE_SIDED = """%me = rank of %a over didx
   %box: f32[2, 4, 8] = allocate_symmetric
   %f: flag[4] = allocate_symmetric
@@ -283,14 +280,13 @@ def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None
         ),
     ],
 )
-def test_what_peers_cannot_share_is_refused_at_its_statement(body: str, message: str) -> None:
+def test_a_statement_on_memory_that_peers_cannot_share_is_refused(body: str, message: str) -> None:
     p = program(body, "%a: f32[4, 4], %b: f32[4, 4]", outputs="%a")
     problem = said(lambda: recording_of(p))
     assert message in problem
     assert problem.startswith("p.hir:")
 
 
-# Lifetimes --------------------------------------------------------------------------------------------------------
 def test_a_program_that_joins_its_workers_needs_no_marks_on_its_memory() -> None:
     assert late_streams(recording_of(pipeline())) == {}
 
@@ -323,7 +319,7 @@ def test_memory_that_a_stream_may_still_use_is_marked(body: str, late: dict[str,
     assert late_streams(recording_of(p)) == {{"%a": 1, "%c": 2}[name]: streams for name, streams in late.items()}
 
 
-def test_rows_that_a_worker_may_still_read_in_place_of_others_are_marked() -> None:
+def test_own_rows_that_a_worker_may_still_read_are_marked() -> None:
     body = """%me = rank of %a over didx
   %full: f32[4, 8] = allocate_symmetric
   %f: flag[2] = allocate_symmetric

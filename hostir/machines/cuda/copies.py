@@ -1,13 +1,104 @@
-"""Copies of strided tensors by copy engines."""
+"""One-sided copies on CUDA: by copy engines, by kernels within a GPU, and by one kernel for many copies and signals."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import collapse
+from hostir.kernels.repeats import Kernel, repeating
+from hostir.kernels.table import kernels_for
+from hostir.machines.binding import Step, copy_here
+from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.driver import DEVICE, Memcpy2D, check, cuda_driver
+from hostir.machines.cuda.flags import CudaFlags
+from hostir.machines.pushes import PushedProduct, Pushes
+from hostir.plan.operations import ComputeOp, CopyOp
+
+if TYPE_CHECKING:
+    from hostir.kernels.flags.copies import PushKernel
+
+
+class CopySteps:
+    """The steps of a plan's one-sided copies, alone or several in one kernel.
+
+    Fields:
+        pushes: the run of copies by SMs that an operation is in, by the operation's id.
+        products: the pushed product that an operation is in, by the operation's id.
+        behind_products: the ids of the computations that come next after a pushed product.
+        push_kernels: the number of kernels so far that carry out a run of copies.
+    """
+
+    def __init__(self, context: PlanContext, flags: CudaFlags) -> None:
+        self.context = context
+        self.flags = flags
+        self.push_kernels = 0
+        runs = Pushes.of(context.unrolled)
+        self.pushes = {id(op): pushes for pushes in runs for op in pushes.ops}
+        products = [
+            each for each in PushedProduct.of(context.unrolled, runs) if self.pushing_kernel(each.product) is not None
+        ]
+        self.products = {id(op): each for each in products for op in (each.product, *each.pushes.ops)}
+        self.behind_products = {id(each.reader) for each in products}
+
+    def copy(self, op: CopyOp) -> Step:
+        """Return the step of a copy from or to a peer."""
+        registers, streams, x, out, stream = self.context.registers, self.context.streams, op.x, op.out, op.stream
+        copy = StridedCopy()
+        return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
+
+    def copy_within(self, op: CopyOp) -> Step:
+        """Return the step of a copy within this GPU, by a kernel."""
+        registers, x, out, kernel = self.context.registers, op.x, op.out, self.context.kernels["copy"]
+        return lambda: copy_here(registers[out], registers[x], kernel)
+
+    def push(self, pushes: Pushes) -> Step:
+        """Return the step that launches one kernel for a run of copies and signals."""
+        registers, source = self.context.registers, self.context.unrolled.buffers[pushes.copies[0][0].x]
+        kernel = self.pushing(pushes)
+        return self.context.launching(pushes.ops[0], lambda: kernel(registers[source]))
+
+    def pushed_product(self, op: ComputeOp, pushes: Pushes) -> Step:
+        """Return the step that launches one kernel for a product and for copies of its rows: see `PushedProduct`."""
+        registers, out, operands, kernel = self.context.registers, op.out, op.operands, self.pushing_kernel(op)
+        assert kernel is not None
+        multiply = repeating(kernel, pushed=self.pushing(pushes), **op.options)
+        return self.context.launching(op, lambda: multiply(registers[out], *[registers[x] for x in operands]))
+
+    def pushing_kernel(self, op: ComputeOp) -> Kernel | None:
+        """Return the kernel that computes a product and also stores it to peers; None if there is no such kernel."""
+        return kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_pushed")
+
+    def pushing(self, pushes: Pushes) -> PushKernel:
+        """Return the kernel that carries out a run of copies and sends their signals."""
+        registers, flags = self.context.registers, self.flags
+        to = registers[pushes.copies[0][0].out]
+        pieces = []
+        for copy, signal in pushes.copies:
+            needless = signal is None or flags.is_sent(signal)
+            flag, epoch = (0, 0) if signal is None or needless else (flags.raised(signal), signal.epoch)
+            offset = self.context.unrolled.layouts[copy.x].offset * to.element_size()
+            pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
+        # The kernel raises its flags in any order, so each only once: a lower epoch might arrive after the reset to 0.
+        last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
+        pieces = [
+            (offset, target, flag if last[flag] == number else 0, epoch)
+            for number, (offset, target, flag, epoch) in enumerate(pieces)
+        ]
+        return self.push_kernel(pieces, to.numel() * to.element_size(), pushes.sms)
+
+    def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int, sms: int) -> PushKernel:
+        from hostir.kernels.flags.copies import Piece, PushKernel  # which needs Triton
+
+        self.push_kernels += 1
+        context = self.context
+        return PushKernel(
+            context.device, [Piece(*each) for each in pieces], size, sms, context.words, self.push_kernels
+        )
 
 
 class StridedCopy:
@@ -17,7 +108,9 @@ class StridedCopy:
     """
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = None  # (offset in out, offset in x, what to copy)
+        self.pieces: list[tuple[int, int, Memcpy2D | int]] | None = (
+            None  # offset in out, offset in x, and a 2D copy or a size in bytes
+        )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
         """Copy `x` to `out` on the stream of a given handle; do nothing if they are the same memory."""
@@ -40,7 +133,7 @@ class StridedCopy:
 
 
 def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
-    """Return the copies that make `out` equal to `x`: offsets in bytes in `out` and `x`, and a 2D copy or a size."""
+    """Return the copies that make `out` equal to `x`: byte offsets in both, and a 2D copy or a size in bytes."""
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]
     if levels[0][0] == 0:

@@ -1,9 +1,7 @@
-"""Calls of the CUDA driver: stream memory operations, copies, allocations, flags.
+"""Calls of the CUDA driver that torch does not offer: writes and waits of flags by streams, copies, streams.
 
-The few calls of the CUDA driver that torch does not offer: flags that streams set and wait for, copies, streams.
-
-No flag or copy needs an SM, except copies within one GPU, which the driver runs as kernels. All can be captured into
-a CUDA graph. (CUDA driver API: stream memory operations, memory management, stream management.)
+Flags and copies need no SM, except copies within one GPU, which the driver runs as kernels. All of them can be captured
+into a CUDA graph. (CUDA driver API: stream memory operations, memory management, stream management.)
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ import torch
 
 WAIT, WRITE = 4, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
-ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all that the stream did before
+ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all earlier work of the stream
 DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
-BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of an allocation, which no other of the process ever gets
+BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of an allocation, unique in the process
 MAX_BATCH = 200  # operations per batch; the driver takes 256
 
 
@@ -41,7 +39,7 @@ def _side(name: str) -> list[tuple[str, Any]]:
     size = ctypes.c_size_t
     where = (("memory", ctypes.c_uint64), ("host", ctypes.c_void_p), ("address", ctypes.c_uint64))
     fields = (("skip", size), ("top", size), *where, ("array", ctypes.c_void_p), ("pitch", size))
-    return [(f"{name}_{field}", kind) for field, kind in fields]
+    return [(f"{name}_{field}", ctype) for field, ctype in fields]
 
 
 class Memcpy2D(ctypes.Structure):
@@ -56,22 +54,22 @@ def cuda_driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")  # releases the GIL during a call, which may block until a queue has room
 
 
-def check(code: int, what: str) -> None:
+def check(code: int, operation: str) -> None:
     """Raise RuntimeError if the driver returned an error code other than 0."""
     if code == 0:
         return
     text = ctypes.c_char_p()
     cuda_driver().cuGetErrorString(code, ctypes.byref(text))
     message = text.value.decode() if text.value else "unknown error"
-    raise RuntimeError(f"{what}: {message} (CUDA error {code})")
+    raise RuntimeError(f"{operation}: {message} (CUDA error {code})")
 
 
 def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Create a stream outside torch's pool, which gives the same 32 to everyone. It is never destroyed."""
+    """Create a stream that is not one of the 32 that torch's pool gives to everyone. It is never destroyed."""
     handle, context = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         check(cuda_driver().cuCtxGetCurrent(ctypes.byref(context)), "a stream")
-        if not context:  # a new thread has none until its first call of the CUDA runtime
+        if not context:  # a new thread has no context until its first call of the CUDA runtime
             torch.cuda.mem_get_info(device)
         arguments = ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority)
         check(cuda_driver().cuStreamCreateWithPriority(*arguments), "a stream")
@@ -79,7 +77,7 @@ def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:
-    """Return the number of the capture that a stream is part of, which no other capture has."""
+    """Return the unique number of the capture that a stream is part of."""
     status, number, nothing = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     handle = ctypes.c_void_p(stream.cuda_stream)
     results = ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
@@ -88,7 +86,7 @@ def capture_id(stream: torch.cuda.Stream) -> int:
 
 
 class Allocations:
-    """The allocations that some addresses were in when this was made.
+    """The allocations that contained some addresses when this object was created.
 
     CUDA may free an allocation and give its address to the next one. An address alone does not tell the two apart.
     """
@@ -100,11 +98,11 @@ class Allocations:
         self.numbers = [self.number(address) for address in self.addresses]
 
     def number(self, address: ctypes.c_uint64) -> int:
-        """Return the number of the allocation that holds an address now; 0 if none does."""
+        """Return the number of the allocation that contains an address now; 0 if the address is in no allocation."""
         return 0 if self.call(self.pointer, BUFFER_ID, address) else self.result.value
 
     def still_there(self) -> bool:
-        """Return True if the same allocations hold the addresses. This takes 0.7 us an address."""
+        """Return True if the same allocations contain the addresses. This takes 0.7 us an address."""
         for address, number in zip(self.addresses, self.numbers, strict=True):
             if self.call(self.pointer, BUFFER_ID, address) or self.result.value != number:
                 return False
@@ -117,7 +115,7 @@ def wait_at_least(address: int, value: int) -> MemoryOp:
 
 
 def write(address: int, value: int) -> MemoryOp:
-    """Return the operation that sets an int64, also a peer's, after all earlier work of the stream is visible."""
+    """Return the operation that sets an int64 of this GPU or a peer, once all earlier work of the stream is visible."""
     return MemoryOp(WRITE, address, value, ORDERED, 0, 0)
 
 

@@ -1,16 +1,14 @@
-"""Flag reset and credits: when a rank may signal its peers again.
+"""Flow control on CUDA: the flags that a rank resets after a call, and the credits by which peers may signal again.
 
-Resets flags between calls on CUDA, so that a call is the same in every replay of a CUDA graph.
+A flag holds an epoch, and every call starts with its flags at 0, so that all replays of a CUDA graph are alike. Every
+rank ends a call by resetting the flags that peers raised. It then grants each of these peers a *credit*, the right to
+signal again: it adds 1 to a counter in the peer's memory. Before a call accesses a peer, it waits until it has a credit
+from every rank whose flags it raises, and sets its counter back to 0. A rank cannot grant a second credit before the
+first is consumed, since a call ends only after all flags that peers raise in it have risen.
 
-A flag holds the epoch itself, and every call starts with its flags at 0. So on every rank a call ends by resetting
-the flags that peers raised to 0, and then grants each of these peers a *credit*, the right to signal them again: it
-adds 1 to a counter in the peer's memory. Before a call touches a peer, it waits until it has a credit from every rank
-whose flags it raises, and sets its counter back to 0. A rank cannot grant a second credit before the first is
-consumed, since a call does not end before all flags that peers raise in it have risen.
-
-A credit also says that the rank has finished the previous call. If no rank of a team does anything that concerns a
-peer before the team's first barrier, the credits of the team replace that barrier. They say nothing about ranks that
-are reached only through a third rank, so the first barrier of a second team stays.
+A credit also says that the rank has finished the previous call. The credits of a team can replace its first barrier, if
+no rank of the team does anything that concerns a peer before it. Credits say nothing about ranks that are reached only
+through a third rank, so the first barrier of a second team stays.
 """
 
 from __future__ import annotations
@@ -31,15 +29,14 @@ from hostir.plan.unrolled import UnrolledProgram
 
 CREDITS: BufferPlace = ("", ())  # one counter; a team's barriers have the same name, and the team as their rounds
 Slot = tuple[BufferPlace, int]  # a flag of some rank
-FirstBarrier = tuple[
-    RanksOfTeam, list[tuple[BufferPlace, ElementRange]], list[Slot]
-]  # its team; own rows and flags used before it
-NO_STREAM = CALLER - 1  # the index of no stream
+# The team of a barrier, and this rank's ranges of symmetric memory and its flags that are used before the barrier.
+FirstBarrier = tuple[RanksOfTeam, list[tuple[BufferPlace, ElementRange]], list[Slot]]
+NO_STREAM = CALLER - 1  # stands for an access outside the order of any stream
 ALWAYS_RAISED = 1 << 62  # the value of a flag that nobody has to raise
 
 
 def notes(unrolled: UnrolledProgram) -> str:
-    """Return, as JSON for the peers, the highest epoch of each flag that this rank raises, and its first barrier."""
+    """Return JSON for the peers: the highest epoch of each flag that this rank raises, and its first barrier."""
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(unrolled)
     for op in unrolled.ops:
@@ -56,9 +53,10 @@ def _homes(unrolled: UnrolledProgram) -> dict[int, BufferPlace]:
 
 
 def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
-    """Return the first barrier with what this rank uses of its own memory before it; None if a peer is touched first.
+    """Return the first barrier and this rank's memory that is used before it; None if a peer is accessed first.
 
-    Only the very first barrier: credits do not cover what ranks in two teams do before the second team's barrier.
+    Only the first barrier of the call counts: if a rank is in two teams, credits do not cover its work before the
+    second team's barrier.
     """
     homes, at = _homes(unrolled), unrolled.extents
     touched: list[tuple[BufferPlace, ElementRange]] = []
@@ -68,8 +66,8 @@ def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
             return op.of_team, touched, raised
         if op.by_group or op.awaits or op.awaited_flags or unrolled.touches_peer(op):
             return None
-        mine = (r for r in unrolled.tensors(op) if unrolled.buffers[r] in homes)
-        touched += [(homes[unrolled.buffers[r]], at[r]) for r in mine]
+        local = (r for r in unrolled.tensors(op) if unrolled.buffers[r] in homes)
+        touched += [(homes[unrolled.buffers[r]], at[r]) for r in local]
         raised += [(homes[unrolled.buffers[flags]], slot) for flags, slot, _ in op.raised_flags]
     return None
 
@@ -81,10 +79,10 @@ class FlowControl:
     Fields:
         signaled: the peers whose flags this rank raises; it needs a credit from each.
         signalers: the peers that raise this rank's flags; it grants a credit to each.
-        raised: this rank's flags that are raised by signals in a call, with the last epoch of each.
-        unawaited: the flags in `raised` whose last epoch no statement of this rank waits for.
-        stream_ordered: this rank's flags that only it raises, on the one stream that waits for them: the order of the
-            stream replaces them.
+        raised: this rank's flags that signals raise in a call, with the last epoch of each.
+        unawaited: the flags in `raised` with a last epoch that no statement of this rank waits for.
+        stream_ordered: this rank's flags that only this rank raises, on the one stream that waits for them. The order
+            of the stream replaces these flags.
         implied_barriers: the teams whose first barrier the credits replace.
     """
 
@@ -97,13 +95,13 @@ class FlowControl:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> FlowControl:
-        """Derive it from the notes that all ranks exchanged; all ranks find the same pairs and teams."""
+        """Derive the flow control from the notes that all ranks exchanged; all ranks find the same pairs and teams."""
         me = unrolled.rank
         all_notes = [json.loads(offer.notes) for offer in offers]
         raised: dict[Slot, int] = {}
         raisers: dict[Slot, set[int]] = {}
-        for rank, it in enumerate(all_notes):
-            for peer, name, rounds, slot, epoch in it["signals"]:
+        for rank, rank_notes in enumerate(all_notes):
+            for peer, name, rounds, slot, epoch in rank_notes["signals"]:
                 if peer == me:
                     key = (name, tuple(rounds)), slot
                     raised[key] = max(raised.get(key, 0), epoch)
@@ -111,7 +109,7 @@ class FlowControl:
         streams = _streams(unrolled)
         stream_ordered = frozenset(slot for slot, by in raisers.items() if by == {me} and len(streams[slot]) == 1)
         raised = {slot: epoch for slot, epoch in raised.items() if slot not in stream_ordered}
-        signals = {(rank, peer) for rank, it in enumerate(all_notes) for peer, *_ in it["signals"] if peer != rank}
+        signals = {(rank, peer) for rank, n in enumerate(all_notes) for peer, *_ in n["signals"] if peer != rank}
         pairs, implied_barriers = _with_barriers(signals, all_notes, offers)
         awaited = _awaited(unrolled)
         return cls(
@@ -131,7 +129,7 @@ def _with_barriers(
 ) -> tuple[set[tuple[int, int]], frozenset[RanksOfTeam]]:
     """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier needs no flags.
 
-    Credits replace a barrier only if every two ranks of its team grant each other credits because of other flags.
+    Credits replace a barrier only if every two ranks of its team grant each other credits for other flags anyway.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
     touched = [touch for offer in offers for touch in offer.touches]
@@ -144,27 +142,27 @@ def _with_barriers(
 def _begins_with(
     all_notes: Sequence[dict[str, Any]], touched: Sequence[PeerRange], team: RanksOfTeam, rank: int
 ) -> bool:
-    """Whether the first barrier of a rank is one of `team`, and it does nothing that concerns a peer before it."""
+    """Return True if a rank's first barrier is one of `team`, and nothing before it concerns a peer."""
     if all_notes[rank]["first_barrier"] is None:
         return False
-    first, own, raised = all_notes[rank]["first_barrier"]
-    others = [it["signals"] for other, it in enumerate(all_notes) if other != rank]
-    rivals = {(name, tuple(rounds), slot) for it in others for peer, name, rounds, slot, _ in it if peer == rank}
-    if tuple(first) != team or any((name, tuple(rounds), slot) in rivals for (name, rounds), slot in raised):
+    first_team, local, raised = all_notes[rank]["first_barrier"]
+    others = [rank_notes["signals"] for other, rank_notes in enumerate(all_notes) if other != rank]
+    by_peers = {(name, tuple(rounds), slot) for each in others for peer, name, rounds, slot, _ in each if peer == rank}
+    if tuple(first_team) != team or any((name, tuple(rounds), slot) in by_peers for (name, rounds), slot in raised):
         return False
-    theirs: dict[BufferPlace, list[ElementRange]] = {}
+    remote: dict[BufferPlace, list[ElementRange]] = {}
     for name, rounds, peer, *extent in touched:
         if peer == rank:
-            theirs.setdefault((name, rounds), []).append((extent[0], extent[1]))
-    return not any(overlap(extent, theirs.get((name, tuple(rounds)), ())) for (name, rounds), extent in own)
+            remote.setdefault((name, rounds), []).append((extent[0], extent[1]))
+    return not any(overlap(extent, remote.get((name, tuple(rounds)), ())) for (name, rounds), extent in local)
 
 
 def flow_control_of(unrolled: UnrolledProgram, memory: SharedMemory) -> FlowControl:
-    """Return the flow control of all plans with a memory: their sizes are of one kind, and have the same flags."""
+    """Return the flow control of all plans of a memory: their sizes are compatible, and their flags the same."""
     if FlowControl not in memory.kept:
         memory.kept[FlowControl] = FlowControl.of(unrolled, memory.offers)
-    found: FlowControl = memory.kept[FlowControl]
-    return found
+    flow_control: FlowControl = memory.kept[FlowControl]
+    return flow_control
 
 
 def prepare(rank: int, memory: SharedMemory) -> None:
@@ -176,7 +174,7 @@ def prepare(rank: int, memory: SharedMemory) -> None:
 
 
 def raised_flags(rank: int, memories: Sequence[SharedMemory]) -> list[MemoryOp]:
-    """Return the writes that raise all of a rank's flags, whatever waits for them."""
+    """Return the writes that raise all flags of a rank, so that nothing waits for them any more."""
     flags = [
         buffer
         for memory in memories
@@ -195,16 +193,16 @@ def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
 
 
 def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
-    """Return, for each of a rank's own flags, the streams that raise it or wait for it."""
-    homes, found = _homes(unrolled), dict[Slot, set[int]]()
+    """Return, for each flag of this rank, the streams of this rank that raise it or wait for it."""
+    homes, streams = _homes(unrolled), dict[Slot, set[int]]()
     for op in unrolled.ops:
         for flags, number, _ in op.raised_flags:
             if unrolled.owner(flags) == unrolled.rank:
                 by = {op.stream, NO_STREAM} if unrolled.tensors(op) else {op.stream}
-                found.setdefault((homes[unrolled.buffers[flags]], number), set()).update(by)
+                streams.setdefault((homes[unrolled.buffers[flags]], number), set()).update(by)
     for slot, _, op in waits(unrolled):
-        found.setdefault(slot, set()).update({op.stream, NO_STREAM} if op.starts_early else {op.stream})
-    return found
+        streams.setdefault(slot, set()).update({op.stream, NO_STREAM} if op.starts_early else {op.stream})
+    return streams
 
 
 def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:

@@ -1,17 +1,24 @@
 """CUDA graphs of an executor: a call with the same addresses as before is one graph launch.
 
-cuBLAS in CUDA graphs: graphs of different executors never share a workspace.
+A call with `out=` gets all its addresses from the caller. After two such calls at the same addresses the plan is
+captured, which executes nothing. From then on its graph is launched on the caller's stream. The graph holds no
+reference to the caller's tensors: it reads and writes the memory at its addresses.
 
-For a product of few tiles cuBLAS uses split-K and adds up the parts in a workspace. torch has one workspace for each
-stream that it calls cuBLAS on, also during a capture, and the graph keeps its address. Two graphs that were captured
-on the same stream (all are, unless a stream is named) and are replayed at the same time on two streams would corrupt
-each other's parts [PyTorch 2026]. So would work that is issued eagerly to the stream of a capture.
+There is one exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of a memcpy node to
+allocations when the graph is instantiated. The caller's tensor may be freed, its memory returned to CUDA
+(`empty_cache`), and its address given to another allocation. Then a launch of the graph fails: "invalid argument",
+"unspecified launch failure", or a segmentation fault in the driver. So before each launch, these allocations are
+compared with the allocations at the capture. If they have changed, the graph is dropped.
 
-So during a capture the products of an executor go to private streams, one for each stream of its program. These fork
-from the stream of the program and join it again, which adds edges to the graph, but no nodes.
+Workspaces come from a pool that all graphs of the executor share, and kernels may share per-stream library state with
+eager calls. So calls of one executor run in order, even if they are made on different streams.
 
-- [PyTorch 2026] pytorch/pytorch issue 193402, *Multiple separate CUDA graphs recorded on the same stream implicitly
-  share memory*.
+Programs that communicate through NCCL are not captured here. All ranks must capture such a call, and they must replay
+graphs of one common capture [NCCL 2025]. But each rank has its own addresses, so addresses do not repeat in the same
+call on all ranks. The caller can capture a call on all ranks at once. One-sided copies, signals and barriers need no
+such agreement: to a peer, captured ones are the same as eager ones.
+
+- [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
 """
 
 from __future__ import annotations
@@ -27,80 +34,14 @@ import torch
 from hostir.ir.machine import uncollected
 from hostir.ir.source import Diagnostic, HostIRError, error, logger, warn_user
 from hostir.job.links import headline
-from hostir.kernels.repeats import Again, Kernel
 from hostir.machines.binding import Part
 from hostir.machines.cuda.driver import Allocations
-from hostir.machines.cuda.streams import current, own_stream
+from hostir.machines.cuda.streams import own_stream
 from hostir.plan.unrolled import UnrolledProgram
 
-
-class CublasStreams:
-    """The private streams on which cuBLAS runs during captures, for one stream of an executor.
-
-    Args:
-        device: this rank's device.
-        priority: the expected priority of the executor's stream.
-    """
-
-    def __init__(self, device: torch.device, priority: int) -> None:
-        self.device = device
-        self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
-        # By priority, since a node of a graph has the priority of its stream.
-        self.streams = {priority: own_stream(self, device, priority, products=True)}
-
-    def wrap(self, kernel: Kernel) -> Kernel:
-        """Return a kernel that calls `kernel`, one of cuBLAS, on a private stream during captures."""
-
-        def call(*tensors: torch.Tensor | None, **options: object) -> Again | None:
-            if not torch.cuda.is_current_stream_capturing():
-                return kernel(*tensors, **options)
-            outside = current(self.device)
-            if (inside := self.streams.get(outside.priority)) is None:
-                inside = own_stream(self, self.device, outside.priority, products=True)
-                self.streams[outside.priority] = inside
-            self.fork.record(outside)
-            self.fork.wait(inside)
-            try:
-                with torch.cuda.stream(inside):
-                    again = kernel(*tensors, **options)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # report the first failure
-                    self.rejoin(inside, outside)
-                raise
-            self.rejoin(inside, outside)
-            return again
-
-        return call
-
-    def rejoin(self, inside: torch.cuda.Stream, outside: torch.cuda.Stream) -> None:
-        self.join.record(inside)
-        self.join.wait(outside)
-
-
-# CUDA graphs of an executor: a call with the same addresses as before is one graph launch.
-#
-# A call with `out=` has all its addresses from the caller. After two such calls at the same addresses the plan is
-# captured, which executes nothing, and from then on its graph is launched on the caller's stream. The graph holds no
-# reference to the caller's tensors: it reads and writes whatever is at its addresses when it is launched. There is one
-# exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of such a node to allocations
-# when the graph is instantiated. If the caller's tensor is freed, its memory returned to CUDA (`empty_cache`), and
-# another allocation gets the address, then a launch of the graph fails: "invalid argument", "unspecified launch
-# failure", or a segmentation fault in the driver. So a launch first compares these allocations with those of the
-# capture, and a graph whose allocations are gone is dropped.
-#
-# Workspaces come from a pool that all graphs of the executor share, and kernels may share per-stream library state with
-# eager calls; hence calls of one executor run in order, on whatever streams they are made.
-#
-# Programs that communicate through NCCL are left to the caller, who can capture a call on all ranks at once. Either all
-# ranks capture a launch or none, and they must replay graphs of one common capture [NCCL 2025]; but each rank has its
-# own addresses, so ranks do not see repeated addresses in the same call. To a peer, captured one-sided copies, signals
-# and barriers are no different from eager ones.
-#
-# - [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
-
 LOG = logger(__name__)
-EAGER_CALLS = 2  # at the same addresses before a capture: the first may compile, tune and connect
-MAX_GRAPHS = 16  # kept by an executor
+EAGER_CALLS = 2  # calls at the same addresses before a capture: the first may compile, tune and connect
+MAX_GRAPHS = 16  # the number of graphs that an executor keeps
 
 
 class Capturable(Protocol):
@@ -110,14 +51,14 @@ class Capturable(Protocol):
 
     @property
     def eager_only(self) -> str:
-        """The reason why its runs must not be captured; empty if they may."""
+        """The reason why its runs must not be captured; empty if they may be."""
 
-    def run(self, inputs: Sequence[Part], given: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
-        """Issue one run, into the tensors `given`."""
+    def run(self, inputs: Sequence[Part], outs: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
+        """Issue one run, with the outputs in the tensors `outs`."""
 
 
 class GraphedCall(Protocol):
-    """A bound call as `Graphs` uses it."""
+    """The part of a bound call that `Graphs` uses."""
 
     graph: torch.cuda.CUDAGraph | None
     allocations: Allocations | None
@@ -144,9 +85,9 @@ class Graphs:
 
     Args:
         device: this rank's device.
-        name: of the program.
+        name: the name of the program.
         calls: the executor's bound calls, the latest bound last.
-        first: returns whether this rank is the first of the job to lose its graphs; only that one warns.
+        first: returns True if this rank is the first of the job to lose its graphs; only that rank warns.
 
     Fields:
         refusal: the reason why there are no more graphs (a capture failed, or the session has ended); else None.
@@ -164,7 +105,7 @@ class Graphs:
         self.calls = calls
         self.first = first
         self.refusal: str | None = None
-        self.pool: Any = None  # the memory pool that the graphs alive share
+        self.pool: Any = None  # the memory pool that all live graphs share
 
     @cached_property
     def side(self) -> torch.cuda.Stream:
@@ -177,7 +118,7 @@ class Graphs:
         return [call for call in self.calls.values() if call.graph is not None]
 
     def replay(self, call: GraphedCall) -> bool:
-        """Launch the graph of a call; drop the graph and return False if memory that it copies was freed."""
+        """Launch the graph of a call. If memory that it copies was freed, drop the graph and return False."""
         assert call.graph is not None
         if call.allocations is not None and not call.allocations.still_there():
             call.graph = call.allocations = None
@@ -192,11 +133,11 @@ class Graphs:
         except RuntimeError as problem:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
-    def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], given: Sequence[Part]) -> bool:
-        """Capture a call and launch its graph if it has been issued often enough; return whether that is so.
+    def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], outs: Sequence[Part]) -> bool:
+        """Capture a call and launch its graph if it has been issued often enough; return True if it was launched.
 
-        A call whose graph was dropped is issued four times as often before the next capture: if more calls take turns
-        than there are graphs, captures become rare instead of frequent.
+        Each capture of a call quadruples the number of eager calls before its next capture. So captures become rare if
+        more calls take turns than an executor has graphs.
         """
         if self.refusal or call.plan.eager_only:
             return False
@@ -204,23 +145,23 @@ class Graphs:
             call.eager += 1
             return False
         call.eager, call.captures = 0, call.captures + 1
-        call.graph = self.capture(call.plan, inputs, given)
+        call.graph = self.capture(call.plan, inputs, outs)
         if call.graph is None:
             return False
-        tensors = (*inputs, *given)
+        tensors = (*inputs, *outs)
         copied = [x for i in call.plan.copied_with_peers if (x := tensors[i]) is not None]
         call.allocations = Allocations([x.data_ptr() for x in copied]) if copied else None
-        if len(kept := self.kept) > MAX_GRAPHS:  # CUDA frees a graph that is running once it has ended
+        if len(kept := self.kept) > MAX_GRAPHS:  # if the graph is running, CUDA frees it once it has ended
             kept[0].graph = None
             LOG.info("@%s: dropped a CUDA graph, as more than %d sets of tensors take turns", self.name, MAX_GRAPHS)
         self.launch(call.graph)
         return True
 
-    def capture(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
-        """Capture a run, which executes nothing. If that fails, warn, make no more graphs, and return None."""
+    def capture(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
+        """Capture a run, which executes nothing. If the capture fails, warn, make no more graphs, and return None."""
         began = time.perf_counter()
         try:
-            graph = self.record(plan, inputs, given)
+            graph = self.record(plan, inputs, outs)
         except Exception as problem:
             what = headline(problem) if isinstance(problem, HostIRError) else f"{type(problem).__name__}: {problem}"
             self.release(f"a capture failed: {what}")
@@ -236,14 +177,14 @@ class Graphs:
         LOG.info("@%s: captured a CUDA graph in %.1f ms, which this call is the first to replay", self.name, took)
         return graph
 
-    def record(self, plan: Capturable, inputs: Sequence[Part], given: Sequence[Part]) -> torch.cuda.CUDAGraph:
+    def record(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph:
         if not self.kept:  # torch refuses a pool whose graphs have all been destroyed
             self.pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.side), uncollected():  # destroying another graph would break a capture
             graph = torch.cuda.CUDAGraph()
-            try:  # other threads may go on calling what a capture forbids
+            try:  # thread_local: other threads may call functions that a capture forbids
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                plan.run(inputs, given, True)
+                plan.run(inputs, outs, True)
                 graph.capture_end()
             except BaseException:
                 self.abort_capture(graph)

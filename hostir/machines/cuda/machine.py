@@ -1,18 +1,15 @@
-"""Run programs on one CUDA device per rank, with CUDA streams and events and NCCL; the host never waits.
+"""The CUDA machine and its plans: one CUDA device a rank, with streams, events, NCCL and symmetric memory.
 
-Binds an unrolled program to streams, events and NCCL, and runs it.
-
-A run issues all work and returns; the caller's stream is the one that is current when the call is made. A run can be
-captured into a CUDA graph: memory comes from torch's allocator, events have no timing, nothing queries the device.
+A run issues all work and returns: the host never waits. The caller's stream is the stream that is current when the call
+is made. A run can be captured into a CUDA graph: memory comes from torch's allocator, events have no timing, and
+nothing queries the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,49 +23,35 @@ from hostir.job.groups import Groups
 from hostir.job.links import headline
 from hostir.job.offers import KindOfSizes
 from hostir.job.symmetric import shares_memory
-from hostir.kernels.contractions import BY_CUBLAS, IN_TRITON
+from hostir.kernels.contractions import BY_CUBLAS
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernels_for
-from hostir.machines.binding import MAX_PLANS, Step, bind_allocate, bind_compute, bind_view
-from hostir.machines.cuda.graphs import CublasStreams, uniform_only
+from hostir.machines.binding import MAX_PLANS, Step
+from hostir.machines.cuda.binder import CudaBinder
+from hostir.machines.cuda.context import PlanContext
+from hostir.machines.cuda.cublas import CublasStreams
+from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.memory import PeerMemory
-from hostir.machines.cuda.nccl import awaited_at_once, collective, messages
-from hostir.machines.cuda.onesided import CudaOneSided, Timeouts, uses_flags
-from hostir.machines.cuda.streams import current, join, workers
+from hostir.machines.cuda.streams import current, workers
 from hostir.machines.cuda.timeline import Timeline
-from hostir.plan.lifetimes import homes, late_streams
+from hostir.machines.cuda.timeouts import Timeouts
+from hostir.plan.lifetimes import homes
 from hostir.plan.operations import (
     CALLER,
     NONE,
-    AllocateOp,
-    BarrierOp,
-    CollectiveOp,
     ComputeOp,
-    CopyOp,
-    DelayOp,
-    FreeOp,
-    MarkOp,
-    MessagesOp,
     Op,
-    SignalOp,
-    SymmetricOp,
-    SynchronizeOp,
-    ViewOp,
-    WaitOp,
-    WaitSignalOp,
 )
 from hostir.plan.unroll import message_teams_of
 from hostir.plan.unrolled import UnrolledProgram
-
-CYCLES_PER_US = 2000  # of a clock near 2 GHz
 
 
 class CudaMachine:
     """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
 
-    Messages have groups of their own: NCCL runs the operations of a group in order, and collectives must not wait for
+    Messages have separate groups: NCCL runs the operations of a group in order, and collectives must not wait for
     messages.
     """
 
@@ -79,12 +62,12 @@ class CudaMachine:
         self.kernels = kernels
         self.groups = groups
         self.timeouts = Timeouts(groups.rank)
-        self.words = Words(device, MAX_PLANS + 1)  # an executor drops the oldest plan when it has made the new one
+        self.words = Words(device, MAX_PLANS + 1)  # an executor drops its oldest plan after it has made a new one
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
-        if shares_memory(program):  # a stream of a call follows the same stream of the call before
+        if shares_memory(program):  # each stream then follows the same stream of the call before
             self.streams = groups.streams.setdefault(program.digest, self.streams)
             self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}
@@ -115,7 +98,7 @@ class CudaMachine:
         return CudaPlan(self, unrolled, timeline, kind, limit, first)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Create this rank's groups for messages, and connect them: NCCL would else do it at the first message."""
+        """Create this rank's groups for messages, and connect them now: NCCL would do it at the first message."""
         self.messages.prepare(teams)
         for team in teams:
             x = torch.zeros(len(team), device=self.device)
@@ -125,7 +108,7 @@ class CudaMachine:
 
 
 class CudaPlan:
-    """An unrolled program bound to a device: a flat list of steps (closures) over one list of registers."""
+    """An unrolled program bound to a device: a list of steps, which are closures over one list of registers."""
 
     def __init__(
         self,
@@ -141,45 +124,32 @@ class CudaPlan:
         self.timeline = timeline
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
-        self.steps: list[Step] = []
-        self.in_captures: dict[int, Step] = {}  # by position: the steps that are others during a capture
-        self.ops: list[Op] = []  # the operation of each step
-        self.launches: list[tuple[Op, Step]] = []  # what launches kernels of Triton, and issues nothing else
-        self.cursor: Iterator[Step] = iter(self.steps)
-        self.current = CALLER
-        self.late = late_streams(unrolled)
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
-        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # those copied there last
-        self.freed_later: list[FreeOp] | None = None  # those behind a product that its copies will be bound with
-        self.awaited_at_once = awaited_at_once(unrolled)
-        self.engine_copies = set[int]()  # the buffers that copy engines copy to or from a peer
-        self.inlined = set[int]()  # the handles of collectives that run on the caller's stream itself
-        self.eager_only = uniform_only(unrolled)  # why its runs must not be captured; empty if they may
+        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # outputs copied there last
+        self.eager_only = uniform_only(unrolled)  # the reason why its runs must not be captured; empty if they may
         self.memory = machine.symmetric.of(unrolled, self, kind, limit)
-        self.one_sided: CudaOneSided | None = None
-        if self.memory is not None:
-            self.one_sided = CudaOneSided(
-                *(unrolled, self.memory, machine.device, self.registers, self.streams),
-                *(machine.kernels, machine.kernel, machine.timeouts, machine.words),
-            )
-        self.unnoticed = sys.maxsize  # how many steps, from the first, neither peers nor the next run notice
-        for step in self.one_sided.begin_call() if self.one_sided else ():
-            self.append(unrolled.ops[0], step)
-        if self.one_sided is not None and self.one_sided.credits_taken is not None:
-            self.unnoticed = 0
-        kept = self.kept_to_the_end() if self.one_sided else set()
-        for op in unrolled.ops:
-            if op.frees not in kept:
-                self.add(op)
-        for buffer in sorted(self.late):
-            self.mark(unrolled.ops[-1], buffer)
-        if self.current != CALLER:
-            self.append(unrolled.ops[-1], self.switch(CALLER))
-        self.unnoticed = min(self.unnoticed, len(self.steps))
-        for step in self.one_sided.end_call() if self.one_sided else ():
-            self.append(unrolled.ops[-1], step)
-        self.blank = list(self.registers)  # between runs: only symmetric buffers and their views
+        context = PlanContext(
+            unrolled=unrolled,
+            device=machine.device,
+            registers=self.registers,
+            streams=self.streams,
+            kernels=machine.kernels,
+            kernel=machine.kernel,
+            timeouts=machine.timeouts,
+            words=machine.words,
+        )
+        binder = CudaBinder(machine, context, self.memory, timeline)
+        binder.bind()
+        self.one_sided = binder.one_sided
+        self.steps = binder.steps
+        self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
+        self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
+        self.ops = binder.ops  # the operation of each step
+        self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations
+        self.engine_copies = binder.engine_copies  # the buffers that copy engines copy to or from a peer
+        self.unnoticed = binder.unnoticed  # the number of first steps that neither peers nor the next run can notice
+        self.blank = list(self.registers)  # the registers between runs: symmetric buffers and their views
         self.load(first)
 
     def load(self, first: Sequence[torch.Tensor | None]) -> None:
@@ -223,40 +193,31 @@ class CudaPlan:
             made[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
         return made
 
-    def kept_to_the_end(self) -> set[int]:
-        """Return the buffers that are dropped with the run, when the caller's stream has joined all others."""
-        allocated = self.unrolled.allocated
-        kept = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
-        for buffer in kept:
-            del self.late[buffer]
-        return kept
-
     @property
     def copied_with_peers(self) -> list[int]:
-        """The positions among a call's inputs and `out=` tensors of those that copy engines copy to or from a peer."""
+        """The positions, among inputs and `out=` tensors, of the tensors that copy engines copy to or from a peer."""
         inputs = self.unrolled.inputs
         tensors = [*enumerate(range(inputs.start, inputs.stop)), *((len(inputs) + i, x) for x, i in self.placed)]
         return [position for position, register in tensors if register in self.engine_copies]
 
-    # Running ------------------------------------------------------------------------------------------------------
     def run(
         self,
         inputs: Sequence[torch.Tensor | None],
-        given: Sequence[Any] | None = None,
+        outs: Sequence[Any] | None = None,
         capturing: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Issue one run, with the outputs in the tensors `given` if there are any; return the outputs.
+        """Issue one run and return the outputs, which are the tensors of `outs` if the caller passes them.
 
-        `capturing`: the current stream is part of a capture.
+        `capturing`: True if the current stream is part of a capture.
 
         Raises HostIRError that names the statement whose launch failed.
         """
         registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
         registers[held.start : held.stop] = inputs
-        if given is not None:
+        if outs is not None:
             for home, i in self.placed:
-                registers[home] = given[i]
+                registers[home] = outs[i]
         # `in_flight` reads the position of this iterator, which costs the run nothing.
         self.cursor = cursor = iter(self.steps)
         if capturing:
@@ -264,11 +225,11 @@ class CudaPlan:
         try:
             for step in cursor:
                 step()
-            if given is None:
+            if outs is None:
                 return tuple([registers[i] for i in self.unrolled.outputs])
             for register, i in self.copied:
-                given[i].copy_(registers[register])
-            return tuple(given)
+                outs[i].copy_(registers[register])
+            return tuple(outs)
         except BaseException as problem:
             self.join_workers()
             if not (at := self.in_flight()):  # interrupted before the first step
@@ -286,7 +247,7 @@ class CudaPlan:
         """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
         caller = self.streams[CALLER]
         for stream in self.machine.streams:
-            with contextlib.suppress(RuntimeError):  # a worker that is no part of a capture cannot be waited for
+            with contextlib.suppress(RuntimeError):  # a stream of a capture cannot wait for a worker outside it
                 caller.wait_stream(stream)
         torch.cuda.set_stream(caller)
 
@@ -297,7 +258,7 @@ class CudaPlan:
 
     @property
     def noticed(self) -> bool:
-        """Whether the latest run has begun a step that peers can notice, or that waits for a flag or raises one."""
+        """True if the latest run has begun a step that peers can notice, or that waits for a flag or raises one."""
         return self.issued > self.unnoticed
 
     def in_flight(self) -> list[Op]:
@@ -312,201 +273,27 @@ class CudaPlan:
         """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
 
     def give_up(self, problem: HostIRError) -> None:
-        """Do nothing: what is issued runs on."""
+        """Do nothing: work that was issued runs on."""
 
     def problem(self) -> HostIRError | None:
-        """Return what the device has reported so far, without waiting. Every call and the watchdog's thread ask.
+        """Return the timeouts that the device has reported so far, without waiting; None without a timeout.
 
-        What peers signal late to a kernel that gave up waiting would count for the next call, so the call is abandoned.
+        Every call and the watchdog's thread ask. If a kernel gave up waiting, a late signal of a peer would count for
+        the next call. So the call is abandoned.
         """
-        found = self.machine.timeouts.problem()
-        if found is not None and self.memory is not None and len(self.memory.offers) > 1:
-            self.machine.groups.abandoned = headline(found)
-        return found
+        timeouts = self.machine.timeouts.problem()
+        if timeouts is not None and self.memory is not None and len(self.memory.offers) > 1:
+            self.machine.groups.abandoned = headline(timeouts)
+        return timeouts
 
     def reported_problem(self) -> str:
-        found = self.problem()
-        return headline(found) if found is not None else ""
+        problem = self.problem()
+        return headline(problem) if problem is not None else ""
 
     def busy(self) -> list[tuple[Op, str]]:
-        """Return the operations that may be unfinished, each with a description. Not to be called during a capture."""
+        """Return the operations that may be unfinished, each with a description. Do not call this during a capture."""
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
         unfinished = [op for op in self.unrolled.ops if op.by_group and op.stream in running]
-        missing = self.one_sided.missing() if self.one_sided else []
+        missing = self.one_sided.flags.missing() if self.one_sided else []
         return [*missing, *((op, "it may be in flight") for op in unfinished)]
-
-    # Binding ------------------------------------------------------------------------------------------------------
-    @property
-    def flagged(self) -> CudaOneSided:
-        """The one-sided operations, of a program that has some."""
-        assert self.one_sided is not None
-        return self.one_sided
-
-    def append(self, op: Op, step: Step) -> None:
-        self.steps.append(step)
-        self.ops.append(op)
-
-    def add(self, op: Op) -> None:
-        """Bind one operation to its stream."""
-        if op.by_group or uses_flags(self.unrolled, op):
-            self.unnoticed = min(self.unnoticed, len(self.steps))
-        for step in self.one_sided.before(op) if self.one_sided else ():
-            self.append(op, step)
-        BIND[type(op)](self, op)
-
-    def here(self, op: Op, step: Step) -> None:
-        """Add a step that runs on the operation's stream as the current one."""
-        if op.stream != self.current:
-            self.append(op, self.switch(op.stream))
-            self.current = op.stream
-        self.direct(op, step)
-
-    def direct(self, op: Op, step: Step | None) -> None:
-        """Add a step that issues to its streams by itself, whatever stream is current; None for none."""
-        if step is not None:
-            self.append(op, self.timeline.timed(op, step, self.streams) if self.timeline else step)
-
-    def switch(self, stream: int) -> Step:
-        streams, set_stream = self.streams, torch.cuda.set_stream
-        return lambda: set_stream(streams[stream])
-
-    def add_allocate(self, op: AllocateOp) -> None:
-        self.here(op, bind_allocate(op, self.registers, self.machine.device))
-
-    def add_symmetric(self, op: SymmetricOp) -> None:
-        """Set its register now: it is the same in every run."""
-        assert self.memory is not None
-        self.registers[op.out] = self.memory.buffer(op)
-
-    def add_view(self, op: ViewOp) -> None:
-        view = bind_view(op, self.registers)
-        if self.registers[op.x] is None:
-            self.append(op, view)
-        else:  # of a symmetric buffer: it is the same in every run
-            view()
-
-    def add_compute(self, op: ComputeOp) -> None:
-        if self.one_sided is not None and id(op) in self.one_sided.products:
-            self.freed_later = []
-            return
-        if op.ready is not None or op.done is not None:
-            self.here(op, self.flagged.compute(op))
-        else:
-            kernel, captured = (
-                kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind],
-                self.machine.kernel(op),
-            )
-            compute = bind_compute(op, self.registers, kernel)
-            self.here(op, compute)
-            if kernel in IN_TRITON:
-                self.launches.append((op, compute))
-            if captured is not kernel:
-                self.in_captures[len(self.steps) - 1] = bind_compute(op, self.registers, captured)
-
-    def add_copy(self, op: CopyOp) -> None:
-        if self.add_push(op):
-            return
-        if self.unrolled.touches_peer(op):
-            self.engine_copies.update(self.unrolled.buffers[register] for register in self.unrolled.tensors(op))
-            self.direct(op, self.flagged.copy(op))
-        else:
-            self.here(op, self.flagged.copy_here(op))
-
-    def add_signal(self, op: SignalOp) -> None:
-        if not self.add_push(op):
-            self.direct(op, self.flagged.signal(op))
-
-    def add_push(self, op: CopyOp | SignalOp) -> bool:
-        """Return whether one kernel carries out the operation with others; bind it with the last of them."""
-        pushes, pushed = self.flagged.pushes.get(id(op)), self.flagged.products.get(id(op))
-        if pushes is None or op is not pushes.ops[-1]:
-            return pushes is not None
-        if pushed is not None:
-            self.here(pushed.product, self.flagged.pushed_product(pushed.product, pushes))
-            freed, self.freed_later = self.freed_later or [], None
-            for each in freed:
-                self.add_free(each)
-        else:
-            self.here(pushes.ops[0], self.flagged.push(pushes))
-        return True
-
-    def add_wait_signal(self, op: WaitSignalOp) -> None:
-        self.direct(op, self.flagged.wait_signal(op))
-
-    def add_barrier(self, op: BarrierOp) -> None:
-        self.direct(op, self.flagged.barrier(op))
-
-    def add_collective(self, op: CollectiveOp) -> None:
-        inline = op.handle in self.awaited_at_once
-        if inline:
-            self.inlined.add(op.handle)
-        self.here(op, collective(op, self.registers, *self.machine.groups.of(op.team), inline))
-
-    def add_messages(self, op: MessagesOp) -> None:
-        groups = self.machine.groups if op.collective else self.machine.messages
-        self.here(op, messages(op, self.registers, *groups.of(op.team), self.machine.device))
-
-    def add_wait(self, op: WaitOp) -> None:
-        registers, handle = self.registers, op.handle
-        if handle not in self.inlined:  # else the order of the stream does
-            self.here(op, lambda: registers[handle].wait())
-
-    def add_delay(self, op: DelayOp) -> None:
-        self.here(op, partial(torch.cuda._sleep, op.microseconds * CYCLES_PER_US))
-
-    def add_synchronize(self, op: SynchronizeOp) -> None:
-        self.append(op, partial(join, self.streams, op.stream, op.other, torch.cuda.Event()))
-
-    def add_mark(self, op: MarkOp) -> None:
-        registers, streams, event = self.registers, self.streams, torch.cuda.Event()
-
-        def step() -> None:
-            event.record(streams[op.stream])
-            registers[op.handle] = event  # waiting on it is like waiting on a Work
-
-        self.append(op, step)
-
-    def add_free(self, op: FreeOp) -> None:
-        if self.freed_later is not None:
-            self.freed_later.append(op)
-            return
-        registers = self.registers
-        gone = [i for i, buffer in enumerate(self.unrolled.buffers) if buffer == op.buffer]
-        self.mark(op, op.buffer)
-
-        def step() -> None:
-            for i in gone:
-                registers[i] = None
-
-        self.append(op, step)
-
-    def mark(self, op: Op, buffer: int) -> None:
-        """Tell the allocator which streams may still use a buffer when it is freed."""
-        registers, streams = self.registers, self.streams
-
-        def recording(stream: int) -> Step:
-            return lambda: registers[buffer].record_stream(streams[stream])
-
-        for stream in self.late.pop(buffer, ()):
-            self.append(op, recording(stream))
-
-
-# What each operation is on CUDA; a test compares the keys with the operations that there are.
-BIND: dict[type[Op], Callable[[CudaPlan, Any], None]] = {
-    AllocateOp: CudaPlan.add_allocate,
-    SymmetricOp: CudaPlan.add_symmetric,
-    ViewOp: CudaPlan.add_view,
-    FreeOp: CudaPlan.add_free,
-    ComputeOp: CudaPlan.add_compute,
-    CopyOp: CudaPlan.add_copy,
-    SignalOp: CudaPlan.add_signal,
-    WaitSignalOp: CudaPlan.add_wait_signal,
-    BarrierOp: CudaPlan.add_barrier,
-    CollectiveOp: CudaPlan.add_collective,
-    MessagesOp: CudaPlan.add_messages,
-    MarkOp: CudaPlan.add_mark,
-    WaitOp: CudaPlan.add_wait,
-    SynchronizeOp: CudaPlan.add_synchronize,
-    DelayOp: CudaPlan.add_delay,
-}

@@ -1,7 +1,4 @@
-"""Collectives and messages by NCCL.
-
-Collectives and messages by NCCL, through torch's process groups.
-"""
+"""Collectives and messages by NCCL, through torch's process groups."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 def awaited_at_once(unrolled: UnrolledProgram) -> frozenset[int]:
-    """Return the handles of communications that a program with no other stream waits for at once.
+    """Return the handles of communications that the next operation waits for, if the program uses no worker stream.
 
     NCCL may run such a collective on the caller's stream itself. This saves two events on the host, and the
     synchronization of two streams on the device.
@@ -45,7 +42,7 @@ def collective(
 ) -> Step:
     """Return the step that starts a collective and puts its Work into the handle's register.
 
-    A group numbers its ranks in ascending order. A team in another order needs the calls that take a list of blocks.
+    A group numbers its ranks in ascending order. If the team has another order, the step passes a list of blocks.
 
     Args:
         members: the ranks of `group`.
@@ -79,9 +76,9 @@ def collective(
     return base
 
 
-def _options(kind: Any, inline: bool) -> Any:
-    options = kind()
-    options.asyncOp = not inline  # else NCCL runs on the current stream and delays what follows
+def _options(options_class: Any, inline: bool) -> Any:
+    options = options_class()
+    options.asyncOp = not inline  # without it, NCCL runs on the current stream and delays the work that follows
     return options
 
 

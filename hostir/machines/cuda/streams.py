@@ -1,9 +1,7 @@
-"""Streams: worker streams, their order behind each other, and the order of communicating calls.
+"""CUDA streams: the caller's, the workers that executors share, private streams, and the order of communicating calls.
 
-Streams: the caller's, those that executors share, and private ones.
-
-None that hostir creates is from torch's pool, which gives everyone the same 32: a graph that is captured on one of
-those shares cuBLAS's workspace with what is issued to it, see hostir.machines.cuda.graphs.
+hostir takes no stream from torch's pool, which gives the same 32 streams to everyone. A graph that is captured on a
+stream of the pool shares a cuBLAS workspace with all other work on that stream: see hostir.machines.cuda.cublas.
 """
 
 from __future__ import annotations
@@ -22,51 +20,49 @@ WORKERS = 32  # shared worker streams of a device, unless one executor needs mor
 RESTING = 32  # freed streams with cuBLAS workspaces that are not reused yet
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # the latest current stream, by device index
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
-_taken: Counter[torch.device] = Counter()  # how many streams executors have been given
+_taken: Counter[torch.device] = Counter()  # the number of worker streams that executors were given
 _choosing = threading.Lock()
-# Streams whose owners are gone, oldest first, by device, priority and `products`.
+# Private streams without an owner, the oldest first, by device, priority and `products`.
 _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}
 
 
 def queues() -> int:
-    """Return how many hardware queues the streams of a process share; CUDA reads the variable when it starts."""
+    """Return the number of hardware queues of a process; CUDA reads the variable once, at its start."""
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(int(value), 32) if value.isdigit() and int(value) else 8
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream of a device: the same object as long as the same stream is current.
+    """Return the current stream of a device: always the same object while the same stream is current.
 
     Every call asks for it, and `torch.cuda.current_stream` takes 10 us on the host.
     """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
-    known = _known.get(device.index)
-    if known is not None and known[0] == handle:
-        return known[1]
+    latest = _known.get(device.index)
+    if latest is not None and latest[0] == handle:
+        return latest[1]
     stream = torch.cuda.current_stream(device)
     _known[device.index] = handle, stream
     return stream
 
 
 def join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
-    """Make a stream wait for all work that another has been given so far; both by their numbers."""
+    """Make `stream` wait for all work issued to `other` so far; both are indices of `streams`."""
     event.record(streams[other])
     event.wait(streams[stream])
 
 
 class CallOrder:
-    """Calls that run one after another, on whatever streams they are made."""
+    """The order of calls that must run one after another, even if they are made on different streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream | None = None  # of the latest call
-        self.handle: int | None = None  # of that stream
-        self.captured: tuple[int, torch.cuda.Stream] | None = (
-            None  # the capture with the latest captured call, its stream
-        )
+        self.stream: torch.cuda.Stream | None = None  # the stream of the latest call
+        self.handle: int | None = None  # its handle
+        self.captured: tuple[int, torch.cuda.Stream] | None = None  # capture and stream of the latest captured call
 
     def follow(self) -> None:
-        """Make the current stream wait for the latest call, if that was on another stream."""
+        """Make the current stream wait for the latest call if that call was on another stream."""
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle == self.handle:
             return
@@ -76,9 +72,9 @@ class CallOrder:
         self.stream, self.handle = now, handle
 
     def follow_in_capture(self) -> None:
-        """Make the current stream wait for the latest call in the same capture, if that was on another stream.
+        """Make the current stream wait for the latest call in the same capture if that call was on another stream.
 
-        Calls outside a capture cannot come before what is in it: when it is replayed is the caller's to order.
+        A captured call does not wait for calls outside the capture: the caller decides when the graph is replayed.
         """
         now = current(self.device)
         capture = capture_id(now)
@@ -91,23 +87,23 @@ _communicating: dict[torch.device, CallOrder] = {}
 
 
 def communication_order(device: torch.device) -> CallOrder:
-    """Return the order of all calls on a device that communicate.
+    """Return the order of all communicating calls on a device.
 
-    Kernels that wait for peers hold SMs, NCCL's as well: two calls that run in different orders on two ranks would
-    deadlock.
+    Kernels that wait for peers hold SMs, also the kernels of NCCL. Two calls that run in different orders on two ranks
+    would deadlock.
     """
     return _communicating.setdefault(device, CallOrder(device))
 
 
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return `count` different streams for an executor, round robin from those that all executors share."""
-    made = _workers.setdefault(device, [])
+    """Return `count` different streams for an executor, round robin from the streams that all executors share."""
+    shared = _workers.setdefault(device, [])
     with _choosing:
         first = _taken[device]
         _taken[device] += count
-        while len(made) < max(count, min(first + count, WORKERS)):
-            made.append(new_stream(device, priority=0))
-        return [made[(first + i) % len(made)] for i in range(count)]
+        while len(shared) < max(count, min(first + count, WORKERS)):
+            shared.append(new_stream(device, priority=0))
+        return [shared[(first + i) % len(shared)] for i in range(count)]
 
 
 def calling_streams(device: torch.device) -> list[torch.cuda.Stream]:
@@ -120,17 +116,17 @@ def calling_streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:
-    """Return a stream that nobody else has while `owner` lives. With `products`, cuBLAS is called on it.
+    """Return a stream that only `owner` uses while it lives. `products`: the owner calls cuBLAS on the stream.
 
-    torch keeps a cuBLAS workspace for such a stream and never frees it, so streams whose owners are gone are reused,
-    oldest first. The latest `RESTING` of those with products are not reused, since a deleted graph may still be running
-    and use the workspace. That it has ended by the time of the reuse is likely, but not checked: who replays a graph is
-    not known, and CUDA forbids waiting for the whole device while anyone captures.
+    torch keeps a cuBLAS workspace for such a stream and never frees it. So streams are reused once their owners are
+    gone, the oldest first. A deleted graph may still be running and use the workspace. So the latest `RESTING` streams
+    with products are not reused. The graph has probably ended by the time of the reuse, but nothing checks it: hostir
+    does not know who replays a graph, and CUDA forbids waiting for the device while anyone captures.
     """
     idle = _free.setdefault((device, priority, products), deque())
     try:
         stream = idle.popleft() if len(idle) > (RESTING if products else 0) else new_stream(device, priority)
-    except IndexError:  # another thread has taken the only one
+    except IndexError:  # another thread has taken the last one
         stream = new_stream(device, priority)
     weakref.finalize(owner, idle.append, stream).atexit = False
     return stream

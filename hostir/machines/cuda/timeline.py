@@ -1,7 +1,4 @@
-"""Times of a call's operations on CUDA, from events.
-
-Times of a run's operations on CUDA, from events on their streams, converted to the clock that all ranks share.
-"""
+"""Times of a run's operations on CUDA: events on their streams, converted to the clock that all ranks share."""
 
 from __future__ import annotations
 
@@ -17,17 +14,17 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 class Timeline:
-    """Events around the operations of one plan; `collect` turns those of the latest run into a trace's events.
+    """CUDA events around the operations of one plan; `collect` adds the times of the latest run to a trace.
 
-    A communication lasts from where it could start, the end of the earlier work on its stream, to where the first
-    stream that waits for it goes on.
+    A communication lasts from the end of the earlier work on its stream, when it could start, until the first stream
+    that waits for it goes on.
     """
 
     def __init__(self, unrolled: UnrolledProgram, trace: Trace) -> None:
         self.unrolled = unrolled
         self.trace = trace
         self.spans: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
-        self.flights: dict[int, torch.cuda.Event] = {}  # by handle: where the communication ends
+        self.flights: dict[int, torch.cuda.Event] = {}  # by handle: the end of the communication
 
     def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
         """Return the step with events before and after it."""

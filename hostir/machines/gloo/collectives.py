@@ -1,9 +1,7 @@
-"""Collectives and messages by gloo.
+"""Collectives, transfers and messages between CPU processes by gloo.
 
-Collectives, transfers and messages between CPU processes by gloo.
-
-Everything travels as bytes, whatever its dtype. Sums are taken here, in f32 or better and in the order of the
-team, so that bf16 loses nothing on the way and every run gives the same bits.
+All dtypes travel as bytes. The ranks add up in f32 or better, in the order of the team. So sums of bf16 are rounded
+once, and every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places(op: CollectiveOp, members: Members) -> list[int]:
-    """Return, for each rank of the group, numbered ascending, its place in the team."""
+    """Return the place in the team of each rank of the group; a group numbers its ranks in ascending order."""
     return [op.team.index(rank) for rank in members]
 
 
@@ -52,13 +50,13 @@ def _swap(x: torch.Tensor, places: list[int], group: Any, finish: Finish) -> tor
 
 
 def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Give every rank all parts."""
+    """All-gather: every rank gets all parts."""
     out = registers[op.out]
     _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group, finish)
 
 
 def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Give every rank the sum, in place."""
+    """All-reduce in place: every rank gets the sum."""
     x = registers[op.out]
     parts = x.new_empty(len(members), x.numel())
     _gather(x, parts.unbind(0), _places(op, members), group, finish)
@@ -66,12 +64,12 @@ def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Membe
 
 
 def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Give each rank its block of the sum."""
+    """Reduce-scatter: each rank gets its block of the sum."""
     add_up(registers[op.out].view(-1), _swap(registers[op.x], _places(op, members), group, finish).unbind(0))
 
 
 def alltoall(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Send a block from each rank to each rank."""
+    """All-to-all: each rank sends one block to each rank."""
     _blocks(registers[op.out], len(members)).copy_(_swap(registers[op.x], _places(op, members), group, finish))
 
 
@@ -79,8 +77,8 @@ COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, all
 
 
 def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Send and receive pieces. Their waits are gloo's own: a wait that is cut short would break the connection."""
-    if [rank for _, rank in op.sends] == [members[group.rank()]]:  # an exchange with itself
+    """Send and receive pieces. This waits without `finish`, as a wait that is cut short breaks gloo's connection."""
+    if [rank for _, rank in op.sends] == [members[group.rank()]]:  # a message of this rank to itself
         registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
         return
     sent = [group.send([_bytes(registers[x])], members.index(rank), 0) for x, rank in op.sends]

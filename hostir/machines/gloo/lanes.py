@@ -1,6 +1,6 @@
-"""Threads in the place of streams.
+"""Lanes of a CPU process: the steps that one thread executes in a run, the failure of a run, and the times of steps.
 
-The steps that one thread of a CPU process executes in a run, and its position among them.
+Each stream has a lane, and each team that communicates has a lane.
 """
 
 from __future__ import annotations
@@ -8,23 +8,26 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 
 import torch
 
 from hostir.machines.binding import Step
+from hostir.machines.trace import Trace
 from hostir.plan.operations import Op
+from hostir.plan.unrolled import UnrolledProgram
 
-LaneKey = int | tuple[object, ...]  # what a lane runs: the operations of a stream, or the communications of a team
+LaneKey = int | tuple[object, ...]  # the number of a stream, or a team that communicates
 
 
 class AbandonedError(Exception):
-    """Raised in a lane because another lane of the run failed."""
+    """Ends a lane because another lane of the run failed."""
 
 
 class Waits(Enum):
-    """The kinds of waits of a step."""
+    """The kind of wait of a step."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -40,7 +43,7 @@ class ThreadLane:
         self.steps: list[Step] = []
         self.ops: list[Op] = []
         self.waits: list[Waits] = []
-        self.notes: dict[int, Callable[[], str]] = {}  # by step: details of its wait, for messages
+        self.notes: dict[int, Callable[[], str]] = {}  # by step: describes its wait, for messages
         self.cursor: Iterator[Step] | None = None
         self.done = threading.Event()
 
@@ -65,7 +68,7 @@ class ThreadLane:
             self.cursor = None
 
     def run_on_thread(self, inference: bool) -> None:
-        """Do as `run`, in torch's inference mode if the caller is, as each thread has a mode of its own; set `done`."""
+        """Run in the caller's inference mode, since each thread has its own mode, and then set `done`."""
         try:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 self.run()
@@ -74,6 +77,71 @@ class ThreadLane:
 
     @property
     def position(self) -> int:
-        """The index of the step being executed; -1 if none is."""
+        """The index of the step that the thread executes; -1 if it executes no step."""
         cursor = self.cursor
         return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1
+
+
+class RunFailure:
+    """The first failure of a run, and the events that a failure sets, so that no lane waits for them in vain.
+
+    Fields:
+        problem: the operation that failed, and its exception; None in a run without failure.
+    """
+
+    def __init__(self) -> None:
+        self.problem: tuple[Op, BaseException] | None = None
+        self.events: list[threading.Event] = []
+
+    def event(self) -> threading.Event:
+        """Return a new event of the plan."""
+        self.events.append(threading.Event())
+        return self.events[-1]
+
+    def record(self, op: Op, problem: BaseException) -> None:
+        """Record the first failure, and release the lanes that wait for events."""
+        if self.problem is None:
+            self.problem = op, problem
+        for event in self.events:
+            event.set()
+
+
+class LaneTrace:
+    """Records the times of a plan's operations in a trace, if there is one."""
+
+    def __init__(self, unrolled: UnrolledProgram, trace: Trace | None) -> None:
+        self.unrolled = unrolled
+        self.trace = trace
+
+    def timed(self, op: Op, step: Step) -> Step:
+        """Return a step that runs `step` and records its time."""
+        if self.trace is None:
+            return step
+        start, end = self.bracket(op)
+
+        def timed_step() -> None:
+            start()
+            step()
+            end()
+
+        return timed_step
+
+    def bracket(self, op: Op) -> tuple[Step, Step]:
+        """Return a step that begins an event of the trace, and a step that ends it."""
+        trace = self.trace
+        if trace is None:
+            return _nothing, _nothing
+        rank, lane, text, rounds = self.unrolled.rank, op.lane, self.unrolled.text(op), op.place.rounds
+        begun = [0.0]
+
+        def start() -> None:
+            begun[0] = time.time()
+
+        def end() -> None:
+            trace.add(rank, lane, text, begun[0], time.time(), rounds)
+
+        return start, end
+
+
+def _nothing() -> None:
+    """Do nothing."""

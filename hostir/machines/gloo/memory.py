@@ -1,8 +1,6 @@
-"""Files in shared memory that all processes of a host map.
+"""Memory that the CPU processes of a host share: files without a name (memfd) that all processes map.
 
-CPU processes share memory through files without a name (memfd): peers open a file through the process that made it.
-
-So no file remains, however a rank ends.
+A peer opens such a file through the process that created it. So no file remains, however a rank ends.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 class SharedFiles:
-    """Shares memory between CPU processes through files, and gives them a lock for memory order."""
+    """The shared files of this process, and the file lock that orders memory accesses of all ranks."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
-        self.lock = -1  # the file that all ranks lock to take turns
+        self.lock = -1  # descriptor of the file that all ranks lock in turn
         self.unlock: Callable[[], object] | None = None  # closes that file
 
     @contextlib.contextmanager
@@ -42,7 +40,7 @@ class SharedFiles:
             os.close(file)
 
     def reserve(self, size: int) -> None:
-        """Do nothing: the file has its size already."""
+        """Do nothing: `offering` has set the size of the file."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         """Map the files of these ranks, and make the newest file of rank 0 the lock of all ranks."""
@@ -72,7 +70,7 @@ class SharedFiles:
             self.unlock()
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Do nothing: the machine keeps nothing of its own."""
+        """Do nothing: this machine keeps no data with the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
         """Do nothing: the memory is ready."""
@@ -89,11 +87,11 @@ class SharedFiles:
     def turn(self) -> Iterator[None]:
         """Hold the lock of all ranks: what a rank writes before its turn is visible to every rank with a later turn.
 
-        torch copies with plain stores, and Python has no memory fence: on Arm, a flag that is written after the data
-        may be visible before them. So a rank sets a flag while it holds the lock, and a rank that has seen the flag
-        takes the lock once before it reads the data. It is a file lock of the operating system, which unlocks with
-        release and locks with acquire semantics, and unlocks for a process that dies. It excludes processes, not
-        threads; hence the mutex.
+        torch copies with plain stores, and Python has no memory fence. On Arm, a flag that is written after the data
+        may be visible before the data. So a rank sets a flag while it holds the lock, and a rank that has seen the flag
+        takes the lock once before it reads the data. The lock is a file lock of the operating system: locking has
+        acquire semantics, unlocking has release semantics, and the lock of a process that dies is released. It excludes
+        processes, but not threads, so there is a mutex as well.
         """
         with self.mutex:
             fcntl.flock(self.lock, fcntl.LOCK_EX)

@@ -1,9 +1,7 @@
-"""Run one-sided statements on CPU processes: threads copy, set flags and wait for flags in shared memory.
+"""One-sided operations on CPU processes: threads copy, set flags and poll flags in memory that the ranks share.
 
-Threads copy, set flags and poll flags in memory that the ranks share.
-
-A flag holds the latest call and epoch that was signalled, as one number that only rises; see `flag_value`. For each
-barrier, every rank of the team has a row of such flags, one for each rank: a rank sets its flag in all rows, and
+A flag holds the latest call and epoch that was signalled, as one number that only rises: see `flag_value`. For each
+barrier, every rank of the team has a row of flags with one flag for each rank. A rank sets its flag in all rows, and
 polls the flags of its own row. Threads sleep between two polls, as there are more threads than cores.
 """
 
@@ -11,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,58 +20,43 @@ from hostir.job.symmetric import SharedMemory
 from hostir.kernels import aten
 from hostir.kernels.repeats import Kernel
 from hostir.machines.binding import Step, completed, compute_block, copy_here
-from hostir.machines.gloo.lanes import AbandonedError, ThreadLane, Waits
-from hostir.machines.gloo.memory import SharedFiles
+from hostir.machines.gloo.lanes import AbandonedError, LaneTrace, RunFailure, ThreadLane, Waits
 from hostir.plan.operations import EPOCHS, BarrierOp, ComputeOp, CopyOp, Op, SignalOp, WaitSignalOp, flag_value
 from hostir.plan.unrolled import UnrolledProgram
 
 MIN_PAUSE, MAX_PAUSE = 2e-5, 1e-3  # seconds between two polls of a flag
-Flags = Any  # a row of flags as a numpy array, of which an element is read or written by one load or store
-
-
-class SharedMachine(Protocol):
-    """The part of a machine that one-sided operations use."""
-
-    sharing: SharedFiles
-
-
-class LanePlan(Protocol):
-    """The part of a plan that one-sided operations use."""
-
-    unrolled: UnrolledProgram
-    registers: list[Any]
-    memory: SharedMemory | None
-    problem: tuple[Op, BaseException] | None
-
-    @property
-    def machine(self) -> SharedMachine:
-        """The machine that it runs on."""
-
-    def timed(self, op: Op, step: Step) -> Step:
-        """Return a step that does the same and records an event, if there is a trace."""
-
-    def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Return a step that begins an event of the trace, and one that ends it."""
+Flags = Any  # a row of flags as a numpy array: one load reads a flag, and one store sets it
 
 
 class GlooOneSided:
-    """Adds the one-sided operations of a plan to the lanes of its streams."""
+    """Adds the one-sided operations of a plan to the lanes of its streams. `turn` is `SharedFiles.turn`."""
 
-    def __init__(self, plan: LanePlan) -> None:
-        self.plan = plan
-        self.turn = plan.machine.sharing.turn
-        self.registers = plan.registers
+    def __init__(
+        self,
+        unrolled: UnrolledProgram,
+        registers: list[Any],
+        memory: SharedMemory | None,
+        failure: RunFailure,
+        trace: LaneTrace,
+        turn: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.unrolled = unrolled
+        self.registers = registers
+        self.memory = memory
+        self.failure = failure
+        self.trace = trace
+        self.turn = turn
 
     @property
     def call(self) -> int:
-        """The number of the call, counted over all plans with the same memory, and so the same on every rank."""
-        assert self.plan.memory is not None
-        return self.plan.memory.calls
+        """The number of the call. It counts the calls of all plans with the same memory, so all ranks agree."""
+        assert self.memory is not None
+        return self.memory.calls
 
     def deal(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
         """Add a one-sided operation to the lane of its stream."""
         if isinstance(op, CopyOp):
-            lane.add(op, self.plan.timed(op, partial(self.copy, op)))
+            lane.add(op, self.trace.timed(op, partial(self.copy, op)))
         elif isinstance(op, SignalOp):
             lane.add(op, partial(self.set, self.flags(op.flags), op.slot, op.epoch))
         elif isinstance(op, WaitSignalOp):
@@ -80,8 +64,8 @@ class GlooOneSided:
         else:
             self.deal_barrier(op, lane)
 
-    def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, what: str = "") -> None:
-        row, name = self.flags(flags), self.plan.unrolled.flag_name(flags, slot)
+    def deal_wait(self, op: Op, flags: int, slot: int, epoch: int, lane: ThreadLane, operand: str = "") -> None:
+        row, name = self.flags(flags), self.unrolled.flag_name(flags, slot)
 
         def reached() -> bool:
             return bool(row[slot] >= flag_value(self.call, epoch))
@@ -89,18 +73,18 @@ class GlooOneSided:
         def standing() -> str:
             call, at = divmod(int(row[slot]), EPOCHS)
             where = f"at epoch {at} of call {call}" if call else "at 0"
-            return f"epoch {epoch} of call {self.call} of flag {name}{what}: the flag stands {where}"
+            return f"epoch {epoch} of call {self.call} of flag {name}{operand}: the flag stands {where}"
 
         lane.add(op, self.until(reached), Waits.PEER, standing)
 
     def deal_barrier(self, op: BarrierOp, lane: ThreadLane) -> None:
-        assert self.plan.memory is not None
-        me, team = self.plan.unrolled.rank, op.team
-        rows = [self.plan.memory.barriers(team, rank)[op.number].numpy() for rank in team]
-        own, place = rows[team.index(me)], team.index(me)
+        assert self.memory is not None
+        me, team = self.unrolled.rank, op.team
+        rows = [self.memory.barriers(team, rank)[op.number].numpy() for rank in team]
+        arrivals, place = rows[team.index(me)], team.index(me)
 
         def missing() -> list[int]:
-            return [rank for rank, came in zip(team, own, strict=True) if came < flag_value(self.call, 0)]
+            return [rank for rank, arrival in zip(team, arrivals, strict=True) if arrival < flag_value(self.call, 0)]
 
         def standing() -> str:
             return f"rank {', '.join(map(str, missing()))} in call {self.call}"
@@ -109,11 +93,11 @@ class GlooOneSided:
         lane.add(op, self.until(lambda: not missing()), Waits.PEER, standing)
 
     def deal_blocks(self, op: ComputeOp, kernel: Kernel, lane: ThreadLane) -> None:
-        """Add a computation block by block, each after waits for its flags and before the flags that it completes.
+        """Add a computation that runs block by block: wait for a block's flags, compute it, and set its flags.
 
-        In a trace it is one event.
+        A trace shows the computation as one event.
         """
-        (start, end), ready, done = self.plan.bracket(op), op.ready, op.done
+        (start, end), ready, done = self.trace.bracket(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
         blocks, computed = len(order), set[int]()
         add_up = aten.add_up if kernel is aten.sum else None
@@ -133,7 +117,6 @@ class GlooOneSided:
     def flags(self, register: int) -> Flags:
         return self.registers[register].numpy()
 
-    # Steps --------------------------------------------------------------------------------------------------------
     def copy(self, op: CopyOp) -> None:
         copy_here(self.registers[op.out], self.registers[op.x], torch.Tensor.copy_)
 
@@ -150,18 +133,18 @@ class GlooOneSided:
         def step() -> None:
             pause = MIN_PAUSE
             while not reached():
-                if self.plan.problem:
+                if self.failure.problem:
                     raise AbandonedError
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             with self.turn():
-                pass  # from here on the data that were written before the flag are visible
+                pass  # from here on, all data written before the flag are visible
 
         return step
 
 
 def _operands_block(ready: Ready, slot: int) -> str:
-    """Return which part of an operand a flag is about, for messages."""
+    """Return the name of the block of an operand that a flag announces, for messages."""
     if ready.blocks == ready.results:
         return f", for block {slot}"
     source, block = divmod(slot, ready.results)

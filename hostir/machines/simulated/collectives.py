@@ -1,7 +1,4 @@
-"""Communication among simulated ranks: collectives, transfers, messages, flags and barriers.
-
-Communications among simulated ranks: match the ranks' issues with each other, and move data.
-"""
+"""Collectives and transfers among simulated ranks: match the ranks' sides with each other, and move data."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Note = tuple[Span | None, str]
 
 
 class MakeTask(Protocol):
-    """Creates a task of the communication that is being issued."""
+    """A function that creates a task of the communication that is being issued."""
 
     def __call__(
         self, run: Callable[[], object] | None, reads: Views = (), writes: Views = (), undefines: Views = ()
@@ -30,12 +27,14 @@ class MakeTask(Protocol):
 
 
 class CollectiveSide:
-    """One rank's side of a collective, which may touch memory at any time between its issue and its end.
+    """One rank's side of a collective, which may access memory at any time between its issue and its end.
 
-    `tail` precedes it on its stream; `start` is its start on this rank; `give` is its end, which writes the result.
-    Machines may read `x` early for one peer and late for another, so it is read twice, at any time, and the ranks of a
-    team alternate between the two. They may write `out` before any other rank has started, so it is undefined from any
-    time on. `peers` are all sides, in the order of the team; `earlier` is the team's previous one on this rank.
+    `tail` are the tasks before it on its stream. `start` is its start on this rank. `give` is its end, which writes the
+    result. `peers` are all sides, in the order of the team. `earlier` is the team's previous collective on this rank.
+
+    A machine may read `x` early for one peer and late for another. So two tasks read `x`, each at any time, and the
+    ranks of a team alternate between the two copies. A machine may write `out` before any other rank has started. So
+    `out` becomes undefined at any time.
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class CollectiveSide:
         self.peers: list[CollectiveSide] = []
         self.totals: list[torch.Tensor | None] = [None, None]
         if earlier is not None:
-            # A team starts in order, and on all machines runs one after another; but programs may rely only on
-            # the earlier one's start.
+            # On all machines the collectives of a team run one after another. But a program may rely only on the order
+            # of their starts.
             self.start.follow([earlier.start]).held_by([earlier.give])
-            # A link carries one at a time. That takes time, but orders nothing.
+            # A link carries one collective at a time. This takes time, but orders nothing.
             self.takes[0].queued_behind = earlier.give
 
     @property
@@ -73,21 +72,21 @@ class CollectiveSide:
 
     @property
     def shapes(self) -> tuple[object, ...]:
-        """Return dtype and shape of what it reads and writes."""
+        """The dtype and shape of `x` and of `out`."""
         return tuple(None if t is None else (t.dtype, t.shape) for t in (self.x, self.out))
 
     def __str__(self) -> str:
         return " to ".join("nothing" if t is None else f"{t.dtype} {list(t.shape)}" for t in (self.x, self.out))
 
     def agrees(self, other: CollectiveSide) -> bool:
-        """Whether two ranks issue the same communication."""
+        """Return True if two ranks issue the same communication."""
         if self.exchange.kind != other.exchange.kind:
             return False
         if self.exchange.moves is None or other.exchange.moves is None:
             return self.exchange.team == other.exchange.team and self.shapes == other.shapes
         ends = {self.rank, other.rank}
-        mine, theirs = ({m for m in p.exchange.moves or () if {m.source, m.target} == ends} for p in (self, other))
-        return mine == theirs and all(_fits(m, {self.rank: self, other.rank: other}) for m in mine)
+        here, there = ({m for m in p.exchange.moves or () if {m.source, m.target} == ends} for p in (self, other))
+        return here == there and all(_fits(m, {self.rank: self, other.rank: other}) for m in here)
 
     def _snapshot(self, turn: int) -> None:
         self.totals[turn] = None
@@ -147,8 +146,8 @@ def _fits(move: Move, sides: Mapping[int, CollectiveSide]) -> bool:
 def match(issued: Sequence[Mapping[tuple[int, ...], list[CollectiveSide]]], note: Callable[[Task], Note]) -> list[Task]:
     """Join the sides of every collective; `issued[rank][team]` are a rank's sides in issue order.
 
-    A team is named by its ranks in ascending order. Returns the tasks that join. Raises HostIRError if ranks differ in
-    what they issue to a team; `note` describes where a task comes from.
+    A team is named by its ranks in ascending order. `note` returns the statement of a task and its description.
+    Returns the tasks that join the sides. Raises HostIRError if the ranks of a team issue different communications.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):
@@ -163,7 +162,7 @@ def match(issued: Sequence[Mapping[tuple[int, ...], list[CollectiveSide]]], note
 
 
 def _meet(sides: Sequence[CollectiveSide]) -> list[Task]:
-    """Join the sides of one collective: each ends after the others that it receives from have started and read."""
+    """Join the sides of one collective: a side ends after the sides that it receives from have started and read."""
     by_rank = {part.rank: part for part in sides}
     for part in sides:
         part.peers = [by_rank[rank] for rank in part.exchange.team]
@@ -186,13 +185,16 @@ def _note(where: Note, part: CollectiveSide) -> Note:
     return where[0], f"{where[1]}, {part}"
 
 
-def disagreement(what: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
-    """Return the error for ranks that differ in a team's communication or barrier `number`; None is a missing one."""
-    said = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
+def disagreement(operation: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
+    """Return the error for ranks that differ in communication or barrier `number` of a team.
+
+    `notes` has one note for each rank, None for a rank that issues fewer.
+    """
+    described = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(
         Diagnostic(
-            f"the ranks {' '.join(map(str, team))} differ in {what} {number + 1} of their team",
+            f"the ranks {' '.join(map(str, team))} differ in {operation} {number + 1} of their team",
             expected="every rank of a team to issue the same communications in the same order",
-            notes=tuple(said),
+            notes=tuple(described),
         )
     )

@@ -1,10 +1,9 @@
-"""Run simulated ranks in one process, on CPU tensors, in every order that the memory model permits.
+"""The machine of simulated ranks: all ranks in one process, on CPU tensors, in any order that the memory model permits.
 
-Every rank first plans: its statements become tasks, with an edge wherever the memory model orders two of them, and
-nowhere else. Then a seeded scheduler runs the tasks in an order that the edges allow. Undefined memory holds NaN: what
-has not been written, and the caller's tensors after the call. An access to freed memory is an error. A program that
-lacks an edge gives NaN, other bits or an error under some seed; with `watch`, unordered accesses are errors under any
-seed.
+Every rank first plans: its statements become tasks, with an edge where the memory model orders two of them, and no
+other edges. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never written
+holds NaN, and after the call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program
+lacks an edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from hostir.machines.simulated.scheduler import check_seed, execute, program_ord
 from hostir.machines.simulated.tasks import FlagGate, Task
 from hostir.machines.trace import Trace
 
-KernelChoice = str | Mapping[str, Kernel]  # a policy, or what computes each kind
+KernelChoice = str | Mapping[str, Kernel]  # a policy, or the kernel of each kind of computation
 
 
 class LocalMachine:
-    """Simulated ranks, one for each of `programs`, which are usually the same program.
+    """Simulated ranks. Each of `programs` is the program of one rank; usually they are equal.
 
     First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, repeatedly.
     `kernels`, `dtype` and `device` are as for `rehearse`.
@@ -53,18 +52,19 @@ class LocalMachine:
             for rank, program in enumerate(programs)
         ]
         self.tasks: list[Task] = []  # set once the ranks' sides are joined
-        self.delays: list[Task] = []  # those that seeds delay, in this order
+        self.delays: list[Task] = []  # the tasks that seeds delay, in this order
         self.ran: list[Task] = []  # in the last run
 
     @torch.no_grad()
     def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
         """Execute the planned calls from the beginning; return `outputs[call][output][rank]`.
 
-        Seed 0 is program order, others are random. With `watch`, two unordered accesses to one element, at least one
-        of them a write, are an error even if results do not differ, and so is a read of undefined memory.
+        Seed 0 is program order; other seeds are random orders. With `watch`, two unordered accesses to one element, at
+        least one of them a write, are an error even if the results are right. A read of undefined memory is an error,
+        too.
 
-        Raises HostIRError, naming ranks and statements, if the collectives of ranks do not match, if a statement
-        raises, for a deadlock, and for what `watch` finds.
+        Raises HostIRError, which names ranks and statements, if the collectives of ranks do not match, if a statement
+        raises, if the ranks deadlock, and if `watch` finds an error.
         """
         check_seed(seed)
         if not self.tasks:
@@ -81,7 +81,7 @@ class LocalMachine:
                 watching.runs(task)
             for storage in task.memory:
                 if storage in freed:
-                    raise self.ranks[task.rank].late(task)
+                    raise self.ranks[task.rank].memory.used_after_free(task)
 
         order = random_order(seed, self.delays) if seed else program_order
         threads = torch.get_num_threads()
@@ -133,11 +133,11 @@ class LocalMachine:
         joints += meet([rank.barriers for rank in ranks], self.where)
         for team in dict.fromkeys(team for rank in ranks for team in rank.messages):
             pair([rank.messages.get(team, []) for rank in ranks], self.where)
-        own = [task for rank in ranks for task in rank.tasks]
-        self.tasks = [*own, *joints]
-        acts = [task for task in own if task.run is not None]
-        shuffled = Random(0).sample(acts, len(acts))
-        last = max(task.call for task in acts)
+        issued = [task for rank in ranks for task in rank.tasks]
+        self.tasks = [*issued, *joints]
+        actions = [task for task in issued if task.run is not None]
+        shuffled = Random(0).sample(actions, len(actions))
+        last = max(task.call for task in actions)
         self.delays = sorted(shuffled, key=lambda task: task.call == last)  # nothing follows the last call
 
     def _failed(self, task: Task, problem: Exception) -> Exception:
@@ -145,7 +145,7 @@ class LocalMachine:
         return error(f"{where}: {type(problem).__name__}: {problem}", span)
 
     def _deadlock(self) -> HostIRError:
-        """Return the error for a deadlock, with what every rank waits for: closed gates, or else its first task."""
+        """Return the error for a deadlock: each rank's tasks at closed gates, or else its first waiting task."""
         notes = []
         ran = set(self.ran)
         for rank in self.ranks:

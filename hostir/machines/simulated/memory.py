@@ -1,7 +1,4 @@
-"""Memory of simulated ranks, where undefined elements are NaN.
-
-The memory of simulated ranks: NaN until it is written, and out of bounds once it is freed.
-"""
+"""Memory of simulated ranks: it holds NaN until it is written, and must not be accessed once it is freed."""
 
 from __future__ import annotations
 
@@ -20,15 +17,14 @@ class SimulatedMemory:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        self.owners: dict[int, tuple[str, int]] = {}  # of each storage: its buffer's name, and the rank
-        self.freed: dict[int, Span | None] = {}  # by storage: where
+        self.owners: dict[int, tuple[str, int]] = {}  # by storage: the name of the buffer, and its rank
+        self.freed: dict[int, Span | None] = {}  # by storage: the statement that frees it
         self.buffers: list[torch.Tensor] = []
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a dense buffer of NaN, or of 0 for dtypes without NaN."""
-        memory = torch.zeros(
-            max(prod(shape), 1), dtype=dtype, device=self.device
-        )  # at least one element, to have an address
+        elements = max(prod(shape), 1)  # at least one, to have an address
+        memory = torch.zeros(elements, dtype=dtype, device=self.device)
         if dtype.is_floating_point:
             self.buffers.append(memory.fill_(NAN))
         buffer = memory[: prod(shape)].view(tuple(shape))
@@ -36,7 +32,7 @@ class SimulatedMemory:
         return buffer
 
     def overlap(self, x: torch.Tensor, y: torch.Tensor) -> bool:
-        """Whether two views have an element in common."""
+        """Return True if two views have an element in common."""
         if storage_of(x) != storage_of(y):
             return False
         marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
@@ -44,7 +40,7 @@ class SimulatedMemory:
         return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
 
     def free(self, storage: int, span: Span | None) -> None:
-        """Mark memory as freed: it must not be accessed any more."""
+        """Mark a storage as freed: it must not be accessed any more."""
         self.freed[storage] = span
 
     def reset(self) -> None:
@@ -60,5 +56,5 @@ def make_undefined(x: torch.Tensor) -> None:
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Return an identity of the memory that a tensor is in."""
+    """Return the identity of a tensor's storage."""
     return x.untyped_storage().data_ptr()

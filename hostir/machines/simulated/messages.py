@@ -1,7 +1,4 @@
-"""Messages between two simulated ranks.
-
-Messages among simulated ranks: `send`, `recv` and `exchange`, which meet in pairs.
-"""
+"""Messages between two simulated ranks: `send`, `recv` and `exchange`, which are matched in pairs."""
 
 from __future__ import annotations
 
@@ -17,9 +14,10 @@ from hostir.machines.simulated.tasks import Task
 
 
 class MessageSide:
-    """One rank's message: `start` is its start, `take` reads what it sends, `give` writes what it receives.
+    """One rank's side of a message.
 
-    It ends after whichever of the two it has; then the rank's next message in the team starts.
+    `start` is its start. `take` reads the tensor that it sends. `give` writes the tensor that it receives. It has one
+    of the two or both, and ends after them. Then the rank's next message in the team starts.
     """
 
     def __init__(
@@ -44,11 +42,11 @@ class MessageSide:
 
     @property
     def ends(self) -> list[Task]:
-        """The tasks after which it has ended."""
+        """The tasks that end the message."""
         return [task for task in (self.take, self.give) if task is not None]
 
     def meet(self, sender: MessageSide) -> None:
-        """Receive what `sender` sends."""
+        """Receive the tensor that `sender` sends."""
         assert sender.take is not None
         assert self.give is not None
         sender.take.held_by([self.start])
@@ -67,10 +65,10 @@ class MessageSide:
 
 
 def pair(issued: Sequence[Sequence[MessageSide]], note: Callable[[Task], Note]) -> None:
-    """Match the messages of one team: the k-th from a rank to another with the k-th that the other receives.
+    """Match the messages of one team: the k-th send from rank a to rank b with the k-th receive of rank b from rank a.
 
-    `issued` are each rank's messages in the order issued. Raises HostIRError for one that has no partner, or another
-    size or dtype than its partner.
+    `issued` are each rank's messages in the order of issue. Raises HostIRError for a message without a partner, or with
+    a partner of another size or dtype.
     """
     sent: dict[tuple[int, int], list[MessageSide]] = {}
     received: dict[tuple[int, int], list[MessageSide]] = {}

@@ -1,7 +1,4 @@
-"""Symmetric buffers, flags and barriers of simulated ranks.
-
-State that simulated ranks share: symmetric buffers, the flags in them, and barriers.
-"""
+"""State that simulated ranks share: symmetric buffers, the flags in them, and barriers."""
 
 from __future__ import annotations
 
@@ -15,22 +12,22 @@ from hostir.machines.simulated.collectives import Note, disagreement
 from hostir.machines.simulated.memory import SimulatedMemory, storage_of
 from hostir.machines.simulated.tasks import FlagGate, Task, join
 
-Site = tuple[str, tuple[int, ...]]  # where a program allocates: the name that it gives, and the round
+Site = tuple[str, tuple[int, ...]]  # an allocation in a program: the name of the buffer, and the round
 
 
 class SymmetricBuffers:
-    """The symmetric buffers of all ranks. Allocations of all ranks at one place of the program belong together.
+    """The symmetric buffers of all ranks. A buffer belongs to one allocation of the program and to one rank.
 
-    A rank may name a peer's buffer before the peer has planned it; so the first to ask creates it.
+    A rank may use a peer's buffer before the peer has planned its allocation. So the first use creates the buffer.
     """
 
     def __init__(self, memory: SimulatedMemory) -> None:
         self.memory = memory
         self.buffers: dict[tuple[Site, int], torch.Tensor] = {}
-        self.places: dict[int, tuple[Site, int]] = {}  # by storage: where and at which rank
+        self.places: dict[int, tuple[Site, int]] = {}  # by storage: the allocation and the rank
         self.flags: dict[tuple[int, int], FlagGate] = {}  # by storage and element
         self.allocated: set[tuple[Site, int]] = set()
-        self.named: dict[tuple[Site, int], Task] = {}  # the first task that touches it from another rank
+        self.named: dict[tuple[Site, int], Task] = {}  # the first task of another rank that accesses it
 
     def allocate(self, place: Site, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Return a rank's buffer, the same in every call; None if it exists with another shape or dtype."""
@@ -43,9 +40,9 @@ class SymmetricBuffers:
         place, owner = self.places.get(storage_of(view), (None, rank))
         if place is None:
             return None
-        own = self.buffers[place, owner]
-        peer = self._buffer(place, rank, own.shape, own.dtype)
-        return peer.as_strided(view.shape, view.stride(), view.storage_offset())
+        known = self.buffers[place, owner]
+        buffer = self._buffer(place, rank, known.shape, known.dtype)
+        return buffer.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
         """Return the flag at a slot of a view."""
@@ -54,7 +51,7 @@ class SymmetricBuffers:
         return self.flags.setdefault((storage, element), FlagGate(f"%{name}[{element}]"))
 
     def touch(self, view: torch.Tensor, rank: int, task: Task) -> None:
-        """Record that a task of another rank touches this view of a rank's buffer."""
+        """Record that a task of another rank accesses this view of a rank's buffer."""
         self.named.setdefault((self.places[storage_of(view)][0], rank), task)
 
     def reset(self) -> None:
@@ -63,7 +60,7 @@ class SymmetricBuffers:
             flag.reset()
 
     def check(self, note: Callable[[Task], Note]) -> None:
-        """Raise HostIRError if a task touches the buffer of a rank that never allocated it."""
+        """Raise HostIRError if a task accesses the buffer of a rank that never allocates it."""
         for (place, rank), task in self.named.items():
             if (place, rank) not in self.allocated:
                 span, where = note(task)
@@ -76,13 +73,13 @@ class SymmetricBuffers:
         return self.buffers[place, rank]
 
 
-BarrierSide = tuple[Task, Task]  # of a barrier, on one rank: when the rank arrives, and when it continues
+BarrierSide = tuple[Task, Task]  # one rank's arrival at a barrier, and its continuation
 
 
 def meet(issued: Sequence[Mapping[tuple[int, ...], list[BarrierSide]]], note: Callable[[Task], Note]) -> list[Task]:
-    """Join the barriers of all ranks, the n-th of each team with each other; return the tasks that join.
+    """Join the n-th barriers of all ranks of a team; return the tasks that join them.
 
-    Raises HostIRError where the ranks of a team differ in how many they issue.
+    Raises HostIRError if the ranks of a team issue different numbers of barriers.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):

@@ -1,10 +1,8 @@
-"""Race detection on simulated ranks.
-
-Finds unordered accesses while simulated ranks run.
+"""Race detection on simulated ranks: it finds unordered accesses while tasks run.
 
 The past of a task is the set of tasks that happen before it: the tasks that it follows, the signal that it waited
-for, and their pasts. It is kept as the bits of an integer: a vector clock with a component for each task. Tasks that
-merely ran earlier, or that it waited for because of SMs, are not in it. So a race is found under any seed.
+for, and their pasts. It is kept as the bits of an integer: a vector clock with a component for each task. The past does
+not contain tasks that only ran earlier, or that the task waited for because of SMs. So a race is found under any seed.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ class TaskAccess:
         return marks.as_strided(*self.place)
 
     def blank(self) -> torch.Tensor:
-        """Return a mark for each element of the storage, none set."""
+        """Return a mark for each element of the storage, all False."""
         return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
 
     def meets(self, other: TaskAccess) -> bool:
-        """Whether both touch a common element of one storage."""
+        """Return True if both access a common element of one storage."""
         if self.range.stop <= other.range.start or other.range.stop <= self.range.start:
             return False
         marks = self.blank()
@@ -53,21 +51,21 @@ class TaskAccess:
         return bool(other.of(marks).any())
 
     def stands_for(self, other: TaskAccess) -> bool:
-        """Whether all later accesses that race with the earlier `other` race with this one, which then replaces it."""
+        """Return True if this access replaces the earlier `other`: all later races with `other` are races with it."""
         return self.place == other.place and (self.writes or not other.writes)
 
 
 class Watch:
-    """The race detector of one run. `where` names a task's statement, `memory` the buffers."""
+    """The race detector of one run. `where` returns a task's statement, and `memory` knows the names of buffers."""
 
     def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Origin) -> None:
         self.tasks = tasks
         self.memory = memory
         self.where = where
         self.number = {task: i for i, task in enumerate(tasks)}
-        self.past: dict[int, int] = {}  # of tasks still to run, as far as it is known
-        self.sent: dict[int, int] = {}  # of signals: their past and themselves
-        self.accesses: dict[int, list[TaskAccess]] = {}  # by storage: all, but for those that a later one stands for
+        self.past: dict[int, int] = {}  # by task that has not run yet: its past so far
+        self.sent: dict[int, int] = {}  # by signal: its past and the signal itself
+        self.accesses: dict[int, list[TaskAccess]] = {}  # by storage: accesses that no later one replaces
         self.written: dict[int, torch.Tensor] = {}  # by storage: a mark for each element
         self.unwritten: HostIRError | None = None
 
@@ -91,7 +89,7 @@ class Watch:
             self.past[number] = self.past.get(number, 0) | known
 
     def finish(self) -> None:
-        """Check the completed run. Raises HostIRError if something was read that nobody had written."""
+        """Check the completed run. Raises HostIRError if a task read memory that no task had written."""
         if self.unwritten is not None:
             raise self.unwritten
 
@@ -107,8 +105,10 @@ class Watch:
         marks = self.written.setdefault(access.storage, access.blank())
         if access.writes:
             access.of(marks).fill_(defines)
-        elif self.unwritten is None and not access.of(marks).all():  # a race with it may still come, and says more
-            span, where = self._said(access)
+        elif (
+            self.unwritten is None and not access.of(marks).all()
+        ):  # a race with this read may still be found; its error says more
+            span, where = self._described(access)
             self.unwritten = error(
                 f"{where} reads what nobody wrote: {self._buffer(access.storage)}",
                 span,
@@ -128,7 +128,7 @@ class Watch:
         )
 
     def _race(self, first: TaskAccess, second: TaskAccess) -> HostIRError:
-        (span, one), (other_span, other) = self._said(first), self._said(second)
+        (span, one), (other_span, other) = self._described(first), self._described(second)
         return error(
             f"race: {one} and {other} touch common elements of {self._buffer(first.storage)}, and nothing orders them",
             other_span,
@@ -136,7 +136,7 @@ class Watch:
             notes=((span, f"{one} {first.does}"), (other_span, f"{other} {second.does}")),
         )
 
-    def _said(self, access: TaskAccess) -> tuple[Span | None, str]:
+    def _described(self, access: TaskAccess) -> tuple[Span | None, str]:
         task = self.tasks[access.task]
         span, where = self.where(task)
         if task.statement is None:

@@ -1,4 +1,4 @@
-"""Orders of tasks, and running them."""
+"""The scheduler of simulated ranks: orders of tasks, the loop that runs them, and their times."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from time import perf_counter
 from hostir.ir.source import described, error, user_span
 from hostir.machines.simulated.tasks import Task
 
-Priority = Callable[[Task], float]  # of the tasks that may run, the one with the lowest value goes first
-LAST = 2.0  # after every random number
+Priority = Callable[[Task], float]  # of the tasks that may run, the task with the lowest value runs first
+LAST = 2.0  # later than every random number
 
 
 def program_order(task: Task) -> float:
-    """Return a task's place in the order of issue; at equal places, lower ranks come first."""
+    """Return a task's place in the order of issue; of tasks at one place, lower ranks come first."""
     return task.step + task.rank * 1e-6
 
 
@@ -27,15 +27,15 @@ def check_seed(seed: object) -> int:
 
 
 def random_order(seed: int, tasks: Sequence[Task]) -> Priority:
-    """Return a random order that is likely to expose missing edges; every legal order has a chance.
+    """Return a random order that is likely to expose missing edges; every legal order is possible.
 
-    Lanes have strict random priorities, which never change, or seldom, often, or at every step, depending on the seed.
-    If they do not change, the lane with the lowest priority runs only when no other can. That makes orders likely that
-    fair choices hardly ever give, such as a whole stream running before the first collective (the idea of
-    probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010).
+    Lanes have strict random priorities. Depending on the seed, a priority never changes, or seldom, often, or at every
+    step. If priorities do not change, the lane with the lowest priority runs only when no other lane can. Fair choices
+    hardly ever give such orders, for example all tasks of a stream before the first collective. (This is the idea of
+    probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.)
 
-    Every other seed also delays one task, and with it all that follow, until nothing else can run: whatever is not
-    ordered after that task overtakes it. Consecutive seeds delay each of `tasks` in turn.
+    Every other seed also delays one task until nothing else can run. The task's followers wait with it, and all other
+    tasks overtake it. Consecutive seeds delay each of `tasks` in turn.
     """
     random = Random(seed)
     change = random.choice((0.0, 0.1, 0.5, 1.0))
@@ -61,10 +61,12 @@ def execute(
     failed: Callable[[Task, Exception], Exception],
     held: bool = True,
 ) -> list[Task]:
-    """Run tasks until none may run any more, and return them in the order in which they ran; the others are deadlocked.
+    """Run tasks until no task can run, and return them in the order in which they ran; all other tasks are deadlocked.
 
-    `before` is called with each task before it runs, and raises if it must not run; `failed` makes the exception to
-    raise from one of the task itself. With `held`, tasks also wait for those that may delay them on some machines.
+    Args:
+        before: called with each task before it runs; raises if the task must not run.
+        failed: returns the exception to raise for an exception of the task.
+        held: True if tasks also wait for the tasks that may delay them on some machines.
     """
     for task in tasks:
         task.blockers = task.needs + task.held if held else task.needs
@@ -103,7 +105,7 @@ def execute(
 
 
 def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
-    """Add the followers that have no other task left to wait for."""
+    """Add to `ready` the followers that wait for no other task."""
     for follower in task.followers:
         follower.blockers -= 1
         if not follower.blockers:
@@ -117,7 +119,7 @@ def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
 
 
 def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
-    """Return when each task would start and end, in seconds, if every lane had a processor of its own."""
+    """Return the start and end of each task, in seconds, as if every lane had its own processor."""
     starts: dict[Task, float] = {}
     at: dict[Task, tuple[float, float]] = {}
     for task in ran:

@@ -1,7 +1,4 @@
-"""Run tasks of simulated ranks in any order that the edges between them allow, and find accesses that none order.
-
-Tasks with edges between them, and a seeded scheduler that may run any task whose predecessors have run.
-"""
+"""Tasks of simulated ranks, the edges between them, and the gates that block them: flags, and the SMs of a rank."""
 
 from __future__ import annotations
 
@@ -13,32 +10,33 @@ import torch
 from hostir.ir.op import Statement
 
 Views = tuple[torch.Tensor, ...]
-Epoch = tuple[int, int]  # which call, and the epoch counted from its start
+Epoch = tuple[int, int]  # the number of a call, and an epoch of that call
 
 
-@dataclass(eq=False, slots=True, repr=False)  # its tasks all lead to each other
+@dataclass(eq=False, slots=True, repr=False)  # a repr would print all tasks
 class Task:
     """An action of one rank: `run`, once every task it follows has run and its gate is open.
 
     Fields:
-        lane: its queue: the label of its stream, or a separate one if it is on no stream.
+        lane: the label of its stream, or a label of its own if it is on no stream.
         order, step: the numbers of tasks and of statements that its rank issued before it.
-        statement, rounds, call: its origin; no statement for what the caller does.
-        stream: the label of the stream that was current.
+        statement, rounds, call: its origin; a task of the caller has no statement.
+        stream: the label of the stream that was current when it was issued.
         run: the action; None for a task that only orders others.
-        reads, writes: the views that it accesses, of any rank; `memory`: their storages.
-        undefines: views whose contents it makes undefined.
+        reads, writes: the views that it accesses, of any rank.
+        memory: the storages of these views.
+        undefines: the views that it makes undefined.
         gate: the gate that must be open, besides the tasks that it follows.
         changes: the gate that it may open or close when it runs.
-        one_sm: whether it needs one SM only, which a kernel that was issued later in the same call leaves free.
-        may_block: whether it may hold SMs until another rank does something.
-        epoch: the epoch that it waits for at its gate, or that it sets the flag `changes` to.
-        team: of a communication.
+        one_sm: True if it needs only one SM, which a kernel that was issued later in the same call leaves free.
+        may_block: True if it may hold SMs until another rank does something.
+        epoch: the epoch that it waits for at its gate, or the new epoch of the flag `changes`.
+        team: the team of a communication.
         since: the task at which its bar in a trace begins; None if a trace does not show it.
-        timed: whether a real machine takes time for it.
-        queued_behind: the task whose end delays it on a real link, though nothing orders the two.
-        needs, blockers: how many tasks it follows, and how many of them have not run yet.
-        holds, held: the tasks that it may delay on some machines, and how many may delay this one.
+        timed: True if a real machine takes time for it.
+        queued_behind: the task that delays it on a real link, though nothing orders the two.
+        needs, blockers: the number of tasks that it follows, and the number of these that have not run yet.
+        holds, held: the tasks that it may delay on some machines, and the number of tasks that may delay this one.
         seconds: its measured duration.
     """
 
@@ -79,7 +77,7 @@ class Task:
         return self
 
     def held_by(self, others: Iterable[Task]) -> Task:
-        """Add an edge from each of `others` that exists on some machines only, and that programs must not rely on."""
+        """Add an edge from each of `others` that only some machines have; programs must not rely on it."""
         for other in others:
             other.holds.append(self)
             self.held += 1
@@ -87,7 +85,7 @@ class Task:
 
 
 def join(tasks: Iterable[Task]) -> Task:
-    """Return an empty task that follows all of these; tasks that follow it need one edge instead of many."""
+    """Return an empty task that follows all of `tasks`, so that their followers need one edge instead of many."""
     return Task().follow(tasks)
 
 
@@ -101,7 +99,7 @@ class Gate:
         raise AssertionError(type(self).__name__)
 
     def admits(self, task: Task) -> bool:
-        """Whether the task may run now; if not, it is parked."""
+        """Return True if a task may run now; else park it."""
         if self.open(task):
             return True
         self.parked.append(task)
@@ -117,12 +115,12 @@ class Gate:
 
 
 class FlagGate(Gate):
-    """A flag that signals set. It is open to tasks whose epoch it has reached."""
+    """A flag that signals set. It is open to a task once it has reached the task's epoch."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__()
         self.name = name
-        self.signals: list[Task] = []  # of this run, in order
+        self.signals: list[Task] = []  # the signals of this run, in order
 
     def open(self, task: Task) -> bool:
         return bool(self.signals) and self.signals[-1].epoch >= task.epoch
@@ -138,8 +136,8 @@ class FlagGate(Gate):
 class SMGate(Gate):
     """The SMs of a rank. While a waiting kernel holds them, no other task starts, except the copies that overlap it.
 
-    The kernel leaves one SM free for tasks that need only one and were issued before it in its call. A task that may
-    wait for other ranks can take that SM too, and keeps it until it gets all others.
+    The kernel leaves one SM free for tasks that need only one SM and were issued before it in its call. A task that may
+    wait for other ranks can also take this SM, and keeps it until it gets all other SMs.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""A CUDA device that is none: streams and graphs take notes in `log`, and tensors are on the CPU.
+"""A fake CUDA device: streams and graphs write to `log`, and tensors are on the CPU.
 
-A capture holds back the kernels; a replay runs them on the same memory.
+A capture records the kernels; a replay runs them on the same memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log: list[Any] = []
 
 
 class Device:
-    """What a fake device is at."""
+    """The state of the fake device."""
 
     current: Stream
     capture: Graph | None = None
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Event:
-    stream = ""  # of the latest record
+    stream = ""  # the name of the stream of the latest record
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream.name if stream is not None else ""
@@ -63,7 +63,7 @@ class Event:
 
 
 class Current:
-    """torch.cuda.stream"""
+    """Stands for torch.cuda.stream."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -112,7 +112,7 @@ used: set[object] = set()  # pools of graphs that are alive or gone
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the fakes in the place of what torch has, with nothing noted yet."""
+    """Replace torch's functions and classes by the fakes, and clear the log."""
     log.clear()
     alive.clear()
     used.clear()
@@ -158,11 +158,11 @@ def captured(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def executor(p: Program, **options: Any) -> Executor:
-    """One for CUDA whose device is fake, and whose tensors are on the CPU."""
+    """Return a CUDA executor with a fake device and tensors on the CPU."""
     kernels = {kind: captured(kernel) for kind, kernel in kernel_table("aten", "cpu").items()}
     groups = Groups(0, CPU)
     groups.made = {(0, 1): types.SimpleNamespace(_allgather_base=None)}
     machine = CudaMachine(CPU, p, kernels, groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankExecutor, "_join", lambda self, *given: machine)
+        patch.setattr(RankExecutor, "_join", lambda self, *arguments: machine)
         return Executor(p, machine="cuda", **options)

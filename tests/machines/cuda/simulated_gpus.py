@@ -1,8 +1,8 @@
-"""GPUs that exist only in a test: streams are queues of things to do, which a seed runs in any order that CUDA allows.
+"""Simulated GPUs: streams are queues of tasks, which a seed runs in any order that CUDA allows.
 
-What a CUDA plan issues is put into queues instead: waits for flags, writes of flags, copies, kernels, events. The
-ranks' memory is ordinary memory, which all of them see. A queue runs in order; the head of any queue that does not wait
-may be next. What can be wrong in how ranks use flags is wrong here too, without a GPU.
+A CUDA plan puts all its work into these queues: waits for flags, writes of flags, copies, kernels, events. The memory
+of the ranks is ordinary memory of this process, which all ranks can access. A queue runs in order. Any queue may run
+its next task unless that task waits. So errors in the use of flags show here without a GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from hostir.kernels.aten import add_up
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernel_table
 from hostir.machines.binding import completed, compute_block
-from hostir.machines.cuda import flow_control, streams
+from hostir.machines.cuda import blocks, copies, credits, flags, flow_control, streams
 from hostir.machines.cuda import machine as cuda
 from hostir.machines.cuda import memory as cuda_memory
-from hostir.machines.cuda import onesided as cuda_onesided
+from hostir.machines.cuda.blocks import BlockSteps
+from hostir.machines.cuda.copies import CopySteps
+from hostir.machines.cuda.credits import CallBoundary
+from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.machine import CudaMachine, CudaPlan
 from hostir.machines.cuda.memory import PeerMemory
-from hostir.machines.cuda.onesided import CudaOneSided
 from hostir.plan.operations import ComputeOp
 from hostir.plan.unroll import unroll
 
@@ -44,14 +46,14 @@ STEPS = 2_000_000
 
 @dataclass
 class Task:
-    """Something a stream does once it may."""
+    """A task of a stream: it does `do` once `may` returns True."""
 
     do: Callable[[], object]
     may: Callable[[], bool] = lambda: True
 
 
 class Stream:
-    """A queue, with a number for a handle. Where a kernel that copies came last, `copying` is its begin."""
+    """A queue with a number as its handle. `copying` is the beginning of the last kernel if that kernel copies."""
 
     def __init__(self, device: object = None) -> None:
         self.tasks: deque[Task] = deque()
@@ -65,7 +67,7 @@ class Stream:
         self.copying = None
 
     def query(self) -> bool:
-        """True if the queue is empty, once whatever may run in any queue has run."""
+        """Run all tasks that may run, in all queues; return True if this queue is then empty."""
         Gpus.here.advance()
         return not self.tasks
 
@@ -94,14 +96,14 @@ class Event:
 
 
 class InProduct(Event):
-    """The begin of a product that stores to peers itself: what starts there may read what is not written."""
+    """The beginning of a product that stores to peers. A task that starts there may read unwritten memory."""
 
     def wait(self, stream: Stream) -> None:
-        raise AssertionError("it would run beside the product")
+        raise AssertionError("the task would run beside the product")
 
 
 class Shared(PeerMemory):
-    """Symmetric memory that is the memory of this process."""
+    """Symmetric memory in this process."""
 
     def __init__(self, rank: int, memory: dict[int, torch.Tensor]) -> None:
         super().__init__(CPU, rank)
@@ -113,7 +115,7 @@ class Shared(PeerMemory):
         yield ""
 
     def reserve(self, size: int) -> None:
-        """It is there."""
+        """Do nothing: the memory exists already."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
         return {rank: self.memory[rank] for rank in ranks}
@@ -121,17 +123,17 @@ class Shared(PeerMemory):
 
 @dataclass
 class Gpus:
-    """All ranks of a program, on one thread. `waiting`: a kernel can wait for blocks of its rows by itself."""
+    """The GPUs of all ranks, on one thread. `waiting`: True if kernels can wait for flags of their blocks."""
 
     here: Gpus = field(init=False, repr=False)
     streams: list[Stream] = field(default_factory=list)
     waiting: bool = False
-    pushes: int = 0  # how many products have stored to peers themselves since ranks were planned last
+    pushes: int = 0  # the number of products that have stored to peers since the latest plans were made
     current: Stream = field(init=False)
     running: threading.Lock = field(default_factory=threading.Lock)
 
     def kernels(self) -> Mapping[str, Kernel]:
-        """Kernels that run when their stream gets there."""
+        """Return kernels that run when their stream gets there."""
 
         table = kernel_table("aten", "cpu")
         waiting = {f"{name}_by_blocks": table[name] for name in ("matmul", "linear", "sum")} if self.waiting else {}
@@ -145,7 +147,7 @@ class Gpus:
         return issue
 
     def pushed(self, kernel: Callable[..., object]) -> Callable[..., None]:
-        """One kernel that computes and copies."""
+        """Return one kernel that computes and copies."""
 
         def issue(*operands: Any, pushed: Callable[[torch.Tensor], None], **options: Any) -> None:
             self.pushes += 1
@@ -156,35 +158,34 @@ class Gpus:
         return issue
 
     def synchronize(self, device: torch.device) -> None:
-        """Runs what is in the queues until they are empty; other threads do so too, and raise flags meanwhile."""
+        """Run all queues until they are empty. Other threads run them, too, and raise flags meanwhile."""
         while any(s.tasks for s in self.streams):
             self.advance()
             time.sleep(1e-4)
 
     def advance(self) -> None:
-        """Runs what may run; other threads do so too."""
+        """Run all tasks that may run now. Other threads may call this at the same time."""
         with self.running:
             while ready := [s for s in self.streams if s.tasks and s.tasks[0].may()]:
                 for stream in ready:
                     stream.tasks.popleft().do()
 
     def run(self, random: Random) -> None:
-        """Runs what is in the queues. Fails where nothing can go on."""
+        """Run all queues. Raise AssertionError if no queue can go on."""
         for _ in range(STEPS):
             waiting = [s for s in self.streams if s.tasks]
             if not waiting:
                 return
             ready = [s for s in waiting if s.tasks[0].may()]
             assert ready, f"stuck: {len(waiting)} streams wait for ever"
-            # A stream that is chosen goes on for a while: whole streams run late, which is what hurts.
+            # The chosen stream goes on for a while, so that other streams run late: this exposes errors.
             stream = random.choice(ready)
             for _ in range(random.choice((1, 1, 4, 100))):
                 if not stream.tasks or not stream.tasks[0].may():
                     break
                 stream.tasks.popleft().do()
-        raise AssertionError("no end")
+        raise AssertionError("the streams do not end")
 
-    # What takes the place of the driver ---------------------------------------------------------------------------
     def in_batches(self, ops: Sequence[Any]) -> Callable[[int], None]:
         def issue(handle: int) -> None:
             for op in ops:
@@ -205,7 +206,7 @@ class Gpus:
         return lambda stream: stream.add(*_write(flag, epoch))
 
     def push_kernel(self, pieces: Sequence[tuple[int, ...]], size: int) -> Callable[[torch.Tensor], None]:
-        """One kernel: it copies in any order, and then raises flags in any order."""
+        """Return one kernel that copies in any order, and then raises flags in any order."""
 
         def push(source: torch.Tensor) -> None:
             begun, copied = Event(), Event()
@@ -220,12 +221,12 @@ class Gpus:
 
         return push
 
-    def in_one_kernel(self, one_sided: CudaOneSided, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
-        """A computation of blocks of rows in any order in which flags rise, beside copies if it may.
+    def in_one_kernel(self, steps: BlockSteps, op: ComputeOp, kernel: Kernel) -> Callable[[], None]:
+        """Return a step that computes blocks in any order in which flags rise, beside copies if it may.
 
-        Behind each block flags rise, also in any order.
+        After each block it raises flags, also in any order.
         """
-        ready, done = op.ready, op.done
+        ready, done, flags = op.ready, op.done, steps.flags
         blocks = ready.results if ready is not None else done.blocks if done is not None else 0
 
         def step() -> None:
@@ -233,7 +234,7 @@ class Gpus:
             if begun is None:
                 begun = Event()
                 begun.record(self.current)
-            registers, computed = list(one_sided.registers), set[int]()
+            registers, computed = list(steps.context.registers), set[int]()
             for block in range(blocks):
                 self.beside(begun, *tasks(block, registers, computed))
 
@@ -244,18 +245,18 @@ class Gpus:
             def raise_flags() -> None:
                 computed.add(block)
                 for slot in completed(done, block, blocks, computed) if done is not None else ():
-                    _at(one_sided.flag(one_sided.place(done.flags), slot, one_sided.rank)).value = done.epoch
+                    _at(flags.address(flags.place(done.flags), slot, flags.rank)).value = done.epoch
 
             for slot in ready.needed(block) if ready is not None else ():
-                place = one_sided.place(ready.flags)
-                yield Task(*_wait(one_sided.flag(place, slot, one_sided.rank), ready.epoch))
+                place = flags.place(ready.flags)
+                yield Task(*_wait(flags.address(place, slot, flags.rank), ready.epoch))
             yield Task(compute)
             yield Task(raise_flags)
 
         return step
 
     def beside(self, begun: Event, *tasks: Task) -> None:
-        """Something that may run from an event on, and has ended before the current stream goes on."""
+        """Run tasks after an event, and before the current stream goes on."""
         stream, ended = Stream(), Event()
         begun.wait(stream)
         for task in tasks:
@@ -291,7 +292,7 @@ def _wait(address: int, value: int) -> tuple[Callable[[], object], ...]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """torch.cuda and the driver, replaced."""
+    """Replace torch.cuda and the driver by simulated GPUs."""
     these = Gpus()
     Gpus.here = these
     these.current = Stream()
@@ -317,26 +318,21 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "synchronize", these.synchronize)
     monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [*these.streams])  # ranks share this device
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    # Whatever has been issued holds its tensors: nothing is reused before it has run.
+    # Issued tasks hold their tensors, so no memory is reused before they have run.
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(CudaPlan, "load", lambda plan, first: None)  # these kernels are not compiled
-    for module in (cuda_onesided, cuda_memory):
+    for module in (flags, credits, blocks, cuda_memory):
         monkeypatch.setattr(module, "in_batches", these.in_batches)
-    for module in (cuda_onesided, flow_control):
+        if module is not cuda_memory:
+            monkeypatch.setattr(module, "wait_at_least", _wait)
+    for module in (flags, credits, blocks, flow_control):
         monkeypatch.setattr(module, "write", _write)
-    monkeypatch.setattr(
-        cuda_onesided.CudaOneSided, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters)
-    )
-    monkeypatch.setattr(
-        cuda_onesided.CudaOneSided, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size)
-    )
-    monkeypatch.setattr(
-        cuda_onesided.CudaOneSided, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch)
-    )
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "in_one_kernel", lambda *given: these.in_one_kernel(*given))
-    monkeypatch.setattr(cuda_onesided.CudaOneSided, "add_up", lambda _, *given, **o: these.later(add_up)(*given, **o))
-    monkeypatch.setattr(cuda_onesided, "StridedCopy", these.strided_copy)
-    monkeypatch.setattr(cuda_onesided, "wait_at_least", _wait)
+    monkeypatch.setattr(CallBoundary, "flag_reset", lambda _, flags, counters: these.flag_reset(flags, counters))
+    monkeypatch.setattr(CopySteps, "push_kernel", lambda _, pieces, size, sms: these.push_kernel(pieces, size))
+    monkeypatch.setattr(CudaFlags, "signal_kernel", lambda _, flag, epoch: these.signal_kernel(flag, epoch))
+    monkeypatch.setattr(BlockSteps, "in_one_kernel", lambda *arguments: these.in_one_kernel(*arguments))
+    monkeypatch.setattr(BlockSteps, "add_up", lambda _, *parts, **options: these.later(add_up)(*parts, **options))
+    monkeypatch.setattr(copies, "StridedCopy", these.strided_copy)
     return these
 
 
@@ -347,7 +343,7 @@ def plans(
     monkeypatch: pytest.MonkeyPatch,
     sizes: Mapping[str, int] | None = None,
 ) -> list[CudaPlan]:
-    """A plan for each rank."""
+    """Return a plan for each rank."""
     return [plan for (plan,) in layers(gpus, program, parts, monkeypatch, sizes, 1)]
 
 
@@ -359,22 +355,22 @@ def layers(
     sizes: Mapping[str, int] | None,
     count: int,
 ) -> list[list[CudaPlan]]:
-    """So many plans for each rank, as of executors of one program; to meet, every rank has a thread."""
+    """Return `count` plans for each rank, as of executors of one program. Each rank has a thread to meet the others."""
     memory, gpus.pushes = dict[int, torch.Tensor](), 0
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, memory))
-    made: dict[int, list[CudaPlan]] = {}
+    by_rank: dict[int, list[CudaPlan]] = {}
 
     def plan(rank: int, exchange: ExchangeTexts) -> None:
         groups = Groups(rank, CPU, exchange)
         machines = [CudaMachine(CPU, program, gpus.kernels(), groups) for _ in range(count)]
-        made[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
+        by_rank[rank] = [machine.plan(unroll(program, rank, sizes or {}, parts[rank])) for machine in machines]
 
     together(len(parts), plan)
-    return [made[rank] for rank in range(len(parts))]
+    return [by_rank[rank] for rank in range(len(parts))]
 
 
 def together(ranks: int, do: Callable[[int, ExchangeTexts], None]) -> None:
-    """Does it on all ranks at once, each on a thread, with what lets them exchange texts."""
+    """Call `do` for all ranks at once, each on a thread, with a function that exchanges texts."""
     gate, said = threading.Barrier(ranks), dict[tuple[str, int], dict[int, str]]()
     problems: list[BaseException] = []
 

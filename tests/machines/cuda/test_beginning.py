@@ -1,4 +1,4 @@
-"""Where on CUDA credits are taken: by the first stream that touches a peer, unless that may be held up."""
+"""Credits on CUDA: the first stream that accesses a peer takes them, unless it may be blocked before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hostir as hi
 from examples import patterns
 from hostir.ir import parse
 from hostir.ir.program import Program
-from hostir.machines.cuda.onesided import takes_credits_first
+from hostir.machines.cuda.credits import takes_credits_first
 from hostir.plan.unroll import unroll
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -60,7 +60,9 @@ SELF = "signal %own[0] = 1 at %r over x"
         *("a signal by the stream before", "one by a kernel", "one by a kernel, and none that takes the SMs"),
     ],
 )
-def test_permits_are_taken_at_once_where_who_takes_them_may_be_held_up(body: list[str], expected: bool) -> None:
+def test_the_callers_stream_takes_credits_if_another_stream_might_be_blocked_first(
+    body: list[str], expected: bool
+) -> None:
     assert takes_credits_first(recorded(*body)) == expected
 
 
@@ -70,6 +72,6 @@ def one_rank(program: Program) -> UnrolledProgram:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_fused_lets_its_copies_take_them(streams: int) -> None:
+def test_in_fused_programs_the_stream_of_the_copies_takes_the_credits(streams: int) -> None:
     for fusion in (patterns.allgather_matmul_rows(), patterns.allgather_matmul(), patterns.mlp()):
         assert not takes_credits_first(one_rank(hi.lower(fusion, "fused", streams)))

@@ -1,4 +1,4 @@
-"""What cuBLAS is given in a capture goes to streams that no other executor has. Streams and graphs are fakes here."""
+"""In a capture, cuBLAS runs on private streams of the executor. Streams and graphs are fakes here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.machines.cuda import fake_graphs
 from tests.machines.cuda.fake_graphs import Current, Device, Stream, log
 
 HERE = "%c: f32[4, 5] = allocate\n  matmul %a, %b -> %c"
-made: list[tuple[str, int]] = []
+created: list[tuple[str, int]] = []
 
 
 class Event(fake_graphs.Event):
@@ -30,11 +30,11 @@ class Event(fake_graphs.Event):
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
-    made.clear()
+    created.clear()
 
     def new_stream(device: torch.device, priority: int) -> Stream:
-        made.append((f"own {len(made)}", priority))
-        stream = Stream(name=made[-1][0])
+        created.append((f"own {len(created)}", priority))
+        stream = Stream(name=created[-1][0])
         stream.priority = priority
         return stream
 
@@ -44,23 +44,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def executor(monkeypatch: pytest.MonkeyPatch, body: str = BESIDE) -> Executor:
-    """One that notes on which streams its kernels are, and whose matmul is cuBLAS's."""
+    """Return an executor that logs the streams of its kernels. Its matmul counts as cuBLAS."""
     e = fake_graphs.executor(alone(body))
 
-    def noted(kind: str, kernel: Any) -> Any:
+    def noted(name: str, kernel: Any) -> Any:
         def run(*tensors: torch.Tensor, **options: Any) -> None:
-            log.append((kind, Device.current.name))
+            log.append((name, Device.current.name))
             kernel(*tensors, **options)
 
         return run
 
-    kernels = e._machine.kernels = {kind: noted(kind, kernel) for kind, kernel in e._machine.kernels.items()}
+    kernels = e._machine.kernels = {name: noted(name, kernel) for name, kernel in e._machine.kernels.items()}
     monkeypatch.setattr(cuda, "BY_CUBLAS", (*cuda.BY_CUBLAS, kernels["matmul"]))
     return e
 
 
 def noted_in(e: Executor, capture: bool) -> list[tuple[str, ...]]:
-    """What one call issues, in a capture of the caller's or not."""
+    """Return the log of one call, which may be part of a capture of the caller."""
     log.clear()
     Device.callers_capture = capture
     try:
@@ -81,7 +81,7 @@ def test_in_a_capture_a_product_forks_from_its_stream_and_joins_it(monkeypatch: 
     assert Device.current.name == "caller"
 
 
-def test_a_product_on_the_callers_stream_has_one_of_the_priority_that_this_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_private_stream_has_the_priority_of_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     e = executor(monkeypatch, HERE)
     noted_in(e, capture=False)
     assert noted_in(e, capture=True)[1] == ("matmul", "own 0")
@@ -93,7 +93,7 @@ def test_a_product_on_the_callers_stream_has_one_of_the_priority_that_this_has(m
                 *(("own 1", "waits for", "urgent"), ("matmul", "own 1"), ("urgent", "waits for", "own 1"))
             ]
     assert noted_in(e, capture=True)[1] == ("matmul", "own 0")
-    assert made == [("own 0", 0), ("own 1", -1)]
+    assert created == [("own 0", 0), ("own 1", -1)]
 
 
 def test_a_product_that_fails_in_a_capture_joins_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_product_that_fails_in_a_capture_joins_as_well(monkeypatch: pytest.Mon
     assert Device.current.name == "caller"
 
 
-def test_two_executors_never_have_the_same_stream_but_those_that_have_gone_leave_theirs_in_turn(
+def test_live_executors_never_share_a_private_stream_and_deleted_ones_return_theirs_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "RESTING", 2)
@@ -124,7 +124,9 @@ def test_two_executors_never_have_the_same_stream_but_those_that_have_gone_leave
     assert noted_in(living, capture=True)[1] == ("matmul", "own 0")
 
 
-def test_why_a_product_failed_is_said_even_if_its_stream_cannot_join_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_product_is_raised_even_if_its_stream_can_no_longer_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     e = executor(monkeypatch, HERE)
     noted_in(e, capture=False)
     Device.fails = "kernel"
@@ -140,8 +142,8 @@ def test_why_a_product_failed_is_said_even_if_its_stream_cannot_join_any_more(mo
         e(torch.randn(4, 8), torch.randn(8, 5))
 
 
-def test_an_executor_whose_products_are_not_cublas_s_makes_no_streams() -> None:
+def test_an_executor_without_cublas_products_makes_no_private_streams() -> None:
     e = fake_graphs.executor(alone(BESIDE))
     noted_in(e, capture=False)
     noted_in(e, capture=True)
-    assert not made
+    assert not created

@@ -1,4 +1,4 @@
-"""Programs that are proved, and whose calls on CUDA follow each other in ways that ring and fused do not know."""
+"""Calls on CUDA of proved programs that use flags in other ways than the strategies ring and fused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SENT = f"put %x -> %box at {NEXT}   signal %f[0] = 1 at {NEXT}"
 
 
 def program(body: str, symmetric: str = "%box", ranks: int = 2) -> hi.Program:
-    """Two workers, symmetric buffers like the input, and flags; `body` is checked, so that what goes wrong is ours."""
+    """Return a proved program with two workers, symmetric buffers like the input, and flags."""
     buffers = "\n".join(f"  {name}: f32[{ranks}@didx, 4] = allocate_symmetric" for name in symmetric.split())
-    made = hi.parse(f"""hostir 1
+    parsed = hi.parse(f"""hostir 1
 mesh @mesh [didx] = {" ".join(map(str, range(ranks)))}
 program @p(%x: f32[{ranks}@didx, 4]) -> (%y) streams 2 {{
   %user = current_stream
@@ -34,8 +34,8 @@ program @p(%x: f32[{ranks}@didx, 4]) -> (%y) streams 2 {{
   {body}
 }}
 """)
-    prove(made)
-    return made
+    prove(parsed)
+    return parsed
 
 
 BODIES = {
@@ -100,16 +100,14 @@ program @chain(%x: f32[2@didx, 4] on @ab, %z: f32[2@didx, 4] on @bc, %w: f32[2@d
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_know_of_each_other_by_the_barriers_of_a_third(
-    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = hi.parse(CHAIN)
-    prove(made)
-    check_calls(made, gpus, seed, monkeypatch, calls=5)
+def test_credits_count_barriers_of_a_third_rank(seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = hi.parse(CHAIN)
+    prove(chain)
+    check_calls(chain, gpus, seed, monkeypatch, calls=5)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_rank_gives_permits_to_one_whose_memory_it_never_names(
+def test_a_rank_grants_credits_to_a_peer_even_if_it_never_accesses_the_peer(
     seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = "signal %f[0] = 1 at (%r + 1) % 3 over didx   wait_signal %f[0] >= 1   copy %x -> %y"
@@ -117,15 +115,13 @@ def test_a_rank_gives_permits_to_one_whose_memory_it_never_names(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_plans_for_other_strides_take_turns_with_one_memory(
-    seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = program(f"barrier of %x over didx   {SENT}   wait_signal %f[0] >= 1   copy %box -> %y   {SELF}")
+def test_plans_for_different_strides_share_one_memory(seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    signalling = program(f"barrier of %x over didx   {SENT}   wait_signal %f[0] >= 1   copy %box -> %y   {SELF}")
     dense = [[torch.randn(1, 4)] for _ in range(2)]
     apart = [[torch.randn(1, 8)[:, ::2]] for _ in range(2)]
     both = [
-        (first, first.machine.plan(unroll(made, rank, {}, apart[rank])))
-        for rank, first in enumerate(plans(gpus, made, dense, monkeypatch))
+        (first, first.machine.plan(unroll(signalling, rank, {}, apart[rank])))
+        for rank, first in enumerate(plans(gpus, signalling, dense, monkeypatch))
     ]
     assert all(first.memory is second.memory for first, second in both)
     random, outputs = Random(seed), []
@@ -149,7 +145,7 @@ OVERWRITTEN = {
 
 
 @pytest.mark.parametrize("body", OVERWRITTEN.values(), ids=OVERWRITTEN.keys())
-def test_what_is_written_by_others_is_no_place_for_an_input(
+def test_memory_with_another_writer_is_no_place_for_an_input(
     body: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [[torch.randn(1, 4)] for _ in range(2)]

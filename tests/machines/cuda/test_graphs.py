@@ -1,4 +1,4 @@
-"""When calls with `out=` become CUDA graphs, when they do not, and what happens where a capture fails."""
+"""CUDA graphs of calls with `out=`: captures, replays, failed captures, and the lifetime of graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def renewed(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Puts fresh numbers into the inputs and NaN into the output; returns what shall be there."""
+    """Put new numbers into the inputs and NaN into the output; return the expected output."""
     a.normal_()
     b.normal_()
     c.fill_(float("nan"))
@@ -48,11 +48,11 @@ def renewed(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def how(e: Executor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> str:
-    """How a call is carried out; it must be right in any case."""
+    """Return the log of a call, whose result must be right."""
     exact = renewed(a, b, c)
     log.clear()
-    (found,) = e(a, b, out=c)
-    assert found is c
+    (result,) = e(a, b, out=c)
+    assert result is c
     assert torch.allclose(c, exact, atol=1e-5)
     steps = [step if isinstance(step, str) else step[0] for step in log]
     return " ".join(dict.fromkeys(step for step in steps if step in ("eager", "capture", "replay", "leave", "release")))
@@ -65,7 +65,7 @@ def test_the_third_call_at_the_same_addresses_is_captured_and_all_later_ones_are
     assert Device.current.name == "caller"
 
 
-def test_a_capture_is_made_beside_the_callers_stream_and_forbids_other_threads_nothing() -> None:
+def test_a_capture_has_its_own_stream_and_does_not_restrict_other_threads() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     for _ in range(3):
         e(a, b, out=c)
@@ -87,7 +87,7 @@ def test_every_set_of_addresses_has_its_own_graph() -> None:
     assert [how(e, a, b, c) for c in (one, other, one)] == ["replay"] * 3
 
 
-def test_shapes_that_differ_at_one_address_have_graphs_of_their_own() -> None:
+def test_different_shapes_at_one_address_have_different_graphs() -> None:
     body = "%c: f32[M, 5] = allocate\n  matmul %a, %b -> %c"
     e = executor(alone(body, "%a: f32[M, 8], %b: f32[8, 5]"))
     a, b, c = torch.randn(6, 8), torch.randn(8, 5), torch.empty(6, 5)
@@ -100,7 +100,7 @@ def test_shapes_that_differ_at_one_address_have_graphs_of_their_own() -> None:
     assert len(alive) == 2
 
 
-def test_a_call_without_out_is_eager_and_owns_what_it_gives() -> None:
+def test_a_call_without_out_is_eager_and_returns_new_tensors() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     for _ in range(3):
         how(e, a, b, c)
@@ -129,10 +129,10 @@ def test_an_executor_says_why_it_makes_no_graphs(options: dict[str, Any], reason
     assert reason in str(e.graph_refusal)
 
 
-def test_what_goes_through_nccl_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_uses_nccl_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "%c: f32[2, 4] = allocate\n  %h = allgather %a -> %c over didx\n  wait %h"
     e = executor(program(body, "%a: f32[2@didx, 4]"))
-    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, given, capturing: given)
+    monkeypatch.setattr(CudaPlan, "run", lambda self, inputs, outs, capturing: outs)
     a, c = torch.randn(1, 4), torch.empty(2, 4)
     for _ in range(4):
         e(a, out=c)
@@ -140,7 +140,7 @@ def test_what_goes_through_nccl_is_left_to_the_caller(monkeypatch: pytest.Monkey
     assert "'%h = allgather %a -> %c over didx' goes through NCCL" in str(e.graph_refusal)
 
 
-def test_what_is_copied_at_the_end_is_copied_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_copied_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     body = BESIDE.replace("free %t", "%r = select %c[2]")
     p = alone(body, outputs="%t, %r, %a, %c")
     a, b = inputs()
@@ -152,15 +152,14 @@ def test_what_is_copied_at_the_end_is_copied_on_the_callers_stream(monkeypatch: 
         return copy(x, source)
 
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    found = executor(p, graphs=False)(a, b, out=outs)
+    results = executor(p, graphs=False)(a, b, out=outs)
     monkeypatch.undo()
-    assert where == ["caller", "caller"], "the view and the input; %t and %c are written in their places"
-    assert all(x is y for x, y in zip(found, outs, strict=True))
+    assert where == ["caller", "caller"], "only the view and the input are copied: %t and %c are written in place"
+    assert all(x is y for x, y in zip(results, outs, strict=True))
     c = (a @ b).relu()
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(outs, (a @ b, c[2], a, c), strict=True))
 
 
-# Failure ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -190,7 +189,7 @@ def test_after_a_failed_capture_calls_stay_eager_and_say_why_once(step: str, rea
     assert not alive
 
 
-def test_an_allocator_that_was_not_told_of_a_captures_end_is_told() -> None:
+def test_the_allocator_learns_of_the_end_of_a_failed_capture() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     how(e, a, b, c)
     how(e, a, b, c)
@@ -230,7 +229,9 @@ def test_a_graph_that_cannot_be_launched_is_an_error() -> None:
     assert "the CUDA graph of @p could not be launched: CUDA error: out of memory" in said(lambda: e(a, b, out=c))
 
 
-def test_what_the_device_reports_is_raised_by_the_next_call_and_by_synchronize(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_the_device_reports_is_raised_by_the_next_call_and_by_synchronize(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     for _ in range(3):
         how(e, a, b, c)
@@ -242,23 +243,22 @@ def test_what_the_device_reports_is_raised_by_the_next_call_and_by_synchronize(m
     assert not log, "nothing was issued"
 
 
-def test_the_watchdog_sees_what_the_device_reports_unless_the_caller_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_sees_an_error_of_the_device_unless_the_caller_has_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
     e, (a, b) = executor(), inputs()
     e(a, b)
     (plan,) = e.plans.values()
-    told: list[str] = []
-    links = types.SimpleNamespace(announce=lambda what, words: told.append(words))
+    announced: list[str] = []
+    links = types.SimpleNamespace(announce=lambda what, words: announced.append(words))
     dog = types.SimpleNamespace(plan=plan, acknowledged=False, links=links)
     assert Watchdog.reported(dog) == ""
     monkeypatch.setattr(CudaPlan, "problem", lambda plan: error("a kernel gave up"))
     assert Watchdog.reported(dog) == "a kernel gave up"
-    assert told == ["a kernel gave up"]
+    assert announced == ["a kernel gave up"]
     dog.acknowledged = True
     assert Watchdog.reported(dog) == ""
 
 
-# Memory and order -------------------------------------------------------------------------------------------------
-def test_the_latest_used_graphs_are_kept_and_one_that_was_dropped_must_come_back_more_often() -> None:
+def test_the_latest_used_graphs_are_kept_and_a_dropped_one_needs_more_eager_calls() -> None:
     e, (a, b) = executor(), inputs()
     outs = [torch.empty(4, 5) for _ in range(MAX_GRAPHS + 1)]
     for c in outs[:MAX_GRAPHS]:
@@ -272,7 +272,7 @@ def test_the_latest_used_graphs_are_kept_and_one_that_was_dropped_must_come_back
 
 
 class FakeAllocations:
-    """Allocations of one call's tensors, all of which a test can free."""
+    """The allocations of one call's tensors; a test can free all of them."""
 
     freed = False
 
@@ -298,9 +298,9 @@ def test_a_graph_is_dropped_once_memory_that_it_copies_to_a_peer_was_freed(monke
     assert e.graph_refusal is None
 
 
-def test_a_graph_keeps_nothing_of_the_callers_alive() -> None:
+def test_a_graph_keeps_no_tensor_of_the_caller_alive() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
-    e._machine.kernels = {kind: lambda *tensors, **options: None for kind in e._machine.kernels}
+    e._machine.kernels = {name: lambda *tensors, **options: None for name in e._machine.kernels}
     for _ in range(4):
         e(a, b, out=c)
     assert len(alive) == 1
@@ -311,7 +311,7 @@ def test_a_graph_keeps_nothing_of_the_callers_alive() -> None:
 
 
 def by_columns(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers with other strides, for which an executor has another plan."""
+    """Return the same numbers with other strides, for which an executor has another plan."""
     return x.t().contiguous().t()
 
 
@@ -333,7 +333,7 @@ def test_a_plan_that_a_graph_of_the_caller_uses_outlives_all_others(monkeypatch:
     assert len(e.plans) == 1
 
 
-def test_graphs_of_plans_that_will_not_run_again_go() -> None:
+def test_graphs_of_dropped_plans_are_deleted() -> None:
     e, (a, b), c, other = executor(), inputs(), torch.empty(4, 5), torch.empty(4, 5)
     across = by_columns(b)
     for _ in range(3):
@@ -348,7 +348,7 @@ def test_graphs_of_plans_that_will_not_run_again_go() -> None:
     assert how(e, a, across, other) == "replay"
 
 
-def test_calls_of_one_executor_stay_in_order_on_whatever_streams_they_are_made() -> None:
+def test_calls_of_one_executor_run_in_order_on_different_streams() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     for _ in range(4):
         e(a, b, out=c)
@@ -383,7 +383,7 @@ def test_a_session_that_ends_drops_the_graphs_before_the_groups(monkeypatch: pyt
         assert "error: @p is called after the end of its session" in said(call)
 
 
-def test_graphs_go_with_their_executor_and_no_garbage_is_collected_during_a_capture() -> None:
+def test_graphs_are_deleted_with_their_executor_and_no_garbage_is_collected_during_a_capture() -> None:
     e, (a, b), c = executor(), inputs(), torch.empty(4, 5)
     collecting: list[bool] = []
     kernels = e._machine.kernels

@@ -60,12 +60,12 @@ class Job:
         self.flags = self.held()
 
     def run(self, rank: int, executor: int) -> tuple[torch.Tensor | None, ...]:
-        """Issues a call of a rank."""
+        """Issue a call of a rank."""
         self.gpus.current = self.callers[rank]
         return self.plans[rank][executor].run(self.parts[rank])
 
     def fail(self, rank: int, k: int) -> None:
-        """Issues a call of a rank's first executor whose step `k` fails."""
+        """Issue a call of a rank's first executor; step `k` of the call fails."""
         plan = self.plans[rank][0]
         with contextlib.ExitStack() as after:
             after.callback(plan.steps.__setitem__, k, plan.steps[k])
@@ -74,7 +74,7 @@ class Job:
                 self.run(rank, 0)
 
     def check(self, random: Random, executors: Callable[[int], int]) -> None:
-        """A call of all ranks, by the executor that each rank is told: results and flags are as they should be."""
+        """Let all ranks make a call, each by its given executor; check results and flags."""
         outputs = [self.run(rank, executors(rank)) for rank in range(len(self.plans))]
         self.gpus.run(random)
         for rank, outs in enumerate(outputs):
@@ -83,7 +83,7 @@ class Job:
         assert self.held() == self.flags
 
     def held(self) -> list[list[int]]:
-        """The flags of all ranks."""
+        """Return the flags of all ranks."""
         memories = [plans[0].memory for plans in self.plans]
         return [
             buffer.flatten().tolist()
@@ -94,7 +94,7 @@ class Job:
         ]
 
     def renew(self) -> None:
-        """All ranks renew what they share, as their next calls would."""
+        """Let all ranks renew their groups and memory, as their next calls would."""
         problems: list[BaseException] = []
 
         def renew(plan: CudaPlan) -> None:
@@ -113,7 +113,7 @@ class Job:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that wait for peers are released soon."""
+    """Shorten the timeout after which GPUs that wait for peers are released."""
     monkeypatch.setattr(cuda_memory, "PATIENT", 1e-4)
     monkeypatch.setattr(cuda_memory, "PAUSE", 1e-4)
 
@@ -139,7 +139,7 @@ def test_a_failure_before_peers_can_notice_hurts_no_later_call(
 def test_after_a_call_that_ended_midway_the_ranks_begin_anew(
     each: Program, waiting: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever step fails, and however many calls the other ranks are ahead."""
+    """Any step may fail, and the other ranks may be any number of calls ahead."""
     gpus.waiting = waiting
     job = Job(each, gpus, monkeypatch)
     ranks = range(each.ranks)
@@ -182,11 +182,11 @@ program @alone(%x: f32[8]) -> (%y) streams 1 {
 
 @pytest.mark.usefixtures("impatient")
 def test_a_rank_alone_begins_anew_at_once(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = hi.parse(ALONE)
+    lone = hi.parse(ALONE)
     monkeypatch.setattr(cuda, "PeerMemory", lambda device, rank, group: Shared(rank, {}))
-    machine = CudaMachine(CPU, made, gpus.kernels(), Groups(0, CPU))
+    machine = CudaMachine(CPU, lone, gpus.kernels(), Groups(0, CPU))
     monkeypatch.setattr(RankExecutor, "_join", lambda *_: machine)
-    executor = Executor(made, machine="cuda", graphs=False)
+    executor = Executor(lone, machine="cuda", graphs=False)
     x = torch.randn(8)
     for k in range(20):
         (y,) = executor(x)

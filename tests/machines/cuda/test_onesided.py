@@ -21,7 +21,7 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError
 from hostir.ir.tensor_ops import Linear
 from hostir.machines.binding import places
-from hostir.machines.cuda import onesided
+from hostir.machines.cuda import timeouts
 from hostir.machines.cuda.streams import CallOrder
 from hostir.plan.operations import ComputeOp
 from hostir.plan.unroll import unroll
@@ -46,9 +46,9 @@ def check_calls(
     layout: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     executors: int = 1,
 ) -> None:
-    """Issues calls of all ranks at once; results are those of simulated ranks in program order, bit for bit.
+    """Issue calls of all ranks at once, and compare results bit for bit with simulated ranks in program order.
 
-    Several executors of the program take turns, each call on whatever stream.
+    Several executors of the program take turns, and each call may be on any stream.
     """
     sizes = sizes or {}
     random = Random(seed)
@@ -133,7 +133,7 @@ program @kept(%x: f32[8], %y: f32[8]) -> (%c) streams 1 {
 
 
 def test_executors_of_one_program_share_worker_streams(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else orders the writes of %box in two calls, which are on worker 0."""
+    """The writes of %box in two calls are on worker 0, and only this stream orders them."""
     inputs = [[torch.randn(8), torch.randn(8)]]
     for (one, other), same in (
         (layers(gpus, hi.parse(WORKERS_ALONE), inputs, monkeypatch, None, 2)[0], True),
@@ -186,7 +186,7 @@ def test_programs_written_by_hand_are_right_in_every_order(
 
 
 def overlapped(fusion: Program, strategy: str) -> Program | None:
-    """A program without NCCL, which the simulated GPUs lack; None where this strategy makes none."""
+    """Return a program without NCCL, which the simulated GPUs lack; None if this strategy makes no such program."""
     try:
         program = hi.lower(fusion, strategy)
     except HostIRError:
@@ -312,7 +312,7 @@ def test_products_that_store_to_peers_themselves_are_right_in_every_order(
 def test_flags_that_a_kernel_raises_while_it_runs_are_no_order_of_a_stream(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the end of a call waits for none of them: a kernel that gives up leaves some as they are."""
+    """The end of a call does not wait for these flags: a kernel that gives up leaves some of them unraised."""
     body = """%part: f32[8, 3] = allocate
   matmul %x, %w -> %part done %f = 1
   wait_signal %f[0] >= 1
@@ -326,7 +326,8 @@ program @alone(%x: f32[8, 4], %w: f32[4, 3]) -> (%y) {{
 }}
 """)
     (plan,) = plans(gpus, program, [[torch.randn(8, 4), torch.randn(4, 3)]], monkeypatch)
-    control = plan.flagged.flow_control
+    assert plan.one_sided is not None
+    control = plan.one_sided.flags.flow_control
     assert not control.stream_ordered
     assert not control.unawaited
     assert [slot for _, slot in control.raised] == [0, 1, 2, 3]
@@ -335,7 +336,7 @@ program @alone(%x: f32[8, 4], %w: f32[4, 3]) -> (%y) {{
 
 
 def test_a_source_that_a_sum_gave_up_on_is_named(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
+    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     program = hi.parse(reduce_scatter(IN_PIECES, 3))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
@@ -345,9 +346,9 @@ def test_a_source_that_a_sum_gave_up_on_is_named(gpus: Gpus, monkeypatch: pytest
     op = next(op for op in plan.unrolled.ops if isinstance(op, ComputeOp) and op.ready is not None)
     plan.machine.timeouts.of(plan.unrolled, op, op.ready.blocks)[5] = torch.tensor([1, 0])
     said = "rank 0: flag %sent_there[5], for block 1 of source 2, did not reach epoch 1 (stands at 0)"
-    found = str(plan.problem())
-    assert said in found
-    assert "sum %sent axis 0" in found
+    message = str(plan.problem())
+    assert said in message
+    assert "sum %sent axis 0" in message
 
 
 UNSEEN = """hostir 1
@@ -387,7 +388,7 @@ BARRIERS_ALONE = """barrier of %x over didx
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("body", [ONE_WAY, NOBODY_READS, BARRIERS_ALONE])
-def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
+def test_a_rank_may_be_several_calls_ahead_of_a_rank_that_it_does_not_wait_for(
     body: str, seed: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, tail = UNSEEN.split("  barrier of %x over didx\n")[0], "\n}\n"
@@ -395,7 +396,7 @@ def test_a_rank_may_be_calls_ahead_of_one_that_it_does_not_need(
     check_calls(program, gpus, seed, monkeypatch, calls=7)
 
 
-def test_an_input_made_in_its_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_written_in_place_is_not_copied(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = hi.parse("""hostir 1
 mesh @mesh [didx] = 0 1
 fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
@@ -409,10 +410,10 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
     kernels = {**gpus.kernels(), "copy": lambda *_: pytest.fail("copied")}
     monkeypatch.setattr(Gpus, "kernels", lambda _: kernels)
     ready = plans(gpus, program, inputs, monkeypatch)
-    found = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
-    assert [x[1] for x in found] == [None, None], "b is not copied anywhere"
+    targets = [[plan.registers[r] for r in places(plan.unrolled, plan.memory)] for plan in ready]
+    assert [x[1] for x in targets] == [None, None], "b is not copied anywhere"
     outputs = []
-    for (a, b), (home, _), plan in zip(inputs, found, ready, strict=True):
+    for (a, b), (home, _), plan in zip(inputs, targets, ready, strict=True):
         home.copy_(a)
         gpus.current = Stream()
         outputs.append(plan.run([home, b])[0])
@@ -422,7 +423,7 @@ fusion @two(%a: f32[8@didx, 8], %b: f32[8, 5]) -> (%c, %d) {
         torch.testing.assert_close(out, whole @ b)
 
 
-def test_what_peers_copy_from_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_peers_read_is_no_place_for_an_input(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [[torch.randn(1, 1, 4, 8), torch.randn(8, 5)] for _ in range(2)]
     for plan in plans(gpus, lowered("ring", 2), inputs, monkeypatch):
         assert places(plan.unrolled, plan.memory) == (0, 0)
@@ -444,8 +445,8 @@ program @never(%a: f32[2, 4, 8], %b: f32[8, 5]) -> (%c) {
 def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_memory(
     program: Program, alone: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With peers the ranks begin anew after that: what a peer signals late would count for the next call."""
-    monkeypatch.setattr(onesided, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
+    """With peers, the call is abandoned: a late signal of a peer would count for the next call."""
+    monkeypatch.setattr(timeouts, "pinned_zeros", lambda rows: torch.zeros(rows, 2, dtype=torch.int64))
     inputs = [
         [shard(x, v.tensor, rank, {}) for x, v in zip(random_inputs(program, {}, seed=0), program.inputs, strict=True)]
         for rank in range(program.ranks)
@@ -462,7 +463,7 @@ def test_a_timeout_is_reported_by_the_next_call_of_any_executor_that_shares_the_
 def test_a_plan_for_new_sizes_takes_few_calls_of_functions(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, strategy: str, most: int
 ) -> None:
-    """`most`: for each operation; 10 more if the plan asks for each several times whether it touches a peer."""
+    """`most`: function calls an operation; 10 more if the plan asks several times whether it accesses a peer."""
     program = hi.lower(patterns.allgather_matmul(8, S=1, M="M", K=8, N=8), strategy)
     sizes = {"M": 64}
     inputs = random_inputs(program, sizes)
@@ -482,5 +483,5 @@ def test_a_plan_knows_which_tensors_of_a_call_copy_engines_send_to_peers(
         [shard(x, v.tensor, r, {}) for v, x in zip(program.inputs, random_inputs(program, {}), strict=True)]
         for r in range(2)
     ]
-    made = plans(gpus, program, parts, monkeypatch)
-    assert [plan.copied_with_peers for plan in made] == [positions, positions]
+    all_plans = plans(gpus, program, parts, monkeypatch)
+    assert [plan.copied_with_peers for plan in all_plans] == [positions, positions]

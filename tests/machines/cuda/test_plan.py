@@ -1,4 +1,4 @@
-"""What a plan for CUDA issues, in what order and on which stream. Streams, events and NCCL only take notes here."""
+"""The work that a CUDA plan issues, its order and its streams. Streams, events and NCCL only write to a log here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Event:
 
 
 class Group:
-    """A process group in which every rank has what this one has."""
+    """A process group in which all ranks have the data of this rank."""
 
     def wait(self) -> None:
         log.append(("work.wait",))
@@ -97,7 +97,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(program: Program, rank: int = 0, messages: bool = False) -> tuple[CudaPlan, list[torch.Tensor | None]]:
-    """`messages`: whether there are groups for messages, and no others."""
+    """Return a plan. `messages`: True if there are process groups for messages only."""
     groups = Groups(rank, CPU)
     machine = CudaMachine(CPU, program, kernel_table("aten", "cpu"), groups)
     (machine.messages if messages else groups).made = {(0, 1): Group(), (0, 1, 2, 3): Group()}
@@ -126,6 +126,14 @@ def test_a_plan_changes_streams_only_where_the_program_does_and_starts_communica
     ]
     assert torch.allclose(c, (a @ b).expand_as(c))
     assert plan.registers == plan.blank, "a plan holds no tensors between runs"
+
+
+def test_a_plan_has_nothing_in_flight_before_its_first_run() -> None:
+    plan, parts = planned(parse(PIPELINE))
+    assert plan.issued == 0
+    assert plan.in_flight() == []
+    plan.run(parts)
+    assert plan.issued == len(plan.steps)
 
 
 def test_an_error_leaves_the_callers_stream_current_and_behind_all_workers() -> None:
@@ -170,7 +178,7 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
     assert log == [("start",), ("recv", 16, 3), ("recv", 16, 1), ("end",), ("work.wait",)]
 
 
-def test_a_ranks_own_messages_go_through_groups_of_their_own() -> None:
+def test_messages_use_other_process_groups_than_collectives() -> None:
     program = parse("""hostir 1
 mesh @mesh [x] = 1 0
 program @p(%a: f32[8@x, 4]) -> (%c) {
@@ -222,7 +230,7 @@ program @p(%a: f32[2@x, 4]) -> (%d) streams 1 {{
     start, wait, use = lines
     assert ran(start, wait, use) == [("allgather", False)]
     apart = [("allgather", True), ("work.wait",)]
-    assert ran(start, "relu %d -> %d", wait, use) == apart, "something runs beside it"
+    assert ran(start, "relu %d -> %d", wait, use) == apart, "another operation runs beside the collective"
     worker = ["set_stream 0", "synchronize %user", "relu %d -> %d", "set_stream %user", "synchronize 0"]
-    assert ran(start, wait, *worker, use) == apart, "other streams may be meant to run beside it"
-    assert ran(start, wait, wait, use) == [*apart, ("work.wait",)], "the second has something to wait for"
+    assert ran(start, wait, *worker, use) == apart, "other streams may run beside the collective"
+    assert ran(start, wait, wait, use) == [*apart, ("work.wait",)], "the second wait needs an event"

@@ -1,4 +1,4 @@
-"""Calls beside the caller's own work: which stream waits for which, and what the allocator is told."""
+"""Started calls, which run beside the caller's work: the order of streams, and marks for the allocator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(**options: Any) -> tuple[Executor, Any, torch.Tensor]:
-    """An executor, a call that it has started, and the right result."""
+    """Return an executor, a call that it has started, and the right result."""
     e = fake_graphs.executor(alone(BESIDE))
     a, b = torch.randn(4, 8), torch.randn(8, 5)
     handle = e.start(a, b, **options)
@@ -40,12 +40,12 @@ def waits(name: str) -> list[str]:
     return [step[2] for step in log if isinstance(step, tuple) and step[:2] == (name, "waits for")]
 
 
-def test_the_call_runs_on_a_stream_of_its_own_which_the_caller_waits_for_once() -> None:
+def test_the_call_runs_on_its_own_stream_and_the_caller_waits_for_it_once() -> None:
     e, handle, exact = start()
     assert e._side is not None
     beside = e._side.outside.name
-    assert waits(beside)[0] == "caller", "its inputs come from there"
-    assert waits("caller") == [], "nobody has waited so far"
+    assert waits(beside)[0] == "caller", "the inputs come from the caller's stream"
+    assert waits("caller") == [], "the caller has not waited yet"
     (c,) = handle.wait()
     torch.testing.assert_close(c, exact)
     assert waits("caller") == [beside]
@@ -57,7 +57,7 @@ def test_the_call_runs_on_a_stream_of_its_own_which_the_caller_waits_for_once() 
     assert waits("third") == [beside]
 
 
-def test_a_handle_that_is_dropped_tells_the_allocator_what_is_in_use() -> None:
+def test_a_dropped_handle_marks_the_tensors_in_use() -> None:
     out = torch.empty(4, 5)
     e, handle, _ = start(out=out)
     assert e._side is not None
@@ -69,10 +69,10 @@ def test_a_handle_that_is_dropped_tells_the_allocator_what_is_in_use() -> None:
     handle.wait()
     log.clear()
     del handle
-    assert log == [], "the stream on which all of them were made has waited"
+    assert log == [], "the stream that allocated all tensors has waited"
 
 
-def test_within_a_capture_it_has_another_stream_and_joins_even_if_it_is_dropped() -> None:
+def test_within_a_capture_a_started_call_has_another_stream_and_joins_even_if_it_is_dropped() -> None:
     e, first, _ = start()
     first.wait()
     Device.callers_capture = True
@@ -86,13 +86,13 @@ def test_within_a_capture_it_has_another_stream_and_joins_even_if_it_is_dropped(
     del handle
     assert waits("caller")[-1] == inside
     handle = e.start(torch.randn(4, 8), torch.randn(8, 5))
-    found = handle.wait()
+    output = handle.wait()
     Device.callers_capture = False
-    assert handle.wait() is found, "its graph has joined it"
+    assert handle.wait() is output, "the capture has joined the call"
 
 
 def unwaited(e: Executor) -> Any:
-    """A call that was started outside the capture that goes on."""
+    """Return a call that was started outside the current capture."""
     Device.callers_capture = False
     handle = e.start(torch.randn(4, 8), torch.randn(8, 5))
     Device.callers_capture = True

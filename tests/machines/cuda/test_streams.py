@@ -1,4 +1,4 @@
-"""The caller's stream: asked for in every call, of torch only where it is another, and behind other calls."""
+"""Streams: the current stream, workers that executors share, private streams, and the order of calls."""
 
 from __future__ import annotations
 
@@ -13,53 +13,51 @@ from tests.machines.cuda.fake_graphs import CPU, Current, Stream, log
 
 
 def test_torch_makes_an_object_for_a_stream_only_when_another_becomes_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
+    created: list[object] = []
     handles = {0: 7, 1: 7}
 
     def current_stream(device: torch.device) -> object:
-        made.append(f"stream {handles[device.index]} of {device}")
-        return made[-1]
+        created.append(f"stream {handles[device.index]} of {device}")
+        return created[-1]
 
     monkeypatch.setattr(streams, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handles[index], raising=False)
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    found = [current(first), current(first), current(second), current(first)]
-    assert found == ["stream 7 of cuda:0", "stream 7 of cuda:0", "stream 7 of cuda:1", "stream 7 of cuda:0"]
+    currents = [current(first), current(first), current(second), current(first)]
+    assert currents == ["stream 7 of cuda:0", "stream 7 of cuda:0", "stream 7 of cuda:1", "stream 7 of cuda:0"]
     handles[0] = 8
     assert [current(first), current(first), current(second)] == [
         *("stream 8 of cuda:0", "stream 8 of cuda:0", "stream 7 of cuda:1")
     ]
-    assert made == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
+    assert created == ["stream 7 of cuda:0", "stream 7 of cuda:1", "stream 8 of cuda:0"]
 
 
-def test_executors_share_streams_that_are_none_of_torch_s_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executors_share_streams_outside_torch_s_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
-    made: list[object] = []
-    monkeypatch.setattr(streams, "new_stream", lambda device, priority: made.append(object()) or made[-1])
+    created: list[object] = []
+    monkeypatch.setattr(streams, "new_stream", lambda device, priority: created.append(object()) or created[-1])
     first = [streams.workers(CPU, 1)[0] for _ in range(streams.WORKERS)]
     again = [streams.workers(CPU, 1)[0] for _ in range(2 * streams.WORKERS)]
-    assert len(set(map(id, first))) == len(made) == streams.WORKERS
+    assert len(set(map(id, first))) == len(created) == streams.WORKERS
     assert again[: streams.WORKERS] == again[streams.WORKERS :]
     assert set(map(id, again)) == set(map(id, first))
 
 
 @pytest.mark.parametrize("earlier", [0, 5, 30, 100])
-def test_an_executor_never_has_one_stream_twice_however_many_it_has(
-    earlier: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_streams_of_an_executor_are_different(earlier: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
     monkeypatch.setattr(streams, "new_stream", lambda device, priority: object())
     for _ in range(earlier):
         streams.workers(CPU, 1)
     for count in (streams.WORKERS, 2, streams.WORKERS + 1, 40, 31, 41):
         assert len(set(map(id, streams.workers(CPU, count)))) == count
-    assert len(streams._workers[CPU]) == 41, "no more than the largest has"
+    assert len(streams._workers[CPU]) == 41, "as many as the largest executor needs"
     many = small_programs.alone("%c: f32[4, 8] = allocate\n  relu %a -> %c", "%a: f32[4, 8]", streams=40)
     assert len(set(map(id, fake_graphs.executor(many)._machine.streams))) == 40
 
 
-def test_a_stream_without_products_is_taken_again_at_once_and_never_by_who_has_products(
+def test_a_stream_without_products_is_reused_at_once_but_never_for_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_graphs.install(monkeypatch)
@@ -73,7 +71,7 @@ def test_a_stream_without_products_is_taken_again_at_once_and_never_by_who_has_p
     assert own_stream(second, CPU, 0) is not left
 
 
-def test_calls_that_communicate_run_in_order_whichever_streams_they_are_made_on(
+def test_communicating_calls_run_in_order_on_different_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_graphs.install(monkeypatch)
@@ -87,7 +85,7 @@ def test_calls_that_communicate_run_in_order_whichever_streams_they_are_made_on(
     assert log == [("other", "waits for", "caller"), ("caller", "waits for", "other")]
 
 
-def test_calls_that_communicate_run_in_order_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicating_calls_run_in_order_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_graphs.install(monkeypatch)
     order, capture = streams.CallOrder(CPU), [1]
     monkeypatch.setattr(streams, "capture_id", lambda stream: capture[-1])
@@ -99,13 +97,13 @@ def test_calls_that_communicate_run_in_order_within_a_capture(monkeypatch: pytes
     order.follow()
     capture.append(2)
     order.follow_in_capture()
-    assert log == [("other", "waits for", "caller")], "neither of another capture nor of a call outside"
+    assert log == [("other", "waits for", "caller")], "no wait for another capture or a call outside"
 
 
 @pytest.mark.parametrize(
     ("said", "count"), [(None, 8), ("", 8), ("many", 8), ("0", 8), ("1", 1), ("32", 32), ("99", 32)]
 )
-def test_hardware_queues_are_as_many_as_cuda_takes(
+def test_the_number_of_hardware_queues_is_read_as_cuda_reads_it(
     said: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)

@@ -1,4 +1,4 @@
-"""One-sided statements on a CPU process alone, the memory that processes share, and what is refused."""
+"""One-sided statements on a CPU process alone, the memory that processes share, and refused programs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from tests.call.small_programs import alone, program, said
 from tests.machines.cuda import simulated_gpus
 
 
-# A matmul that waits for flags ------------------------------------------------------------------------------------
 def signalled_backwards(shape: str, view: str, blocks: int) -> Program:
-    """A matmul whose flags another stream raises, the last block first, while it runs."""
+    """Return a matmul that waits for flags; another stream raises them while it runs, the last block first."""
     return alone(
         f"""%user = current_stream
   %box: f32{shape} = allocate_symmetric
@@ -158,7 +157,7 @@ def test_a_sum_with_own_rows_writes_no_input() -> None:
     assert torch.equal(a, before)
 
 
-def test_a_sum_without_flags_to_wait_for_sets_one_behind_each_block() -> None:
+def test_a_sum_that_waits_for_no_flags_sets_a_flag_after_each_block() -> None:
     p = alone(
         """%g: flag[3] = allocate_symmetric
   %c: f32[6, 5] = allocate
@@ -209,7 +208,7 @@ def test_a_failure_releases_a_stream_that_waits_for_a_flag(monkeypatch: pytest.M
     torch.testing.assert_close(executor(a, b)[0], a @ b)
 
 
-def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None:
+def test_a_stream_that_waits_for_a_flag_describes_its_wait() -> None:
     body = "%f: flag[3] = allocate_symmetric\n  signal %f[2] = 4 at 0 over didx\n  wait_signal %f[2] >= {}"
     executor = Executor(alone(body.format("5"), outputs="%a"), machine="gloo", check=False)
     refusals: list[str] = []
@@ -226,14 +225,14 @@ def test_a_stream_that_waits_for_a_flag_stands_still_and_says_for_what() -> None
     time.sleep(0.01)
     assert plan.progress() == stands
     assert isinstance(plan, GlooPlan)
-    plan.fail(op, RuntimeError("enough"))
+    plan.failure.record(op, RuntimeError("enough"))
     thread.join(10)
     assert "'wait_signal %f[2] >= 5': RuntimeError: enough" in refusals[0]
     assert plan.progress() is None
 
 
 def test_a_call_that_fails_before_peers_can_notice_it_is_not_counted() -> None:
-    """The other ranks wait in it for this rank, which makes it again: flags of both count the same call."""
+    """The other ranks wait in this call. This rank repeats it, so all flags count the same number of calls."""
     body = "%f: flag[1] = allocate_symmetric\n%y: f32[8] = allocate\nrelu %x -> %y\nsignal %f[0] = 1 at 0 over didx"
     executor = Executor(alone(body, "%x: f32[8]", "%y"), machine="gloo", check=False)
     x = torch.randn(8)
@@ -258,16 +257,15 @@ def test_flags_rise_from_call_to_call() -> None:
     assert flag_value((1 << 31) - 1, EPOCHS - 1) <= torch.iinfo(torch_dtype(FLAG)).max
 
 
-# The memory that processes share ----------------------------------------------------------------------------------
 class Plan:
-    """Something that uses symmetric memory."""
+    """A user of symmetric memory."""
 
 
 PLAN = Plan()
 
 
 def met(*recordings: UnrolledProgram) -> list[SharedMemory | HostIRError | None]:
-    """What ranks get that meet with these recordings, each on a thread."""
+    """Let ranks meet with these unrolled programs, each on a thread; return their memory."""
     results: list[SharedMemory | HostIRError | None] = [None] * len(recordings)
 
     def meet(rank: int, memory: SymmetricMemory) -> None:
@@ -281,7 +279,7 @@ def met(*recordings: UnrolledProgram) -> list[SharedMemory | HostIRError | None]
 
 
 def together(ranks: int, do: Callable[[int, SymmetricMemory], None]) -> None:
-    """Does it on all ranks at once, with the memory of each."""
+    """Call `do` for all ranks at once, with the memory of each rank."""
     simulated_gpus.together(ranks, lambda rank, exchange: do(rank, SymmetricMemory(rank, exchange, SharedFiles())))
 
 
@@ -298,11 +296,11 @@ def recordings(body: str = SHARED, ranks: int = 2) -> list[UnrolledProgram]:
     return [unroll(p, rank, {}, [torch.empty(2, 3)]) for rank in range(ranks)]
 
 
-def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_drop_the_memory_that_rank_0_used_least_recently(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "%box: f32[M, 16] = allocate_symmetric\n  barrier of %box over didx"
     p = program(body, "%x: f32[2@didx, M]", "%x")
     monkeypatch.setattr("hostir.job.symmetric.KEPT_BYTES", 12 * 64 + 3 * ALIGNMENT)  # for M=4 three times
-    found: list[list[Any]] = [[], []]
+    history: list[list[Any]] = [[], []]
 
     plans: list[list[Plan]] = [[], []]
 
@@ -314,23 +312,23 @@ def test_memory_of_sizes_that_rank_0_has_not_used_longest_goes_on_all_ranks(monk
             held.used = turn if rank == 0 else -turn
             if m == 2 and rank == 1:
                 held.captured.add(plans[rank][-1])
-            found[rank].append(sizes_of(memory))
+            history[rank].append(sizes_of(memory))
             if m == 7:
                 first = next(each for (_, sizes), each in memory.met.items() if dict(sizes)["M"] == 3)
-                found[rank].append(first.gone)
-        found[rank].append(first.gone)
+                history[rank].append(first.gone)
+        history[rank].append(first.gone)
 
     together(2, use)
-    assert found[0] == found[1]
-    assert found[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
+    assert history[0] == history[1]
+    assert history[0] == [[1], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 3], [2, 3, 7], False, [2, 100], [2, 1], True]
 
 
 def sizes_of(memory: SymmetricMemory) -> list[int]:
-    """For which M there is memory, in the order in which it was made."""
+    """Return the values of M for which there is memory, the oldest first."""
     return [dict(sizes)["M"] for _, sizes in memory.met]
 
 
-def test_memory_is_one_for_equal_programs_and_goes_when_ranks_meet_and_rank_0_does_not_use_it() -> None:
+def test_equal_programs_share_memory_and_it_is_dropped_when_ranks_meet_after_rank_0_stopped_using_it() -> None:
     body = "%box: f32[M, 16] = allocate_symmetric\n  barrier of %box over didx"
     one, equal = (program(body, "%x: f32[2@didx, M]", "%x") for _ in range(2))
     other = program(f"{body}\n  barrier of %box over didx", "%x: f32[2@didx, M]", "%x")
@@ -357,7 +355,7 @@ def test_memory_is_one_for_equal_programs_and_goes_when_ranks_meet_and_rank_0_do
     together(2, use)
 
 
-def test_ranks_see_each_others_buffers_and_nothing_is_left_behind() -> None:
+def test_ranks_see_each_others_buffers_and_no_file_remains() -> None:
     before = set(os.listdir("/proc/self/fd"))
     one, other = met(*recordings())
     assert isinstance(one, SharedMemory)
@@ -385,7 +383,7 @@ def test_ranks_see_each_others_buffers_and_nothing_is_left_behind() -> None:
         ("if %me == 1 { barrier of %x over didx }", "ranks 0 and 1 differ in how many barriers"),
     ],
 )
-def test_ranks_that_do_not_share_the_same_are_all_told_so_in_one_message(odd: str, message: str) -> None:
+def test_all_ranks_get_one_message_if_their_buffers_differ(odd: str, message: str) -> None:
     one, other = met(*recordings(f"{SHARED}\n  {odd}"))
     assert isinstance(one, HostIRError)
     assert message in str(one)
@@ -394,7 +392,7 @@ def test_ranks_that_do_not_share_the_same_are_all_told_so_in_one_message(odd: st
     assert str(one).count("error:") == 1
 
 
-def test_a_rank_without_memory_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_fail_if_one_rank_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> int:
         raise OSError(24, "Too many open files")
 
@@ -406,7 +404,7 @@ def test_a_rank_without_memory_ends_all(monkeypatch: pytest.MonkeyPatch) -> None
         assert "only Linux lets processes open each other's memory" in str(problem)
 
 
-def test_a_rank_that_has_no_room_ends_all_before_they_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_fail_at_once_if_one_rank_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: SharedFiles, size: int) -> None:
         raise torch.OutOfMemoryError("no room")
 
@@ -424,15 +422,14 @@ def test_buffers_belong_to_an_executor_and_its_sizes() -> None:
     p = alone(body, "%x: f32[M]", "%y")
     one, other = Executor(p, machine="gloo", check=False), Executor(p, machine="gloo", check=False)
     ones, twos = torch.ones(3), torch.full((3,), 2.0)
-    assert one(ones)[0].isnan().all(), "what nobody wrote"
-    assert torch.equal(one(twos)[0], ones), "kept from call to call"
+    assert one(ones)[0].isnan().all(), "the buffer is not written yet"
+    assert torch.equal(one(twos)[0], ones), "the buffer keeps its contents from call to call"
     assert one(torch.ones(4))[0].isnan().all(), "other sizes have other buffers"
     assert torch.equal(one(ones)[0], twos)
-    assert other(ones)[0].isnan().all(), "and so have other executors"
+    assert other(ones)[0].isnan().all(), "other executors have other buffers"
 
 
-# What is refused --------------------------------------------------------------------------------------------------
-def test_simulated_ranks_put_inputs_of_any_strides_and_refuse_what_real_ones_refuse() -> None:
+def test_simulated_ranks_put_inputs_of_any_strides_and_refuse_the_same_programs_as_real_ranks() -> None:
     p = program(
         f"{SHARED}\n  relu %x -> %y".replace("%f:", "%y: f32[4@didx, 3] = allocate\n  %f:"), "%x: f32[4@didx, 3]", "%y"
     )

@@ -1,4 +1,4 @@
-"""Computations that set a flag behind each block of rows, and sums over what ranks have sent, on simulated ranks."""
+"""Computations that set a flag after each block of rows, and sums over blocks of all ranks, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROGRAMS: dict[str, Callable[[str, str], str]] = {
 
 
 def flat(outputs: Iterable[Iterable[Iterable[torch.Tensor | None]]]) -> list[torch.Tensor]:
-    """What every rank holds of every output of every call."""
+    """Return the shards of all outputs of all calls, in one list."""
     return [part for call in outputs for parts in call for part in parts if part is not None]
 
 
@@ -40,7 +40,7 @@ def exact(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def closeness(ranks: int, dtype: torch.dtype) -> float:
-    """The largest error of a sum of parts that were rounded, relative to the largest element."""
+    """Return the largest error of a sum of rounded parts, relative to the largest element."""
     return 4 * torch.finfo(dtype).eps * ranks**0.5
 
 
@@ -66,12 +66,12 @@ def test_every_order_gives_the_sum_of_the_parts_bit_for_bit(name: str, mesh: str
             error = (part.double() - mine).abs().max() / mine.abs().max()
             assert error <= closeness(len(mesh.split()), part.dtype)
     for seed in SEEDS:
-        found = machine.run(seed, watch=seed < 4)
-        assert all(torch.equal(x, y) for x, y in zip(flat(found), flat(expected), strict=True)), seed
+        outputs = machine.run(seed, watch=seed < 4)
+        assert all(torch.equal(x, y) for x, y in zip(flat(outputs), flat(expected), strict=True)), seed
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_sum_by_blocks_has_the_bits_of_one_that_waits_for_all_before(ranks: int) -> None:
+def test_a_sum_by_blocks_has_the_bits_of_a_sum_that_waits_for_all_blocks(ranks: int) -> None:
     text = programs.scattered(" ".join(map(str, range(ranks))), "f16")
     before = f"""  for %i in 0..{ranks - 1} {{
     for %p in 0..2 {{ wait_signal %there[((%r + %i + 1) % {ranks}) * 2 + %p] >= 1 }}
@@ -82,8 +82,8 @@ def test_a_sum_by_blocks_has_the_bits_of_one_that_waits_for_all_before(ranks: in
 """
     whole = changed(text, "  sum %sent axis 0 -> %c ready %there >= 1 from %r own %mine\n", before)
     calls = [random_inputs(parse(text), {"M": 5}, seed=call) for call in range(2)]
-    found, expected = (rehearse(parse(t), calls, {"M": 5}).run(3) for t in (text, whole))
-    assert all(torch.equal(x, y) for x, y in zip(flat(found), flat(expected), strict=True))
+    outputs, expected = (rehearse(parse(t), calls, {"M": 5}).run(3) for t in (text, whole))
+    assert all(torch.equal(x, y) for x, y in zip(flat(outputs), flat(expected), strict=True))
 
 
 @pytest.mark.parametrize("text", [programs.scattered(), programs.scattered_slices(), programs.summed_everywhere()])
@@ -124,7 +124,7 @@ def test_no_flags_or_no_sources_are_refused(statement: str, inputs: str, message
     assert message in said(lambda: rehearse(p, [random_inputs(p, {"S": 0})], {"S": 0}))
 
 
-def test_where_own_rows_stand_for_a_source_nothing_is_kept() -> None:
+def test_the_rows_that_own_rows_replace_become_undefined() -> None:
     text = programs.scattered("0 1").replace("-> (%c)", "-> (%c, %sent)")
     calls = [random_inputs(parse(text), {"M": 3}, seed=call) for call in range(2)]
     for _, sent in rehearse(parse(text), calls, {"M": 3}).run(4):
@@ -134,9 +134,8 @@ def test_where_own_rows_stand_for_a_source_nothing_is_kept() -> None:
             assert not part[1 - rank].isnan().any()
 
 
-# What is wrong is found -------------------------------------------------------------------------------------------
 def changed(text: str, *pairs: str) -> str:
-    """A text with each line of a pair replaced by the other of the pair."""
+    """Return a text with the two lines of each pair swapped."""
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -157,7 +156,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_fault_is_watched_under_seed_0_and_changes_results_under_others(fault: str) -> None:
+def test_watch_finds_a_fault_under_seed_0_and_other_seeds_change_the_result(fault: str) -> None:
     text = programs.scattered("0 1 2")
     calls = [random_inputs(parse(text), {"M": 3}, seed=call) for call in range(3)]
     right = flat(rehearse(parse(text), calls, {"M": 3}).run(0))

@@ -32,7 +32,7 @@ def bits(calls: Sequence[Sequence[Parts]]) -> list[list[int]]:
     return [part.view(torch.int32).flatten().tolist() for call in calls for output in call for part in output]
 
 
-def test_each_call_gives_what_it_would_alone() -> None:
+def test_each_call_gives_the_same_result_as_alone() -> None:
     p = parse(AG_MATMUL)
     calls = calls_of(p, 3)
     for seed in range(20):
@@ -45,7 +45,7 @@ def test_a_machine_runs_again_and_again_as_if_for_the_first_time() -> None:
     calls = calls_of(p)
     machine = rehearse(p, calls)
     fresh = {seed: bits(run_calls(p, calls, seed=seed)) for seed in range(12)}
-    assert len({str(found) for found in fresh.values()}) > 2, "the orders show"
+    assert len({str(outputs) for outputs in fresh.values()}) > 2, "the orders show"
     assert all(bits(machine.run(seed)) == fresh[seed] for seed in (*fresh, *reversed(fresh)))
 
 
@@ -79,12 +79,12 @@ def test_a_worker_that_nobody_joins_reads_the_next_calls_inputs() -> None:
 def test_the_caller_overwrites_inputs_and_outputs_once_its_stream_is_done() -> None:
     p = program(f"  %y: f32[4@didx, 3] = allocate\n{LEFT}  set_stream 0\n  copy %z -> %y\n  set_stream %user")
     machine = rehearse(p, calls_of(p))
-    found = [torch.cat([part for call in machine.run(seed) for part in call[0]]) for seed in SEEDS]
-    assert any(x.isnan().any() for x in found)
+    results = [torch.cat([part for call in machine.run(seed) for part in call[0]]) for seed in SEEDS]
+    assert any(x.isnan().any() for x in results)
 
 
-def test_streams_go_on_from_call_to_call() -> None:
-    """What a worker was given in one call comes before what it is given in the next."""
+def test_streams_keep_their_order_from_call_to_call() -> None:
+    """A worker's tasks of one call precede its tasks of the next call."""
     body = """  %user = current_stream
   %z: f32[4@didx, 3] = allocate_symmetric
   set_stream 0
@@ -108,8 +108,8 @@ def test_streams_go_on_from_call_to_call() -> None:
     assert "reads what nobody wrote: %z of rank" in said(lambda: machine.run(watch=True))
 
 
-def test_an_epoch_of_an_earlier_call_lets_nobody_pass() -> None:
-    """However high it was: who passed by it would get what was put in the call before."""
+def test_an_epoch_of_an_earlier_call_ends_no_wait() -> None:
+    """If a high epoch of the call before ended a wait, the rank would read that call's data."""
     body = """  %me = rank of %x over didx
   %box: f32[2, 3] = allocate_symmetric
   %f: flag[1] = allocate_symmetric
@@ -132,7 +132,7 @@ def test_an_epoch_of_an_earlier_call_lets_nobody_pass() -> None:
         run_calls(short, calls)
 
 
-def test_what_a_peer_still_reads_is_overwritten_by_the_next_call() -> None:
+def test_the_next_call_overwrites_memory_that_a_peer_still_reads() -> None:
     body = """  %me = rank of %x over didx
   %box: f32[2, 3] = allocate_symmetric
   %f: flag[1] = allocate_symmetric

@@ -1,3 +1,5 @@
+"""Programs on simulated ranks: right results in every legal order, and the errors of wrong programs."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ def inputs_of(program: Program, seed: int = 0) -> list[torch.Tensor]:
 
 
 def agrees(program: Program, inputs: Sequence[torch.Tensor], seed: int) -> bool:
-    """Whether this order gives what the program means."""
+    """Return True if this order gives the right result."""
     exact = reference(program, inputs)
     try:
         outputs = run_whole(program, inputs, seed=seed)
@@ -35,17 +37,17 @@ def agrees(program: Program, inputs: Sequence[torch.Tensor], seed: int) -> bool:
 
 
 @pytest.mark.parametrize("text", [AG_MATMUL, ROW_PARALLEL, TRANSFERS, GRID])
-def test_every_legal_order_gives_what_the_program_means(text: str) -> None:
+def test_every_legal_order_gives_the_right_result(text: str) -> None:
     program = parse(text)
     inputs = inputs_of(program)
     assert [seed for seed in SEEDS if not agrees(program, inputs, seed)] == []
 
 
 def without(text: str, *lines: str) -> str:
-    """The text without the last occurrence of each of these."""
+    """Return the text without the last occurrence of each of these parts."""
     for line in lines:
-        before, found, after = text.rpartition(line)
-        assert found, line
+        before, separator, after = text.rpartition(line)
+        assert separator, line
         text = before + after
     return text
 
@@ -89,7 +91,7 @@ DISCARD = OVERWRITE.replace("gelu %a -> %x", "free %x").replace("(%c, %x)", "(%c
         pytest.param(without(DISCARD, "  wait %h\n"), id="what is sent is freed"),
     ],
 )
-def test_a_missing_edge_is_convicted_by_some_seed(text: str) -> None:
+def test_some_seed_exposes_a_missing_edge(text: str) -> None:
     program = parse(text)
     inputs = inputs_of(program)
     wrong = [seed for seed in SEEDS if not agrees(program, inputs, seed)]
@@ -98,7 +100,7 @@ def test_a_missing_edge_is_convicted_by_some_seed(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [OVERWRITE, DISCARD])
-def test_waiting_for_a_communication_protects_what_it_reads(text: str) -> None:
+def test_waiting_for_a_communication_protects_its_inputs(text: str) -> None:
     program = parse(text)
     inputs = inputs_of(program)
     assert all(agrees(program, inputs, seed) for seed in SEEDS)
@@ -144,7 +146,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
         assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(first, again, strict=True))
 
 
-def test_parts_go_in_and_come_out_where_the_meshes_have_them() -> None:
+def test_each_rank_has_the_shards_of_its_meshes_as_inputs_and_outputs() -> None:
     program = parse(TRANSFERS)
     whole = inputs_of(program)
     parts = [[shard(x, v.tensor, r, {"K": 8}) for r in range(3)] for v, x in zip(program.inputs, whole, strict=True)]
@@ -174,7 +176,7 @@ program @sum(%x: bf16[4] partial(didx), %y: bf16[4] partial(didx)) -> (%s, %t) {
     assert all(x.tolist() == [260.0] for x in scattered)
 
 
-def test_the_callers_tensors_are_left_alone() -> None:
+def test_the_callers_tensors_do_not_change() -> None:
     program = parse(AG_MATMUL)
     inputs = [x.requires_grad_() for x in inputs_of(program)]
     before = [x.detach().clone() for x in inputs]
@@ -183,7 +185,6 @@ def test_the_callers_tensors_are_left_alone() -> None:
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
-# Ranks that disagree ----------------------------------------------------------------------------------------------
 PAIR = """hostir 1
 mesh @mesh [x] = 0 1
 mesh @turned [x] = 1 0
@@ -262,7 +263,6 @@ program @p(%a: f32[N]) -> (%b) {{
         machine.run()
 
 
-# Programs that cannot run -----------------------------------------------------------------------------------------
 def program_of(body: str, head: str = "%a: f32[4@didx, 6], %b: f32[4@didx, 6]) -> (%a") -> Program:
     return parse(f"hostir 1\nmesh @mesh [didx] = 0 1\nprogram @p({head}) streams 2 {{\n{body}\n}}\n", "p.hir")
 

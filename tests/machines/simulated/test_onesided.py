@@ -58,7 +58,7 @@ def ring(ranks: int = 2, *without: str) -> Program:
 
 
 def right(outputs: Sequence, inputs: Sequence[Sequence[torch.Tensor]], ranks: int) -> bool:
-    """Whether every call of a ring gave every rank what its neighbour had."""
+    """Return True if every call gave every rank its neighbour's data."""
     for (y,), (x,) in zip(outputs, inputs, strict=True):
         parts = x.clamp_min(0).chunk(ranks)
         if not all(torch.equal(y[(r + 1) % ranks], parts[r]) for r in range(ranks)):
@@ -75,7 +75,7 @@ def test_put_signal_wait_and_a_closing_barrier_are_right_in_every_order(ranks: i
 @pytest.mark.parametrize(
     "line", ["  wait_signal %there[0] >= 1\n", "  barrier of %x over didx\n"], ids=["no wait", "no barrier"]
 )
-def test_what_a_protocol_lacks_is_convicted_by_some_seed_and_watched_under_seed_0(line: str) -> None:
+def test_some_seed_exposes_a_missing_statement_and_watch_finds_it_under_seed_0(line: str) -> None:
     machine, inputs = rehearsed(ring(2, line))
     wrong = [seed for seed in SEEDS if not right(machine.run(seed), inputs, 2)]
     assert len(wrong) >= 5, wrong
@@ -103,7 +103,7 @@ def test_get_reads_the_same_view_at_the_peer() -> None:
             assert torch.equal(torch.cat([y[1], y[0]]), x)
 
 
-def test_a_flag_stands_where_the_last_signal_set_it() -> None:
+def test_a_flag_has_the_epoch_of_the_latest_signal() -> None:
     p = program(
         """
   %user = current_stream
@@ -131,8 +131,7 @@ def test_a_flag_stands_where_the_last_signal_set_it() -> None:
     assert verdicts == {"passes", "deadlock"}
 
 
-# Barriers ---------------------------------------------------------------------------------------------------------
-def test_barriers_of_one_number_belong_together_whatever_their_streams() -> None:
+def test_barriers_of_one_number_match_on_different_streams() -> None:
     p = program(
         """
   %me = rank of %x over didx
@@ -161,7 +160,6 @@ def test_a_barrier_that_a_rank_leaves_out_is_named() -> None:
         run_local(p, whole(p, 0))
 
 
-# Messages ---------------------------------------------------------------------------------------------------------
 def messages(body: str, ranks: int = 2) -> Program:
     text = f"  %me = rank of %x over didx\n  %y: f32[{2 * ranks}@didx, 3] = allocate\n{body}"
     return program(text, f"%x: f32[{2 * ranks}@didx, 3]) -> (%y)", ranks)
@@ -197,7 +195,7 @@ def test_an_exchange_sends_and_receives_at_once(ranks: int) -> None:
             assert torch.equal(torch.cat([*y[1:], y[0]]), x)
 
 
-def test_a_send_meets_a_receive_and_both_are_known_through_their_handles() -> None:
+def test_a_send_matches_a_receive_and_both_have_handles() -> None:
     ordered = """  if %me == 0 { %s = send %x to 1 over didx   wait %s   %r = recv %y from 1 over didx   wait %r }
   if %me == 1 { %r = recv %y from 0 over didx   wait %r   %s = send %x to 0 over didx   wait %s }"""
     machine, inputs = rehearsed(messages(ordered))
@@ -208,7 +206,7 @@ def test_a_send_meets_a_receive_and_both_are_known_through_their_handles() -> No
     assert "race: " in said(lambda: run_local(late, whole(late, 0), watch=True))
 
 
-def test_the_kth_message_meets_the_kth_on_the_way() -> None:
+def test_the_kth_send_matches_the_kth_receive() -> None:
     body = """  %x0 = chunk %x[0 of 2]   %x1 = chunk %x[1 of 2]
   %y0 = chunk %y[0 of 2]   %y1 = chunk %y[1 of 2]
   if %me == 0 { %s = send %x0 to 1 over didx   %t = send %x1 to 1 over didx   wait %s   wait %t   copy %x -> %y }
@@ -237,7 +235,6 @@ def test_a_message_without_its_partner_is_named(body: str, message: str) -> None
         run_local(p, whole(p, 0))
 
 
-# Matmuls that wait for flags --------------------------------------------------------------------------------------
 PULL = """
   %me = rank of %x over didx
   %user = current_stream
@@ -275,7 +272,7 @@ def test_a_matmul_computes_each_block_once_its_flag_is_up() -> None:
     assert all(product_of(p, seed, machine, inputs, seed < 5) for seed in SEEDS)
 
 
-def test_copies_behind_a_matmul_that_waits_for_them_never_run() -> None:
+def test_copies_issued_after_the_matmul_that_waits_for_them_never_run() -> None:
     behind = PULL.replace("  set_stream 0\n  synchronize %user\n  COPIES\n", "").replace(
         "  synchronize 0\n", f"  {PUTS}\n"
     )
@@ -297,8 +294,8 @@ def test_copies_behind_a_matmul_that_waits_for_them_never_run() -> None:
     ],
     ids=["relu", "allgather", "put within the rank"],
 )
-def test_a_kernel_may_come_too_late_for_the_sms(mine: str, kernel: str) -> None:
-    """The flags go up behind a kernel that either begins before the matmul or waits for its SMs for ever."""
+def test_a_kernel_may_wait_forever_for_sms(mine: str, kernel: str) -> None:
+    """The flags rise after a kernel that either begins before the matmul, or waits forever for the matmul's SMs."""
     late = PULL.replace("COPIES", f"{kernel}\n  {PUTS}").replace("  %y:", f"  %mine: {mine}\n  %y:")
     p = program(late, PULL_HEAD)
     machine, inputs = rehearsed(p)
@@ -325,7 +322,6 @@ def test_a_trace_shows_copies_messages_and_one_bar_for_a_matmul_that_waits() -> 
     assert all(e.start <= e.end for e in trace.events)
 
 
-# Refusals ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -338,7 +334,7 @@ def test_a_trace_shows_copies_messages_and_one_bar_for_a_matmul_that_waits() -> 
         ),
     ],
 )
-def test_what_is_not_symmetric_has_no_peers(body: str, message: str) -> None:
+def test_memory_that_is_not_symmetric_is_refused_at_a_peer(body: str, message: str) -> None:
     p = program(body, "%x: f32[4@didx, 3]) -> (%x)")
     with pytest.raises(HostIRError, match=f"(?s){message}"):
         run_calls(p, [whole(p, 0)])

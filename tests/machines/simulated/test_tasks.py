@@ -1,4 +1,4 @@
-"""Which orders the scheduler of simulated ranks may choose, and which it does."""
+"""The orders that the scheduler of simulated ranks may choose, and those that it chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEEDS = range(400)
 
 
 def chains(lengths: Sequence[int]) -> list[Task]:
-    """Lanes of so many tasks each; a task's rank is its lane."""
+    """Return lanes with these numbers of tasks; the rank of a task is its lane."""
     tasks: list[Task] = []
     for rank, length in enumerate(lengths):
         lane: list[Task] = []
@@ -28,17 +28,17 @@ def ran(tasks: Sequence[Task], seed: int) -> list[Task]:
 
 def test_every_legal_order_has_a_chance() -> None:
     tasks = chains([2, 2])
-    found = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
-    assert len(found) == 6, "as many as there are ways to merge two lanes of two"
+    orders = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
+    assert len(orders) == 6, "as many as there are ways to merge two lanes of two"
 
 
 def test_a_lane_may_starve_until_it_alone_can_run() -> None:
     tasks = chains([20, 20])
-    found = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
-    assert {(0,) * 20 + (1,) * 20, (1,) * 20 + (0,) * 20} <= found
+    orders = {tuple(task.rank for task in ran(tasks, seed)) for seed in SEEDS}
+    assert {(0,) * 20 + (1,) * 20, (1,) * 20 + (0,) * 20} <= orders
 
 
-def test_every_task_is_held_back_by_some_seed_until_nothing_else_can_run() -> None:
+def test_some_seed_delays_each_task_until_no_other_can_run() -> None:
     tasks = chains([5, 5, 5])
     behind = {task: 5 - task.order for task in tasks}  # how many of its lane are left when it waits
     for seed in range(2, 2 + 2 * len(tasks), 2):
@@ -47,11 +47,11 @@ def test_every_task_is_held_back_by_some_seed_until_nothing_else_can_run() -> No
         assert order.index(late) == len(tasks) - behind[late]
 
 
-def test_program_order_is_that_of_issuing_with_ranks_side_by_side() -> None:
+def test_program_order_is_the_order_of_issue_with_ranks_in_step() -> None:
     assert [task.rank for task in ran(chains([3, 3]), 0)] == [0, 1, 0, 1, 0, 1]
 
 
-def test_a_gate_holds_tasks_back_and_forgets_them_between_runs() -> None:
+def test_a_gate_parks_tasks_and_forgets_them_between_runs() -> None:
     flag, sms = FlagGate(), SMGate()
     wait = Task(0, "a", 0, run=lambda: None, gate=flag, epoch=(0, 2))
     signals = [Task(0, "b", n, run=lambda: None, changes=flag, epoch=(0, n)) for n in (1, 2)]

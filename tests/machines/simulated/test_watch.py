@@ -1,4 +1,4 @@
-"""What `watch` sees: unordered accesses to common elements, under every seed, and reads of what nobody wrote."""
+"""The findings of `watch`, under every seed: unordered accesses to common elements, and reads of unwritten memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOWERED = sorted(f for f in CASES.iterdir() if not f.stem.endswith("-fusion"))
 
 
 @pytest.mark.parametrize("file", LOWERED, ids=lambda f: f.stem)
-def test_what_lowering_emits_has_no_race(file: Path) -> None:
+def test_lowered_programs_have_no_race(file: Path) -> None:
     program = parse(file.read_text(), str(file))
     run_calls(program, [random_inputs(program, {}, seed=call) for call in range(2)], watch=True)
 
 
 @pytest.mark.parametrize("text", [AG_MATMUL, ROW_PARALLEL, TRANSFERS, GRID, OVERWRITE, DISCARD])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_sound_program_is_passed_over_in_silence(text: str, seed: int) -> None:
+def test_a_right_program_has_no_finding(text: str, seed: int) -> None:
     program = parse(text)
     run_calls(program, [inputs_of(program, call) for call in range(2)], seed=seed, watch=True)
 
@@ -58,7 +58,7 @@ program @late(%x: f32[2@didx, 8]) -> (%y) {
         pytest.param(without(OVERWRITE, "  wait %h\n"), id="what is sent is overwritten"),
     ],
 )
-def test_a_missing_edge_is_seen_in_whatever_order_it_runs(text: str) -> None:
+def test_a_missing_edge_is_found_in_every_order(text: str) -> None:
     program = parse(text)
     for seed in range(6):
         with pytest.raises(HostIRError, match=r"^(\S+: )?error: race: "):
@@ -69,12 +69,12 @@ def test_a_race_names_both_sides_and_the_buffer() -> None:
     program = parse(without(REUSE, "    wait %h\n"), "reuse.hir")
     with pytest.raises(HostIRError) as caught:
         run_local(program, inputs_of(program), watch=True)
-    (found,) = caught.value.diagnostics
+    (finding,) = caught.value.diagnostics
     gather, matmul = "'%h = allgather %a_i -> %g_i over didx'", "'matmul %g_i, %b -> %c_i'"
     sides = f"rank 0, {gather} in round 0 on stream 0", f"rank 0, {matmul} in round 0 on stream 0"
-    assert found.message.startswith(f"race: {sides[0]} and {sides[1]} touch common elements of %a_full of rank 0")
-    assert [text for _, text in found.notes] == [f"{sides[0]} writes", f"{sides[1]} reads"]
-    assert [program_line(span) for span, _ in found.notes] == ["%h = allgather", "matmul %g_i, %"]
+    assert finding.message.startswith(f"race: {sides[0]} and {sides[1]} touch common elements of %a_full of rank 0")
+    assert [text for _, text in finding.notes] == [f"{sides[0]} writes", f"{sides[1]} reads"]
+    assert [program_line(span) for span, _ in finding.notes] == ["%h = allgather", "matmul %g_i, %"]
 
 
 def program_line(span: Span) -> str:
@@ -100,7 +100,7 @@ HALVES = """  %user = current_stream
 
 
 @pytest.mark.parametrize("axis", ["0", "1"])
-def test_elements_are_told_apart_not_buffers(axis: str) -> None:
+def test_accesses_to_different_elements_of_a_buffer_are_no_race(axis: str) -> None:
     apart = program_of(HALVES.replace("AXIS", axis).replace("PART", "%i"))
     run_local(apart, inputs_of(apart), watch=True)
     same = program_of(HALVES.replace("AXIS", axis).replace("PART", "0"))
@@ -108,7 +108,7 @@ def test_elements_are_told_apart_not_buffers(axis: str) -> None:
         run_local(same, inputs_of(same), watch=True)
 
 
-def test_elements_between_elements_are_others() -> None:
+def test_accesses_to_interleaved_elements_are_no_race() -> None:
     body = HALVES.replace("%y: f32[4@didx, 6] = allocate", "%t: f32[6, 4@didx] = allocate\n  %y = permute %t (1, 0)")
     program = program_of(body.replace("AXIS", "1").replace("PART", "%i"), "%x: f32[4@didx, 6]) -> (%t)")
     run_local(program, inputs_of(program), watch=True)
@@ -116,7 +116,7 @@ def test_elements_between_elements_are_others() -> None:
     run_local(columns, inputs_of(columns), watch=True)
 
 
-def test_a_read_of_what_nobody_wrote_is_named() -> None:
+def test_a_read_of_unwritten_memory_is_named() -> None:
     part = "  %y: f32[4@didx, 6] = allocate\n  %t: f32[4@didx, 6] = allocate\n  %t_0 = chunk %t[0 of 2] axis 1\n"
     program = program_of(part + "  %x_0 = chunk %x[0 of 2] axis 1\n  relu %x_0 -> %t_0\n  relu %t -> %y")
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_free_touches_the_whole_buffer() -> None:
 
 
 def test_waiting_for_sms_orders_nothing() -> None:
-    """A kernel that begins once a matmul has ended is not ordered behind it."""
+    """A kernel that begins after a matmul has ended is not ordered after the matmul."""
     program = parse("""hostir 1
 mesh @mesh [didx] = 0 1
 program @p(%x: f32[2, 3], %w: f32[3, 5]) -> (%y, %z) streams 2 {

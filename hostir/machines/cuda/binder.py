@@ -1,0 +1,319 @@
+"""Binding on CUDA: the operations of an unrolled program become steps, closures that issue work to streams."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostir.job.symmetric import SharedMemory
+from hostir.kernels.contractions import IN_TRITON
+from hostir.kernels.dtypes import torch_dtype
+from hostir.kernels.table import kernels_for
+from hostir.machines.binding import Step, bind_allocate, bind_compute, bind_view
+from hostir.machines.cuda.blocks import BlockSteps
+from hostir.machines.cuda.context import PlanContext
+from hostir.machines.cuda.copies import CopySteps
+from hostir.machines.cuda.credits import CallBoundary, uses_flags
+from hostir.machines.cuda.flags import CudaFlags
+from hostir.machines.cuda.nccl import awaited_at_once, collective, messages
+from hostir.machines.cuda.streams import join
+from hostir.machines.cuda.timeline import Timeline
+from hostir.plan.lifetimes import late_streams
+from hostir.plan.operations import (
+    CALLER,
+    AllocateOp,
+    BarrierOp,
+    CollectiveOp,
+    ComputeOp,
+    CopyOp,
+    DelayOp,
+    FreeOp,
+    MarkOp,
+    MessagesOp,
+    Op,
+    SignalOp,
+    SymmetricOp,
+    SynchronizeOp,
+    ViewOp,
+    WaitOp,
+    WaitSignalOp,
+)
+
+if TYPE_CHECKING:
+    from hostir.machines.cuda.machine import CudaMachine
+
+CYCLES_PER_US = 2000  # of a clock near 2 GHz
+
+
+class CudaOneSided:
+    """Makes the steps of a plan's one-sided operations, on the symmetric memory of all ranks.
+
+    Copy engines or SMs copy. Streams or kernels set flags and wait for flags.
+    """
+
+    def __init__(self, context: PlanContext, memory: SharedMemory) -> None:
+        self.launches = context.launches
+        self.flags = CudaFlags(context, memory)
+        self.call = CallBoundary(context, self.flags)
+        self.copies = CopySteps(context, self.flags)
+        self.blocks = BlockSteps(context, self.flags, self.copies.behind_products)
+
+
+class BufferFrees:
+    """The steps that free a plan's buffers, and mark the streams that may still use a buffer when it is freed.
+
+    `late` are these streams, by buffer.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        self.context = context
+        self.late = late_streams(context.unrolled)
+
+    def drop_with_the_run(self) -> set[int]:
+        """Return the buffers to drop with the run, once the caller's stream has joined all other streams.
+
+        They need no marks.
+        """
+        allocated = self.context.unrolled.allocated
+        buffers = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
+        for buffer in buffers:
+            del self.late[buffer]
+        return buffers
+
+    def free(self, buffer: int) -> list[Step]:
+        """Return the steps that free a buffer and its views."""
+        registers = self.context.registers
+        freed = [i for i, owner in enumerate(self.context.unrolled.buffers) if owner == buffer]
+
+        def step() -> None:
+            for i in freed:
+                registers[i] = None
+
+        return [*self.marks(buffer), step]
+
+    def marks(self, buffer: int) -> list[Step]:
+        """Return the steps that tell the allocator which streams may still use a buffer when it is freed."""
+        registers, streams = self.context.registers, self.context.streams
+
+        def recording(stream: int) -> Step:
+            return lambda: registers[buffer].record_stream(streams[stream])
+
+        return [recording(stream) for stream in self.late.pop(buffer, ())]
+
+
+class CudaBinder:
+    """Makes the steps of a plan, one operation after another.
+
+    Fields:
+        memory, one_sided: the symmetric memory and its operations; None if the program has no symmetric memory.
+        steps, ops: the steps in issue order, and the operation of each step.
+        in_captures: the steps that a capture issues instead of the steps at these positions.
+        launches: the steps that only launch kernels of Triton, with their operations.
+        current: the stream that is current after the last step.
+        freed_later: the frees between a product and the copies with which it will be bound; None elsewhere.
+        awaited_at_once: the handles of collectives that may run on the caller's stream itself.
+        inlined: the handles of collectives that do.
+        engine_copies: the buffers that copy engines copy to or from a peer.
+        unnoticed: the number of steps, from the first, that neither peers nor the next run can notice.
+    """
+
+    def __init__(
+        self, machine: CudaMachine, context: PlanContext, memory: SharedMemory | None, timeline: Timeline | None
+    ) -> None:
+        self.machine = machine
+        self.context = context
+        self.memory = memory
+        self.one_sided = None if memory is None else CudaOneSided(context, memory)
+        self.timeline = timeline
+        self.steps: list[Step] = []
+        self.ops: list[Op] = []
+        self.in_captures: dict[int, Step] = {}
+        self.launches: list[tuple[Op, Step]] = []
+        self.current = CALLER
+        self.frees = BufferFrees(context)
+        self.freed_later: list[FreeOp] | None = None
+        self.awaited_at_once = awaited_at_once(context.unrolled)
+        self.inlined = set[int]()
+        self.engine_copies = set[int]()
+        self.unnoticed = sys.maxsize
+
+    def bind(self) -> None:
+        """Add the steps of all operations, between the steps that begin and end a call."""
+        ops = self.context.unrolled.ops
+        for step in self.one_sided.call.begin_call() if self.one_sided else ():
+            self.append(ops[0], step)
+        if self.one_sided is not None and self.one_sided.call.credits_taken is not None:
+            self.unnoticed = 0
+        dropped_last = self.frees.drop_with_the_run() if self.one_sided else set()
+        for op in ops:
+            if op.frees not in dropped_last:
+                self.add(op)
+        for buffer in sorted(self.frees.late):
+            for step in self.frees.marks(buffer):
+                self.append(ops[-1], step)
+        if self.current != CALLER:
+            self.append(ops[-1], self.switch(CALLER))
+        self.unnoticed = min(self.unnoticed, len(self.steps))
+        for step in self.one_sided.call.end_call() if self.one_sided else ():
+            self.append(ops[-1], step)
+
+    @property
+    def flagged(self) -> CudaOneSided:
+        """The one-sided operations of a program that has symmetric memory."""
+        assert self.one_sided is not None
+        return self.one_sided
+
+    def append(self, op: Op, step: Step) -> None:
+        self.steps.append(step)
+        self.ops.append(op)
+
+    def add(self, op: Op) -> None:
+        """Bind one operation to its stream."""
+        if op.by_group or uses_flags(self.context.unrolled, op):
+            self.unnoticed = min(self.unnoticed, len(self.steps))
+        for step in self.one_sided.call.before(op) if self.one_sided else ():
+            self.append(op, step)
+        BIND[type(op)](self, op)
+
+    def here(self, op: Op, step: Step) -> None:
+        """Add a step that runs on the operation's stream as the current one."""
+        if op.stream != self.current:
+            self.append(op, self.switch(op.stream))
+            self.current = op.stream
+        self.direct(op, step)
+
+    def direct(self, op: Op, step: Step | None) -> None:
+        """Add a step that names its streams, so that the current stream does not matter; do nothing for None."""
+        if step is not None:
+            self.append(op, self.timeline.timed(op, step, self.context.streams) if self.timeline else step)
+
+    def switch(self, stream: int) -> Step:
+        streams, set_stream = self.context.streams, torch.cuda.set_stream
+        return lambda: set_stream(streams[stream])
+
+    def add_allocate(self, op: AllocateOp) -> None:
+        self.here(op, bind_allocate(op, self.context.registers, self.context.device))
+
+    def add_symmetric(self, op: SymmetricOp) -> None:
+        """Set the register now, since the buffer is the same in every run."""
+        assert self.memory is not None
+        self.context.registers[op.out] = self.memory.buffer(op)
+
+    def add_view(self, op: ViewOp) -> None:
+        view = bind_view(op, self.context.registers)
+        if self.context.registers[op.x] is None:
+            self.append(op, view)
+        else:  # a view of a symmetric buffer is the same in every run
+            view()
+
+    def add_compute(self, op: ComputeOp) -> None:
+        if self.one_sided is not None and id(op) in self.one_sided.copies.products:
+            self.freed_later = []
+            return
+        if op.ready is not None or op.done is not None:
+            self.here(op, self.flagged.blocks.compute(op))
+        else:
+            kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind]
+            captured = self.machine.kernel(op)
+            compute = bind_compute(op, self.context.registers, kernel)
+            self.here(op, compute)
+            if kernel in IN_TRITON:
+                self.launches.append((op, compute))
+            if captured is not kernel:
+                self.in_captures[len(self.steps) - 1] = bind_compute(op, self.context.registers, captured)
+
+    def add_copy(self, op: CopyOp) -> None:
+        if self.add_push(op):
+            return
+        if self.context.unrolled.touches_peer(op):
+            self.engine_copies.update(
+                self.context.unrolled.buffers[register] for register in self.context.unrolled.tensors(op)
+            )
+            self.direct(op, self.flagged.copies.copy(op))
+        else:
+            self.here(op, self.flagged.copies.copy_within(op))
+
+    def add_signal(self, op: SignalOp) -> None:
+        if not self.add_push(op):
+            self.direct(op, self.flagged.flags.signal(op))
+
+    def add_push(self, op: CopyOp | SignalOp) -> bool:
+        """Return True if one kernel carries out the operation together with others; bind it at the last of them."""
+        pushes, pushed = self.flagged.copies.pushes.get(id(op)), self.flagged.copies.products.get(id(op))
+        if pushes is None or op is not pushes.ops[-1]:
+            return pushes is not None
+        if pushed is not None:
+            self.here(pushed.product, self.flagged.copies.pushed_product(pushed.product, pushes))
+            frees, self.freed_later = self.freed_later or [], None
+            for each in frees:
+                self.add_free(each)
+        else:
+            self.here(pushes.ops[0], self.flagged.copies.push(pushes))
+        return True
+
+    def add_wait_signal(self, op: WaitSignalOp) -> None:
+        self.direct(op, self.flagged.flags.wait_signal(op))
+
+    def add_barrier(self, op: BarrierOp) -> None:
+        self.direct(op, self.flagged.flags.barrier(op))
+
+    def add_collective(self, op: CollectiveOp) -> None:
+        inline = op.handle in self.awaited_at_once
+        if inline:
+            self.inlined.add(op.handle)
+        self.here(op, collective(op, self.context.registers, *self.machine.groups.of(op.team), inline))
+
+    def add_messages(self, op: MessagesOp) -> None:
+        groups = self.machine.groups if op.collective else self.machine.messages
+        self.here(op, messages(op, self.context.registers, *groups.of(op.team), self.context.device))
+
+    def add_wait(self, op: WaitOp) -> None:
+        registers, handle = self.context.registers, op.handle
+        if handle not in self.inlined:  # an inlined collective is ordered by the stream itself
+            self.here(op, lambda: registers[handle].wait())
+
+    def add_delay(self, op: DelayOp) -> None:
+        self.here(op, partial(torch.cuda._sleep, op.microseconds * CYCLES_PER_US))
+
+    def add_synchronize(self, op: SynchronizeOp) -> None:
+        self.append(op, partial(join, self.context.streams, op.stream, op.other, torch.cuda.Event()))
+
+    def add_mark(self, op: MarkOp) -> None:
+        registers, streams, event = self.context.registers, self.context.streams, torch.cuda.Event()
+
+        def step() -> None:
+            event.record(streams[op.stream])
+            registers[op.handle] = event  # waiting on it is like waiting on a Work
+
+        self.append(op, step)
+
+    def add_free(self, op: FreeOp) -> None:
+        if self.freed_later is not None:
+            self.freed_later.append(op)
+            return
+        for step in self.frees.free(op.buffer):
+            self.append(op, step)
+
+
+# The method that binds each class of operations; a test compares the keys with all classes of operations.
+BIND: dict[type[Op], Callable[[CudaBinder, Any], None]] = {
+    AllocateOp: CudaBinder.add_allocate,
+    SymmetricOp: CudaBinder.add_symmetric,
+    ViewOp: CudaBinder.add_view,
+    FreeOp: CudaBinder.add_free,
+    ComputeOp: CudaBinder.add_compute,
+    CopyOp: CudaBinder.add_copy,
+    SignalOp: CudaBinder.add_signal,
+    WaitSignalOp: CudaBinder.add_wait_signal,
+    BarrierOp: CudaBinder.add_barrier,
+    CollectiveOp: CudaBinder.add_collective,
+    MessagesOp: CudaBinder.add_messages,
+    MarkOp: CudaBinder.add_mark,
+    WaitOp: CudaBinder.add_wait,
+    SynchronizeOp: CudaBinder.add_synchronize,
+    DelayOp: CudaBinder.add_delay,
+}

@@ -1,0 +1,136 @@
+"""Computations on CUDA that wait for flags or raise flags: one kernel, or one kernel for each block of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from hostir.ir.machine import Ready
+from hostir.kernels import aten
+from hostir.kernels.dtypes import torch_dtype
+from hostir.kernels.repeats import Again, Kernel, repeating
+from hostir.kernels.table import kernels_for
+from hostir.knobs import TIMEOUT
+from hostir.machines.binding import Step, bind_compute, completed, compute_block
+from hostir.machines.cuda.context import PlanContext
+from hostir.machines.cuda.driver import in_batches, wait_at_least, write
+from hostir.machines.cuda.flags import CudaFlags
+from hostir.plan.operations import NONE, ComputeOp
+
+if TYPE_CHECKING:
+    from hostir.kernels.flags.done import DoneFlags
+    from hostir.kernels.flags.ready import ReadyFlags
+
+SECONDS_PER_POLL = 1e-6  # of a kernel: a round trip to the L2 cache
+
+
+class BlockSteps:
+    """The steps of a plan's computations that wait for flags or raise flags.
+
+    `behind_products` are the ids of the computations that come next after a pushed product.
+    """
+
+    def __init__(self, context: PlanContext, flags: CudaFlags, behind_products: Set[int]) -> None:
+        self.context = context
+        self.flags = flags
+        self.behind_products = behind_products
+
+    def compute(self, op: ComputeOp) -> Step:
+        """Return the step of a computation that waits for flags or raises them.
+
+        If there is a kernel that polls and raises flags, the step launches it. Else the step launches one kernel for
+        each block, with one exception. A product directly after this rank's copies by SMs, and without own rows, could
+        not start much before its last block is ready. It waits for all blocks, and is one kernel.
+        """
+        if op.ready is not None and id(op) in self.behind_products:
+            op = replace(op, ready=replace(op.ready, overlapped_sms=0))
+        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks")
+        ready = op.ready
+        if kernel is not None:
+            return self.in_one_kernel(op, kernel)
+        if ready is not None and ready.overlapped_sms and ready.own is None and op.done is None:
+            return self.after_all_blocks(op, ready)
+        return self.by_blocks(op)
+
+    def in_one_kernel(self, op: ComputeOp, kernel: Kernel) -> Step:
+        registers, out, operands, options = self.context.registers, op.out, op.operands, dict(op.options)
+        own = NONE if op.ready is None or op.ready.own is None else op.ready.own
+        flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
+
+        def by_blocks(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
+            return kernel(out, *operands, own_rows=own, **flags, **options)
+
+        call = repeating(by_blocks)
+        return self.context.launching(
+            op, lambda: call(registers[out], registers[own], *[registers[x] for x in operands])
+        )
+
+    def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
+        """Return the flags that the kernel of an operation polls, if any."""
+        from hostir.kernels.flags.ready import ReadyFlags  # which needs Triton
+
+        ready = op.ready
+        if ready is None:
+            return None
+        return ReadyFlags(
+            self.context.registers[ready.flags],
+            ready.epoch,
+            self.context.timeouts.of(self.context.unrolled, op, ready.blocks),
+            first=ready.first,
+            source=ready.own_first // ready.results,
+            polls=int(TIMEOUT.get() / 2 / SECONDS_PER_POLL),  # half the timeout: the kernel reports before others
+            overlapped_sms=ready.overlapped_sms,
+            reserved_sms=ready.reserved_sms,
+        )
+
+    def done_flags(self, op: ComputeOp) -> DoneFlags | None:
+        """Return the flags that the kernel of an operation raises, if any."""
+        from hostir.kernels.flags.done import DoneFlags  # which needs Triton
+
+        done = op.done
+        return None if done is None else DoneFlags(self.context.registers[done.flags], done.epoch, done.first)
+
+    def after_all_blocks(self, op: ComputeOp, ready: Ready) -> Step:
+        place, flags = self.flags.place(ready.flags), self.flags
+        addresses = [flags.address(place, block, flags.rank) for block in range(ready.blocks)]
+        wait = self.context.on(op.stream, in_batches([wait_at_least(each, ready.epoch) for each in addresses]))
+        compute = bind_compute(op, self.context.registers, self.context.kernel(op))
+        if self.context.in_triton(op):
+            self.context.launching(op, compute)
+
+        def step() -> None:
+            wait()
+            compute()
+
+        return step
+
+    def by_blocks(self, op: ComputeOp) -> Step:
+        """Return the step that computes block by block; the stream waits for flags before and raises flags behind."""
+        context, kernel, ready, done = self.context, self.context.kernel(op), op.ready, op.done
+        order = ready.order if ready is not None else done.order if done is not None else ()
+        blocks, computed, steps = len(order), set[int](), list[Step]()
+        for block in order:
+            slots = [] if ready is None else self.flags.needed(ready, block)
+            if ready is not None and slots:
+                steps.append(context.on(op.stream, self.flags.wait_all(ready.flags, slots, ready.epoch)))
+            steps.append(partial(compute_block, op, context.registers, kernel, block, blocks, self.add_up))
+            if context.in_triton(op):
+                context.launching(op, steps[-1])
+            computed.add(block)
+            if done is not None and (raised := completed(done, block, blocks, computed)):
+                place, rank = self.flags.place(done.flags), self.flags.rank
+                writes = [write(self.flags.address(place, slot, rank), done.epoch) for slot in raised]
+                steps.append(context.on(op.stream, in_batches(writes)))
+
+        def step() -> None:
+            for each in steps:
+                each()
+
+        return step
+
+    def add_up(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, activation: str) -> None:
+        aten.add_up(out, parts, activation=activation)

@@ -1,0 +1,142 @@
+"""The beginning and the end of a call on CUDA: credits are taken and granted, flags are reset.
+
+No stream may poll or raise a flag of a call before the previous call has ended. See hostir.machines.cuda.flow_control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hostir.machines.binding import Step
+from hostir.machines.cuda.context import Issue, PlanContext
+from hostir.machines.cuda.driver import in_batches, wait_at_least, write
+from hostir.machines.cuda.flags import CudaFlags
+from hostir.machines.cuda.flow_control import CREDITS, Slot
+from hostir.machines.cuda.streams import join
+from hostir.plan.operations import CALLER, NONE, Op
+from hostir.plan.unrolled import UnrolledProgram
+
+
+def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
+    """Return True if an operation raises or waits for flags of any rank, or needs credits to access a peer."""
+    return bool(op.raised_flags or op.awaited_flags) or unrolled.touches_peer(op)
+
+
+def unforked(unrolled: UnrolledProgram) -> list[Op]:
+    """Return the operations that use flags on a stream that has not yet waited for the caller's stream."""
+    forked = unrolled.order.forked
+    return [op for at, op in enumerate(unrolled.ops) if uses_flags(unrolled, op) and not forked(at)]
+
+
+def takes_credits_first(unrolled: UnrolledProgram) -> bool:
+    """Return True if the caller's stream takes the credits at the beginning of the call.
+
+    Otherwise the first stream that accesses a peer takes them, and other streams wait for it before they access one. If
+    that stream may first be blocked by a flag, or because no SM is free, other streams would wait for more than the
+    program asks.
+    """
+    ops, precedes = unrolled.ops, unrolled.order.precedes
+    touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]
+    if all(precedes(touching[0], at) for at in touching[1:]):
+        return False
+    waits_on_sms = any(op.needs_sms and op.awaited_flags for op in ops)  # such a kernel may hold all SMs while it waits
+    return any(
+        precedes(at, touching[0])
+        for at, op in enumerate(ops[: touching[0]])
+        if op.awaits or op.awaited_flags or (waits_on_sms and op.needs_sms)
+    )
+
+
+class CallBoundary:
+    """The steps that begin and end a call, and the steps before a stream's first access to a peer.
+
+    Fields:
+        credits_taken: the event that the stream records after it has taken the credits.
+        after_credits: the streams that wait for this event.
+        start: the event that the caller's stream records at the beginning of the call.
+        forked: the streams that wait for `start`.
+    """
+
+    def __init__(self, context: PlanContext, flags: CudaFlags) -> None:
+        self.context = context
+        self.flags = flags
+        self.flow_control = flags.flow_control
+        self.credits_taken: torch.cuda.Event | None = None
+        self.after_credits = set[int]()
+        self.start = torch.cuda.Event()
+        self.forked = set[int]()
+        self.unforked = {id(op) for op in unforked(context.unrolled)}
+
+    def begin_call(self) -> list[Step]:
+        """Return the steps that begin a call, on the caller's stream."""
+        streams = self.context.streams
+        marks: list[Step] = [partial(_record, streams, CALLER, self.start)] if self.unforked else []
+        if not takes_credits_first(self.context.unrolled):
+            return marks
+        self.credits_taken = torch.cuda.Event()
+        self.after_credits.add(CALLER)
+        take = self.context.on(CALLER, self.take_credits())
+        return [*marks, take, partial(_record, streams, CALLER, self.credits_taken)]
+
+    def before(self, op: Op) -> list[Step]:
+        """Return the steps before an operation: wait for the beginning of the call, and take credits or wait for them.
+
+        One stream takes the credits of a call: see `takes_credits_first`.
+        """
+        streams, unrolled, fork = self.context.streams, self.context.unrolled, list[Step]()
+        if id(op) in self.unforked and op.stream not in self.forked:  # or it might run before the last call has ended
+            self.forked.add(op.stream)
+            fork = [partial(_wait, streams, op.stream, self.start)]
+        if not unrolled.touches_peer(op) or op.stream in self.after_credits:
+            return fork
+        self.after_credits.add(op.stream)
+        if self.credits_taken is not None:
+            return [*fork, partial(_wait, streams, op.stream, self.credits_taken)]
+        self.credits_taken = torch.cuda.Event()
+        others = {o.stream for o in unrolled.ops if unrolled.touches_peer(o)} - {op.stream}
+        mark = [partial(_record, streams, op.stream, self.credits_taken)] if others else []
+        return [*fork, self.context.on(op.stream, self.take_credits()), *mark]
+
+    def take_credits(self) -> Issue:
+        """Return the work that waits for one credit from each peer whose flags this rank raises, and consumes them."""
+        count = self.flags.address(CREDITS, 0, self.flags.rank)
+        needed = len(self.flow_control.signaled)
+        return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])
+
+    def end_call(self) -> list[Step]:
+        """Return the steps that end a call, on the caller's stream: reset flags, and grant credits to peers."""
+        streams, memory = self.context.streams, self.flags.memory
+        joins: list[Step] = [
+            partial(join, streams, CALLER, stream, torch.cuda.Event())
+            for stream in self.context.unrolled.order.unjoined
+        ]
+        late = [wait_at_least(self.local(slot), epoch) for slot, epoch in self.flow_control.unawaited.items()]
+        flags = [*map(self.local, self.flow_control.raised), *self.flags.arrivals()]
+        counters = [self.flags.address(CREDITS, 0, peer) for peer in sorted(self.flow_control.signalers)]
+        wait: list[Step] = [self.context.on(CALLER, in_batches(late))] if late else []
+        if not flags and not counters:
+            return [*joins, *wait]
+        key = "flag reset", *flags, NONE, *counters
+        if key not in memory.kept:  # all sizes share the kernel, so that new sizes take no memory for it
+            memory.kept[key] = self.flag_reset(flags, counters)
+        return [*joins, *wait, memory.kept[key]]
+
+    def flag_reset(self, flags: Sequence[int], counters: Sequence[int]) -> Step:
+        from hostir.kernels.flags.signals import FlagResetKernel  # which needs Triton
+
+        return FlagResetKernel(self.context.device, flags, counters)
+
+    def local(self, slot: Slot) -> int:
+        """Return the address of a flag of this rank."""
+        return self.flags.address(*slot, self.flags.rank)
+
+
+def _record(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
+    event.record(streams[stream])
+
+
+def _wait(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
+    event.wait(streams[stream])

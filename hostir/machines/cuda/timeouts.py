@@ -1,0 +1,68 @@
+"""Timeouts of kernels that wait for flags: words in pinned memory, which kernels write and every call reads."""
+
+from __future__ import annotations
+
+import torch
+
+from hostir.ir.source import Diagnostic, HostIRError
+from hostir.plan.operations import ComputeOp
+from hostir.plan.unrolled import UnrolledProgram
+
+TIMEOUTS = 256  # the least number of rows of one allocation
+WORD_BYTES = 8
+
+
+class Timeouts:
+    """The words in pinned memory to which the kernels of a program report timeouts; every call reads them.
+
+    Executors that share symmetric memory share the words: after a timeout, no executor may read the stale data there. A
+    kernel that waits for flags has two words for each of its blocks: see `ReadyFlags`. The words belong to a statement
+    in one round of its loops. Plans for all sizes share them, so they outlive a plan and their number is bounded.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.words: dict[tuple[object, ...], tuple[UnrolledProgram, ComputeOp, torch.Tensor]] = {}
+        self.pages: list[torch.Tensor] = []  # [TIMEOUTS, 2] each
+        self.used = 0  # the number of rows in use in the latest page
+        self.read: list[tuple[memoryview, bytes]] = []  # for each page: the bytes in use, and as many zeros
+
+    def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
+        """Return the words `[blocks, 2]` of an operation's kernel."""
+        number = next(n for n, s in enumerate(unrolled.program.walk()) if s is op.place.statement)
+        key = number, op.place.rounds, blocks
+        if key not in self.words:
+            if not self.pages or self.used + blocks > len(self.pages[-1]):
+                self.pages.append(pinned_zeros(max(blocks, TIMEOUTS)))
+                self.used = 0
+            self.words[key] = unrolled, op, self.pages[-1][self.used : self.used + blocks]
+            self.used += blocks
+            size = self.used * 2 * WORD_BYTES
+            self.read[len(self.pages) - 1 :] = [(self.pages[-1].numpy().data.cast("B")[:size], bytes(size))]
+        return self.words[key][2]
+
+    def problem(self) -> HostIRError | None:
+        """Return the timeouts reported since the last look as one error, and clear them."""
+        for words, zeros in self.read:
+            if words.tobytes() != zeros:
+                return self._take()
+        return None
+
+    def _take(self) -> HostIRError | None:
+        from hostir.kernels.flags.ready import timeout_error
+
+        reports: list[Diagnostic] = []
+        for unrolled, op, words in self.words.values():
+            assert op.ready is not None
+            reported = words.clone()
+            words.zero_()
+            name = f"%{unrolled.symmetric[unrolled.buffers[op.ready.flags]].home[0]}"
+            results = None if op.ready.results == op.ready.blocks else op.ready.results
+            timed_out = timeout_error(reported, self.rank, name, results)
+            reports += () if timed_out is None else unrolled.failure(op, timed_out).diagnostics
+        return HostIRError(*reports) if reports else None  # None if another thread has just read and cleared them
+
+
+def pinned_zeros(rows: int) -> torch.Tensor:
+    """Return `[rows, 2]` of int64 zeros in pinned memory: kernels write to it, and the host reads without waiting."""
+    return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=True)

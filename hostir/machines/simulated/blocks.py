@@ -1,0 +1,199 @@
+"""Kernels of a simulated rank that wait for flags or raise flags: they compute blocks of rows in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hostir.ir.machine import Done, Ready
+from hostir.kernels.layout import row_pieces
+from hostir.kernels.repeats import Kernel
+from hostir.machines.simulated.issuing import Issuer, do_nothing
+from hostir.machines.simulated.memory import make_undefined
+from hostir.machines.simulated.rank_memory import RankMemory
+from hostir.machines.simulated.tasks import Task, Views
+
+RowsTask = tuple[int, Task]  # the first of some rows of a result, and the task that computes these rows
+
+
+class BlockKernel:
+    """A kernel that computes each block of rows once its flags are set, and sets flags after blocks.
+
+    A kernel that waits for flags takes all SMs when it starts, overlaps the copies by SMs before it, and ends after
+    these copies. Its tasks are as small as the rules allow: rows are cut at the blocks that it waits for, at the blocks
+    after which it sets flags, and wherever a stride ends.
+
+    Fields:
+        sources: the tensors that it reads after flags: the first operand, or each tensor that a sum adds up.
+        others: the other operands.
+        of_rows: the numbers of the other operands that are cut into rows like the result.
+        cut_alike, uncut: the other operands that are cut, and those that are not.
+        height: the number of rows of a block.
+        cuts: the rows at which flags are set.
+    """
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        memory: RankMemory,
+        kernel: Kernel,
+        kind: str,
+        out: torch.Tensor,
+        operands: Sequence[torch.Tensor | None],
+        options: Mapping[str, Any],
+        ready: Ready | None,
+        done: Done | None,
+    ) -> None:
+        self.issuer, self.memory = issuer, memory
+        self.out, self.ready, self.done = out, ready, done
+        x, *others = operands
+        assert x is not None
+        self.sources: Views = (x,)
+        if kind == "sum":
+            addends = [y.expand_as(out) for y in others if y is not None]  # each is read as one more source
+            self.sources, kernel = (*x.unbind(options["axis"]), *addends), partial(_sum_of, kernel, len(addends))
+            others, options = [], {**options, "axis": 0}
+        self.kernel, self.others, self.options = kernel, others, options
+        self.of_rows = ready.along if ready is not None else done.along if done is not None else ()
+        self.cut_alike = [y for y in (others[n - 1] for n in self.of_rows) if y is not None]
+        self.uncut = tuple(y for n, y in enumerate(others, 1) if n not in self.of_rows and y is not None)
+        rows = out.shape[:-1].numel()
+        self.height = rows if ready is None else rows // ready.results
+        self.cuts = range(0) if done is None else range(0, rows, rows // done.blocks)
+
+    def issue(self) -> None:
+        """Add the tasks of the kernel to the current stream."""
+        issuer, ready = self.issuer, self.ready
+        copies = issuer.current.pushing if ready is not None else []
+        if copies:
+            issuer.current.tail = copies[:1]
+        start = issuer.issue(do_nothing)
+        start.gate = issuer.sms
+        if ready is not None:
+            start.run, start.may_block = partial(issuer.sms.take, start, copies), True
+        pieces = self.pieces(start)
+        signals = [] if self.done is None else self.signals(pieces, self.done)
+        end = issuer.issue(None if ready is None else partial(issuer.sms.take, None))
+        end.follow([start, *(task for _, task in pieces), *signals, *copies[-1:]])
+        end.changes, end.since = None if ready is None else issuer.sms, start
+
+    def pieces(self, start: Task) -> list[RowsTask]:
+        """Add the tasks that compute the result."""
+        pieces, before = list[RowsTask](), list[Task]()
+        for block in (0,) if self.ready is None else self.ready.order:
+            computed = self.block(start, block)
+            for _, task in computed:
+                task.held_by(before)
+            pieces += computed
+            # A machine may compute one block after another.
+            before = [task for _, task in computed] if self.ready is not None and self.done is not None else []
+        return pieces
+
+    def block(self, start: Task, block: int) -> list[RowsTask]:
+        """Add the tasks that compute one block."""
+        ready, first = self.ready, block * self.height
+        arrived = dict[int, Task]()  # by source: the wait for its flag
+        parts, own = [(each, first) for each in self.sources], dict[int, int]()
+        if ready is not None:
+            arrived = {n // ready.results: self.arrival(start, ready, n) for n in ready.needed(block)}
+            own = {n // ready.results: n for n in ready.replaced if n % ready.results == block}
+        replaced = [parts[source] for source in own]  # the rows that the rank's own rows stand for
+        for source, n in own.items():
+            assert ready is not None
+            assert ready.own is not None
+            parts[source] = ready.own, ready.replaced.index(n) * self.height
+        together: dict[Task, list[int]] = {}  # sources, by the task after which they may be read
+        for source in range(len(parts)):
+            together.setdefault(arrived.get(source, start), []).append(source)
+        rows = [(self.out, first), *parts, *replaced, *((y, first) for y in self.cut_alike)]
+        pieces = []
+        for row, (target, *views) in row_pieces(rows, self.height, [cut - first for cut in self.cuts]):
+            sources, unused, along = _split(views, len(parts), len(own))
+            undefined = dict(zip(own, unused, strict=True))
+            task = self.piece(start, first + row, target, sources, undefined, along, together)
+            pieces.append((first + row, task))
+        return pieces
+
+    def piece(
+        self,
+        start: Task,
+        row: int,
+        target: torch.Tensor,
+        sources: Views,
+        undefined: Mapping[int, torch.Tensor],
+        along: Views,
+        together: Mapping[Task, Sequence[int]],
+    ) -> Task:
+        """Add the tasks that compute some rows, `target`, from the rows of each source, and return the last of them.
+
+        Args:
+            row: the first of the rows.
+            undefined: the rows of sources that this rank's own rows stand for, by source.
+            along: the rows of the other operands that are cut alike.
+            together: the sources that may be read after a task, by task.
+        """
+        lane = f"row {row} of task {start.order}"
+        taken: dict[int, torch.Tensor] = {}
+        takes = []
+        for after, numbers in together.items():
+            views = {source: sources[source] for source in numbers}
+            unread = tuple(undefined[source] for source in numbers if source in undefined)
+            run = partial(_take, views, taken, unread)
+            take = self.issuer.task(run, tuple(views.values()), undefines=unread, lane=f"source {numbers[0]} of {lane}")
+            takes.append(take.follow([after]))
+        others = [*self.others]
+        for n, view in zip(self.of_rows, along, strict=True):
+            others[n - 1] = view
+        compute = partial(_compute, self.kernel, target, taken, others, self.options)
+        task = self.issuer.task(compute, (*self.uncut, *along), (target,), lane=lane, timed=True)
+        return task.follow([start, *takes])
+
+    def arrival(self, start: Task, ready: Ready, block: int) -> Task:
+        """Add the wait for the flag of one block."""
+        task = self.issuer.task(do_nothing, lane=f"wait {block} of task {start.order}").follow([start])
+        task.gate, task.epoch = self.memory.flag(ready.flags, block), self.issuer.epoch(ready.epoch)
+        return task
+
+    def signals(self, pieces: Sequence[RowsTask], done: Done) -> list[Task]:
+        """Add the signals of the kernel, each after the pieces of one block."""
+        signals = []
+        height = self.out.shape[:-1].numel() // done.blocks
+        for block in done.order:
+            computed = [task for row, task in pieces if row // height == block]
+            task = self.issuer.task(None, lane=f"flag {block} of task {computed[0].order}").follow(computed)
+            flag = self.memory.flag(done.flags, block)
+            task.run, task.changes, task.epoch = partial(flag.set, task), flag, self.issuer.epoch(done.epoch)
+            signals.append(task)
+        return signals
+
+
+def _split(views: Sequence[torch.Tensor], first: int, second: int) -> tuple[Views, Views, Views]:
+    """Return the first views, the views after them, and the rest."""
+    return tuple(views[:first]), tuple(views[first : first + second]), tuple(views[first + second :])
+
+
+def _take(sources: Mapping[int, torch.Tensor], taken: dict[int, torch.Tensor], unread: Views) -> None:
+    """Read the rows of some sources, and make undefined the rows that this rank's own rows stand for."""
+    taken.update({source: x.clone() for source, x in sources.items()})
+    for x in unread:
+        make_undefined(x)
+
+
+def _compute(
+    kernel: Kernel,
+    out: torch.Tensor,
+    taken: Mapping[int, torch.Tensor],
+    others: Sequence[torch.Tensor | None],
+    options: Mapping[str, Any],
+) -> None:
+    """Compute some rows from the rows that were read of each source."""
+    kernel(out, *(taken[source] for source in sorted(taken)), *others, **options)
+
+
+def _sum_of(kernel: Kernel, addends: int, out: torch.Tensor, *parts: torch.Tensor, **options: Any) -> None:
+    """Sum over sources in separate tensors; the last `addends` tensors are added to the sum."""
+    sources, added = parts[: len(parts) - addends], parts[len(parts) - addends :]
+    kernel(out, torch.stack(sources) if sources else out.new_empty(0, *out.shape), *added, **options)

@@ -1,0 +1,100 @@
+"""Memory of one simulated rank: allocations, symmetric buffers, and checks of overlapping or freed memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import FLAG, DType
+from hostir.kernels.dtypes import torch_dtype
+from hostir.machines.simulated.issuing import Issuer
+from hostir.machines.simulated.memory import SimulatedMemory, make_undefined, storage_of
+from hostir.machines.simulated.onesided import SymmetricBuffers
+from hostir.machines.simulated.tasks import FlagGate, Task
+
+
+class RankMemory:
+    """The memory of one rank. `dtype` is the dtype of its computations; None stands for the declared dtypes."""
+
+    def __init__(
+        self, issuer: Issuer, memory: SimulatedMemory, symmetric: SymmetricBuffers, dtype: torch.dtype | None
+    ) -> None:
+        self.issuer = issuer
+        self.memory = memory
+        self.symmetric = symmetric
+        self.dtype = dtype
+
+    def new(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.memory.new(name, self.issuer.rank, shape, dtype)
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType, symmetric: bool) -> torch.Tensor:
+        issuer, name = self.issuer, self.issuer.defined_name
+        element = torch_dtype(dtype) if self.dtype is None or dtype == FLAG else self.dtype
+        if not symmetric:
+            fresh = self.new(name, shape, element)
+            self.hand_out(fresh)
+            return fresh
+        buffer = self.symmetric.allocate((name, issuer.rounds), issuer.rank, shape, element)
+        if buffer is None:
+            raise issuer.fail(
+                f"%{name} was allocated before with another shape or dtype", expected="one shape and dtype"
+            )
+        return buffer
+
+    def hand_out(self, buffer: torch.Tensor) -> None:
+        """Leave new memory undefined until the stream reaches this point: its previous owner may still use it."""
+        stream = self.issuer.current
+        task = self.issuer.task(partial(make_undefined, buffer), undefines=(buffer,))
+        task.follow(stream.pushing[:1] or stream.tail)
+        stream.tail = [*stream.tail, task] if stream.pushing else [task]
+        stream.pushing[:1] = [task] if stream.pushing else []
+
+    def free(self, x: torch.Tensor) -> None:
+        contents = x.new_empty(0).set_(x.untyped_storage())
+        span = self.issuer.statement.span if self.issuer.statement else None
+        self.issuer.issue(partial(self.memory.free, storage_of(x), span), writes=(contents,))
+
+    def at(self, view: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the same view of a rank's buffer. Raises HostIRError for memory that is not symmetric."""
+        remote = self.symmetric.at(view, rank)
+        if remote is None:
+            name = self.memory.owners[storage_of(view)][0]
+            raise self.issuer.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
+        return remote
+
+    def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
+        """Return a flag of this rank."""
+        return self.symmetric.flag(self.at(flags, self.issuer.rank), slot)
+
+    def refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
+        """Raise HostIRError if a statement writes memory that it reads, unless it may work in place."""
+        s = self.issuer.statement
+        for n, x in enumerate(reads):
+            same = x.data_ptr() == out.data_ptr() and x.shape == out.shape and _steps(x) == _steps(out)
+            if self.memory.overlap(x, out) and not (same and s is not None and s.in_place(n)):
+                raise self.issuer.fail("it writes memory that it reads", hint="allocate a buffer for the result")
+
+    def used_after_free(self, task: Task) -> HostIRError:
+        """Return the error of a task that accesses freed memory."""
+        ended = [self.memory.freed[storage] for storage in task.memory if storage in self.memory.freed]
+        span, where = self.issuer.where(task)
+        if task.statement is None:
+            return error(
+                f"{where}: its memory was freed before the outputs were read",
+                ended[0],
+                expected="no output to look at what is freed",
+            )
+        return error(
+            f"{where}: its memory was freed before it ran",
+            span,
+            expected="the free to follow all uses, and streams that use it to be joined first",
+            notes=((ended[0], "freed here"),),
+        )
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    """Return the strides of the axes that are longer than 1."""
+    return [stride for extent, stride in zip(x.shape, x.stride(), strict=True) if extent != 1]

@@ -1,0 +1,200 @@
+"""Recording of operations: the list of operations, and the registers, buffers and views that they use."""
+
+from __future__ import annotations
+
+from math import prod
+
+from hostir.ir.op import Statement, Value
+from hostir.ir.program import Program
+from hostir.ir.regions import dense_strides, view_strides
+from hostir.ir.source import HostIRError, error
+from hostir.ir.types import DType
+from hostir.plan.operations import (
+    CALLER,
+    EPOCHS,
+    NONE,
+    AllocateOp,
+    ComputeOp,
+    FreeOp,
+    Op,
+    StatementPlace,
+    SymmetricOp,
+    ViewOp,
+)
+from hostir.plan.unrolled import RegisterView
+
+
+class IssuedOps:
+    """The operations recorded so far, and the statement and the stream of the next operation.
+
+    Fields:
+        ordered: the number of operations before the latest statement that orders streams.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Op] = []
+        self.place: StatementPlace
+        self.stream = CALLER
+        self.ordered = 0
+
+    def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
+        self.place = StatementPlace(statement, rounds)
+
+    @property
+    def here(self) -> tuple[StatementPlace, int]:
+        """The first two fields of the next operation: its statement and its stream."""
+        return self.place, self.stream
+
+    def add(self, op: Op) -> None:
+        self.issued.append(op)
+
+    def mark_order(self) -> None:
+        """Note that the current statement orders streams."""
+        self.ordered = len(self.issued)
+
+    def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
+        return self.place.statement.fail(message, expected=expected, hint=hint)
+
+
+class RegisterTable:
+    """The numbered registers of a program under construction, their buffers, and the views of the buffers.
+
+    A view becomes an operation only when another operation uses it: a chain of select, chunk and reshape is one strided
+    view of its buffer, made once in a run.
+
+    Fields:
+        buffers: the buffer of each register's tensor, as a register; NONE for a handle.
+        contents: the tensor of all elements of a buffer, by buffer.
+        views: the register of each tensor that an operation uses.
+        homes: the symmetric buffers, by name, round and rank.
+        freed: the buffers that the program has freed.
+    """
+
+    def __init__(self, program: Program, rank: int, ops: IssuedOps) -> None:
+        self.program = program
+        self.rank = rank
+        self.ops = ops
+        self.buffers: list[int] = [NONE]
+        self.contents: dict[int, RegisterView] = {}
+        self.dtypes: dict[int, DType] = {}  # by buffer
+        self.names: dict[int, str] = {}  # by buffer
+        self.allocated: dict[int, AllocateOp] = {}  # by buffer
+        self.symmetric: dict[int, SymmetricOp] = {}  # by buffer
+        self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}
+        self.views: dict[RegisterView, int] = {}
+        self.freed: set[int] = set()
+
+    def new_register(self, buffer: int = NONE) -> int:
+        self.buffers.append(buffer)
+        return len(self.buffers) - 1
+
+    def add_buffer(self, buffer: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...]) -> RegisterView:
+        """Record the layout and dtype of a new buffer, and return the tensor of all its elements."""
+        contents = self.contents[buffer] = RegisterView(buffer, shape, strides)
+        self.buffers[buffer] = self.views[contents] = buffer
+        self.dtypes[buffer] = dtype
+        return contents
+
+    def input(self, value: Value, layout: tuple[tuple[int, ...], tuple[int, ...]] | None) -> RegisterView | None:
+        """Return an input of this shape and these strides; None if this rank does not hold it."""
+        buffer = self.new_register()
+        self.names[buffer] = value.name
+        return None if layout is None else self.add_buffer(buffer, layout[0], value.tensor.dtype, layout[1])
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType, name: str = "") -> RegisterView:
+        buffer = self.new_register()
+        self.names[buffer] = name
+        op = self.allocated[buffer] = AllocateOp(*self.ops.here, buffer, shape, dtype)
+        self.ops.add(op)
+        return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
+
+    def symmetric_buffer(
+        self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: DType
+    ) -> RegisterView:
+        """Return a rank's symmetric buffer as a tensor; its first use adds the operation that provides it."""
+        home = name, rounds, rank
+        if home in self.homes:
+            return self.contents[self.homes[home]]
+        buffer = self.homes[home] = self.new_register()
+        self.names[buffer] = name
+        op = self.symmetric[buffer] = SymmetricOp(*self.ops.here, buffer, name, rounds, shape, dtype, rank)
+        self.ops.add(op)
+        return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
+
+    def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
+        """Return the same view of a rank's buffer. Raises HostIRError for memory that is not symmetric."""
+        op, name = self.symmetric.get(x.buffer), self.names[x.buffer]
+        if op is None:
+            raise self.ops.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
+        return x._replace(buffer=self.symmetric_buffer(op.name, op.rounds, rank, op.shape, op.dtype).buffer)
+
+    def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
+        """Return the register of a rank's flags, by default this rank's.
+
+        Raises HostIRError for an epoch that no flag can hold.
+        """
+        if epoch >= EPOCHS:
+            raise self.ops.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
+        return self.register(self.at_rank(flags, self.rank if rank is None else rank))
+
+    def register(self, x: RegisterView | None) -> int:
+        """Return the register of a tensor; add a view operation if it has none yet."""
+        if x is None:
+            return NONE
+        self.check_not_freed(x)
+        register = self.views.get(x)
+        if register is None:
+            register = self.views[x] = self.new_register(x.buffer)
+            index, (place, stream) = x.index_in(self.contents[x.buffer]), self.ops.here
+            self.ops.add(ViewOp(place, stream, register, *x, index))
+        return register
+
+    def free(self, x: RegisterView) -> None:
+        self.check_not_freed(x)
+        self.freed.add(x.buffer)
+        if x.buffer in self.allocated:
+            self.ops.add(FreeOp(*self.ops.here, x.buffer))
+
+    def check_not_freed(self, x: RegisterView) -> None:
+        if x.buffer in self.freed:
+            raise self.ops.fail(
+                "the memory of an operand was freed earlier", hint="free it after its last use, and once"
+            )
+
+    def check_dense(self, x: RegisterView, message: str) -> None:
+        if not x.dense:
+            expected = f"the strides of a dense {list(x.shape)}, not {list(x.strides)}"
+            raise self.fail_layout(x, message, expected)
+
+    def view(self, x: RegisterView, shape: tuple[int, ...]) -> RegisterView:
+        strides = view_strides(x.shape, x.strides, shape)
+        if strides is None:
+            message = f"shape {list(x.shape)} with strides {list(x.strides)} cannot be seen as {list(shape)}"
+            raise self.fail_layout(x, message, "memory that lies in the order of the new shape")
+        return RegisterView(x.buffer, shape, strides, x.offset)
+
+    def block(self, x: RegisterView | None, index: int, count: int) -> RegisterView:
+        """Return one of `count` equal blocks of a dense tensor, as a vector."""
+        assert x is not None
+        size, rest = divmod(prod(x.shape), count)
+        if rest:
+            raise self.ops.fail(f"{prod(x.shape)} elements do not divide into {count} blocks")
+        return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
+
+    def copy(self, x: int, out: int) -> None:
+        """Add a copy between the tensors of two registers."""
+        dtype = self.dtypes[self.buffers[out]]
+        self.ops.add(ComputeOp(*self.ops.here, "copy", dtype, out, (x,), {}))
+
+    def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
+        """Return the error for a tensor's layout; it names the input if the tensor is a view of a strided input."""
+        contents = self.contents[x.buffer]
+        if x.buffer > len(self.program.inputs) or contents.dense:
+            return self.ops.fail(message, expected=expected, hint="copy it to a buffer of its own first")
+        value, shape, strides = self.program.inputs[x.buffer - 1], list(contents.shape), list(contents.strides)
+        return error(
+            f"input {value} of rank {self.rank} is not contiguous: shape {shape}, strides {strides}",
+            value.span,
+            hint=f"pass {value.name}.contiguous(), or have the program read '%{value.name}_dense = dense {value}'",
+            notes=((self.ops.place.statement.span, message),),
+        )
