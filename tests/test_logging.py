@@ -67,7 +67,7 @@ def test_a_new_plan_is_logged_and_later_calls_log_nothing(
     executor = Executor(_on_one_rank(), machine="gloo")
     for rows in (4, 6):
         executor(torch.randn(rows, 8))
-    assert [r.name for r in records.records] == ["hostir.call.executor"] * 2
+    assert [r.name for r in records.records] == ["hostir.call.rank"] * 2
     first, second = (r.getMessage() for r in records.records)
     assert first.startswith("@alone: planned for M=4 in ")
     assert first.endswith(" ms; a call allocates 128 bytes, and 0 bytes of symmetric memory stay, of 0 in all")

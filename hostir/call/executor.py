@@ -108,7 +108,8 @@ class Executor:
             from hostir.call.rank import RankExecutor
 
             machine, group = options.get("machine"), options.get("group")
-            simulated = machine == "local" or (machine is None and group is None and not launched())
+            here = machine is None and group is None and not launched()
+            simulated = here or (isinstance(machine, str) and machine == "local")
             made = LocalExecutor if simulated else RankExecutor
         return object.__new__(made)
 

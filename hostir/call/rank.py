@@ -483,7 +483,9 @@ class RankExecutor(Executor):
         self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
         self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)
-        if waited_for := self._communicates and self.session is not None and self.session.size > 1:
+        # Ranks that measure candidates have no watchdog during a first call: they tell each other of its refusal.
+        together = self.session is not None and self.watchdog is not None and self.session.size > 1
+        if waited_for := self._communicates and together:
             self.calls.visible = True  # the others ask this rank nothing more
         try:
             return self._plan(unrolled, kind if proof is not None and proof.resizable else None, inputs)

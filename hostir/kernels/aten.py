@@ -202,11 +202,13 @@ def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: 
     out.copy_((x.float() / scale.float()).clamp_(-limit, limit).to(narrow))
 
 
-_FUNCTIONS: tuple[Callable[..., None], ...] = (
-    *(matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
-    *(scale, offset, scaled_matmul, row_scales, largest, quantize),
-)
-KERNELS: dict[str, Callable[..., None]] = {f.__name__: f for f in _FUNCTIONS}
+KERNELS: dict[str, Callable[..., None]] = {
+    f.__name__: f
+    for f in (
+        *(matmul, linear, add, mul, relu, gelu, silu, copy, cast, sum, rms_norm),
+        *(scale, offset, scaled_matmul, row_scales, largest, quantize),
+    )
+}
 BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
 
 
