@@ -32,6 +32,7 @@ __all__ = [
     "KEEPALIVE",
     "KERNELS",
     "KNOBS",
+    "NATIVE",
     "SPEC",
     "SYMMETRIC_LIMIT",
     "TIMEOUT",
@@ -204,8 +205,17 @@ COMPARE_CALLS: Knob[bool] = Knob(
     "Calls that differ between ranks are then errors instead of wrong results. It costs about 50 us a call.",
 )
 
+NATIVE: Knob[bool] = Knob(
+    "HOSTIR_NATIVE",
+    False,
+    "1 or 0",
+    _truth,
+    "1: native code issues calls on CUDA, from the third call of each shape on. It needs a C compiler. It is off by "
+    "default because it has not been measured on GPUs yet.",
+)
+
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (
-    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS),
+    *(DUMP, SPEC, TIMEOUT, KEEPALIVE, KERNELS, CACHE, SYMMETRIC_LIMIT, COMPARE_CALLS, NATIVE),
 )
 
 

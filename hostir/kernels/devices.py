@@ -18,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hostir.ir.source import Diagnostic, HostIRError
+from hostir.kernels.parameters import TAPING, KernelLaunch
 from hostir.kernels.repeats import ATEN
 
 # Triton decides this when a kernel is decorated, so it holds for the life of the process.
@@ -116,6 +117,7 @@ class Compiled:
         from triton.backends.nvidia.driver import make_tensordesc_arg  # needs a driver
 
         self._function, self._metadata = kernel.function, kernel.packed_metadata
+        self._kernel = kernel
         self._described = kernel.metadata.tensordesc_meta
         self._encode = make_tensordesc_arg
         self._launch = copy.copy(kernel.run)
@@ -123,12 +125,19 @@ class Compiled:
             self._launch.launch = inspect.getclosurevars(kernel.run.launch).nonlocals["launcher"]
         self.stream = triton.runtime.driver.active.get_current_stream  # from a device index to a stream handle
 
+    @functools.cached_property
+    def kernel_launch(self) -> KernelLaunch:
+        """The common part of all launches. Raises TypeError if native code cannot launch the kernel."""
+        return KernelLaunch.of(self._kernel)
+
     def encoded(self, number: int, descriptor: TensorDescriptor) -> Sequence[Any]:
         """Return the arguments that encode descriptor `number`. They hold the tensor's address, not the tensor."""
         return tuple(self._encode(descriptor, self._described[number] if self._described else None))
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
         """Launch with all arguments: tensors as addresses, descriptors encoded, constants as they were compiled."""
+        if TAPING.writer is not None:
+            TAPING.writer.launch(self, programs, stream, arguments)
         self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
 
 
@@ -162,6 +171,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     if _thread.only_loads:
         load(kernel, arguments, options)
     else:
+        if TAPING.writer is not None:
+            TAPING.writer.incomplete()
         kernel[(programs,)](*arguments, **options)
 
 

@@ -10,6 +10,8 @@ import threading
 
 import torch
 
+from hostir.kernels.parameters import TAPING
+
 _CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are SMs
 LINE = 32  # tickets per cache line. A launch's tickets begin at a line: the kernel is compiled for that alignment.
 
@@ -32,6 +34,7 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
     key = device, stream
     held = _by_stream.get(key)
     if held is not None and len(held[0]) >= sums and len(held[1]) >= tickets:
+        TAPING.keep(*held)
         return held
     with _lock:
         if device.type == "cuda" and device not in _for_graphs:
@@ -44,6 +47,7 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
             )
         buffers = _sums(device, sums), torch.zeros(tickets, dtype=torch.int32, device=device)
         _by_stream[key] = buffers
+    TAPING.keep(*buffers)
     return buffers
 
 

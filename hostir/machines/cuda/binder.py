@@ -20,7 +20,7 @@ from hostir.machines.cuda.copies import CopySteps
 from hostir.machines.cuda.credits import CallBoundary, uses_flags
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.nccl import awaited_at_once, collective, messages
-from hostir.machines.cuda.streams import join
+from hostir.machines.cuda.streams import join, record, wait
 from hostir.machines.cuda.timeline import Timeline
 from hostir.plan.lifetimes import late_streams
 from hostir.plan.operations import (
@@ -117,6 +117,8 @@ class CudaBinder:
         freed_later: the frees between a product and the copies with which it will be bound; None elsewhere.
         awaited_at_once: the handles of collectives that may run on the caller's stream itself.
         inlined: the handles of collectives that do.
+        marks: the handles of events on a stream.
+        switches: the steps that only make another stream the current one.
         engine_copies: the buffers that copy engines copy to or from a peer.
         unnoticed: the number of steps, from the first, that neither peers nor the next run can notice.
     """
@@ -138,7 +140,9 @@ class CudaBinder:
         self.freed_later: list[FreeOp] | None = None
         self.awaited_at_once = awaited_at_once(context.unrolled)
         self.inlined = set[int]()
+        self.marks = set[int]()
         self.engine_copies = set[int]()
+        self.switches = set[Step]()
         self.unnoticed = sys.maxsize
 
     def bind(self) -> None:
@@ -193,7 +197,9 @@ class CudaBinder:
 
     def switch(self, stream: int) -> Step:
         streams, set_stream = self.context.streams, torch.cuda.set_stream
-        return lambda: set_stream(streams[stream])
+        step: Step = lambda: set_stream(streams[stream])  # noqa: E731
+        self.switches.add(step)
+        return step
 
     def add_allocate(self, op: AllocateOp) -> None:
         self.here(op, bind_allocate(op, self.context.registers, self.context.device))
@@ -272,8 +278,10 @@ class CudaBinder:
         self.here(op, messages(op, self.context.registers, *groups.of(op.team), self.context.device))
 
     def add_wait(self, op: WaitOp) -> None:
-        registers, handle = self.context.registers, op.handle
-        if handle not in self.inlined:  # an inlined collective is ordered by the stream itself
+        registers, streams, handle, stream = self.context.registers, self.context.streams, op.handle, op.stream
+        if handle in self.marks:
+            self.here(op, lambda: wait(registers[handle], streams[stream]))
+        elif handle not in self.inlined:  # an inlined collective is ordered by the stream itself
             self.here(op, lambda: registers[handle].wait())
 
     def add_delay(self, op: DelayOp) -> None:
@@ -284,9 +292,10 @@ class CudaBinder:
 
     def add_mark(self, op: MarkOp) -> None:
         registers, streams, event = self.context.registers, self.context.streams, torch.cuda.Event()
+        self.marks.add(op.handle)
 
         def step() -> None:
-            event.record(streams[op.stream])
+            record(event, streams[op.stream])
             registers[op.handle] = event  # waiting on it is like waiting on a Work
 
         self.append(op, step)

@@ -10,6 +10,7 @@ import torch
 
 from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import collapse
+from hostir.kernels.parameters import TAPING
 from hostir.kernels.repeats import Kernel, repeating
 from hostir.kernels.table import kernels_for
 from hostir.machines.binding import Step, copy_here
@@ -119,14 +120,18 @@ class StridedCopy:
             return
         if self.pieces is None:
             self.pieces = pieces(out, x)
-        driver, handle = cuda_driver(), ctypes.c_void_p(stream)
+        driver, handle, writer = cuda_driver(), ctypes.c_void_p(stream), TAPING.writer
         for to, start, piece in self.pieces:
             if isinstance(piece, int):
+                if writer is not None:
+                    writer.copy(target + to, source + start, piece, stream)
                 code = driver.cuMemcpyAsync(
                     ctypes.c_uint64(target + to), ctypes.c_uint64(source + start), ctypes.c_size_t(piece), handle
                 )
             else:
                 piece.out_address, piece.x_address = target + to, source + start
+                if writer is not None:
+                    writer.copy_rows(piece, stream)
                 code = driver.cuMemcpy2DAsync_v2(ctypes.byref(piece), handle)
             if code:
                 check(code, "a copy")

@@ -15,7 +15,7 @@ from hostir.machines.cuda.context import Issue, PlanContext
 from hostir.machines.cuda.driver import in_batches, wait_at_least, write
 from hostir.machines.cuda.flags import CudaFlags
 from hostir.machines.cuda.flow_control import CREDITS, Slot
-from hostir.machines.cuda.streams import join
+from hostir.machines.cuda.streams import join, record, wait
 from hostir.plan.operations import CALLER, NONE, Op
 from hostir.plan.unrolled import UnrolledProgram
 
@@ -135,8 +135,8 @@ class CallBoundary:
 
 
 def _record(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
-    event.record(streams[stream])
+    record(event, streams[stream])
 
 
 def _wait(streams: Sequence[torch.cuda.Stream], stream: int, event: torch.cuda.Event) -> None:
-    event.wait(streams[stream])
+    wait(event, streams[stream])

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hostir.kernels.parameters import TAPING
+
 WAIT, WRITE = 4, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 ORDERED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: visible only after all earlier work of the stream
@@ -127,6 +129,8 @@ def in_batches(ops: Sequence[MemoryOp]) -> Callable[[int], None]:
 
     def issue(stream: int) -> None:
         handle = ctypes.c_void_p(stream)
+        for part in parts if TAPING.writer is not None else ():
+            TAPING.writer.memory_ops(part, stream)
         for array, count in batches:
             if code := call(handle, count, array, no_flags):
                 check(code, "flags that a stream waits for")

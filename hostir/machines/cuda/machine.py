@@ -34,7 +34,9 @@ from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.cublas import CublasStreams
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.memory import PeerMemory
+from hostir.machines.cuda.native import DriverError
 from hostir.machines.cuda.streams import current, workers
+from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.machines.cuda.timeline import Timeline
 from hostir.machines.cuda.timeouts import Timeouts
 from hostir.plan.lifetimes import homes
@@ -144,8 +146,11 @@ class CudaPlan:
         self.one_sided = binder.one_sided
         self.steps = binder.steps
         self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
+        self.issuing = self.in_python = IssuedSteps.of(self.steps)  # what the latest run issues
+        self.tapes = Tapes.here() if timeline is None else None  # None: Python issues all steps
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.ops = binder.ops  # the operation of each step
+        self.switches = binder.switches  # the steps that only make another stream the current one
         self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations
         self.engine_copies = binder.engine_copies  # the buffers that copy engines copy to or from a peer
         self.unnoticed = binder.unnoticed  # the number of first steps that neither peers nor the next run can notice
@@ -218,10 +223,8 @@ class CudaPlan:
         if outs is not None:
             for home, i in self.placed:
                 registers[home] = outs[i]
-        # `in_flight` reads the position of this iterator, which costs the run nothing.
-        self.cursor = cursor = iter(self.steps)
-        if capturing:
-            self.cursor = cursor = iter([self.in_captures.get(i, step) for i, step in enumerate(self.steps)])
+        steps = self.issuing = self.steps_of(capturing)
+        self.cursor = cursor = iter(steps.steps)  # `in_flight` reads its position, which costs the run nothing
         try:
             for step in cursor:
                 step()
@@ -232,16 +235,23 @@ class CudaPlan:
             return tuple(outs)
         except BaseException as problem:
             self.join_workers()
-            if not (at := self.in_flight()):  # interrupted before the first step
+            issued = problem.place + 1 if isinstance(problem, DriverError) else self.issued
+            if not issued:  # interrupted before the first step
                 raise
-            failure = self.unrolled.failure(at[0], problem)
-            if self.noticed and not capturing:
+            failure = self.unrolled.failure(self.ops[issued - 1], problem)
+            if issued > self.unnoticed and not capturing:
                 self.machine.groups.abandoned = headline(failure)
             if not isinstance(problem, Exception):
                 raise
             raise failure from problem
         finally:
             registers[:] = self.blank
+
+    def steps_of(self, capturing: bool) -> IssuedSteps:
+        """Return the steps of a run whose tensors are in the registers."""
+        if capturing:
+            return IssuedSteps.of([self.in_captures.get(i, step) for i, step in enumerate(self.steps)])
+        return self.in_python if self.tapes is None else self.tapes.steps(self)
 
     def join_workers(self) -> None:
         """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
@@ -254,7 +264,7 @@ class CudaPlan:
     @property
     def issued(self) -> int:
         """The number of steps that the latest run has begun to issue."""
-        return len(self.ops) - operator.length_hint(self.cursor)
+        return self.issuing.ends[-1 - operator.length_hint(self.cursor)]
 
     @property
     def noticed(self) -> bool:

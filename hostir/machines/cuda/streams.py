@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hostir.kernels.parameters import TAPING
 from hostir.machines.cuda.driver import capture_id, new_stream
 
 WORKERS = 32  # shared worker streams of a device, unless one executor needs more
@@ -48,8 +49,22 @@ def current(device: torch.device) -> torch.cuda.Stream:
 
 def join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
     """Make `stream` wait for all work issued to `other` so far; both are indices of `streams`."""
-    event.record(streams[other])
-    event.wait(streams[stream])
+    record(event, streams[other])
+    wait(event, streams[stream])
+
+
+def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Record an event on a stream."""
+    event.record(stream)
+    if TAPING.writer is not None:
+        TAPING.writer.record(event.cuda_event, stream.cuda_stream)
+
+
+def wait(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Make a stream wait for an event."""
+    event.wait(stream)
+    if TAPING.writer is not None:
+        TAPING.writer.wait(event.cuda_event, stream.cuda_stream)
 
 
 class CallOrder:

@@ -1,0 +1,68 @@
+"""Run segments of tapes as native code: `launcher.c`, built by Triton with the C compiler that Triton needs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hostir.ir.source import warn_once
+from hostir.machines.cuda.tape import Segment
+
+SOURCE = Path(__file__).with_name("launcher.c")
+DRIVER = "libcuda.so.1"
+RELEASED = 32  # entries of a segment that runs without the GIL: fewer take less time than another thread needs
+
+
+class DriverError(RuntimeError):
+    """Raised for a call of the driver that failed.
+
+    Fields:
+        place: the number of the operation that made it, in the unrolled program.
+    """
+
+    def __init__(self, place: int, message: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def build() -> Any:
+    """Build the launcher, or take it from Triton's cache, and return its module."""
+    import triton.backends.nvidia
+    from triton.runtime.build import compile_module_from_src
+
+    headers = Path(triton.backends.nvidia.__file__).parent / "include"
+    return compile_module_from_src(SOURCE.read_text(), "hostir_launcher", include_dirs=[str(headers)])
+
+
+@functools.cache
+def launcher(driver: str = DRIVER) -> Any:
+    """Return the launcher's module, with the driver's library open; None if it cannot be built, said once."""
+    try:
+        module = build()
+        module.open(driver)
+    except Exception as problem:  # whatever a compiler, Triton or the loader raises
+        reason = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else 'no reason'}"
+        message = f"Calls are issued by Python, which takes longer: the native launcher cannot be built ({reason})."
+        warn_once(("native launcher", reason), message, "HOSTIR_NATIVE=0 says so without this warning")
+        return None
+    return module
+
+
+def native(module: Any, segment: Segment) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
+    """Return a function that issues a segment, for an address of each slot and a handle of each stream.
+
+    The function raises DriverError for the first entry that fails.
+
+    Args:
+        module: what `launcher` returns.
+    """
+    tape = module.Tape(segment.rows, segment.patches, len(segment.slots), segment.streams, RELEASED)
+    run = tape.run
+
+    def issue(addresses: tuple[int, ...], streams: tuple[int, ...]) -> None:
+        if (failed := run(addresses, streams)) is not None:
+            raise DriverError(*failed)
+
+    return issue

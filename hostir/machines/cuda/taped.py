@@ -1,0 +1,175 @@
+"""Calls of a plan by its tape: one call of C in the place of many closures.
+
+The second run of a plan with tensors of one alignment on one stream is recorded. From then on a run issues native
+segments, and those steps in Python that remain: what only torch can run, and what allocates or frees memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hostir.knobs import NATIVE
+from hostir.machines.binding import Step
+from hostir.machines.cuda.native import launcher, native
+from hostir.machines.cuda.tape import Memory, Segment, TapeEntry, TapeWriter
+from hostir.plan.operations import CALLER, AllocateOp, Op, ViewOp
+
+if TYPE_CHECKING:
+    from hostir.machines.cuda.machine import CudaPlan
+
+MAX_TAPES = 8  # tapes that a plan keeps: callers have few streams, and most tensors are aligned
+aten = torch.ops.aten
+WITHOUT_WORK = {  # operators that give no stream anything to do
+    *(aten.empty_strided.default, aten.as_strided.default, aten.select.int, aten.slice.Tensor, aten.view.default),
+    *(aten.view.dtype, aten.alias.default, aten.detach.default, aten.record_stream.default),
+}
+
+
+@dataclass(frozen=True)
+class IssuedSteps:
+    """The steps that a run issues.
+
+    Fields:
+        steps: the steps, in order.
+        ends: the number of the plan's own steps that have begun once so many of `steps` have, from none to all.
+    """
+
+    steps: Sequence[Step]
+    ends: Sequence[int]
+
+    @staticmethod
+    def of(steps: Sequence[Step]) -> IssuedSteps:
+        """Return a plan's own steps."""
+        return IssuedSteps(steps, range(len(steps) + 1))
+
+
+class Tapes:
+    """The tapes of a plan, by the caller's stream and the alignment of the call's tensors.
+
+    Kernels are compiled for aligned addresses, and workspaces belong to streams.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
+
+    @staticmethod
+    def here() -> Tapes | None:
+        """Return an empty set of tapes; None if HOSTIR_NATIVE is off, or the launcher cannot be built."""
+        module = launcher() if NATIVE.get() else None
+        return None if module is None else Tapes(module)
+
+    def steps(self, plan: CudaPlan) -> IssuedSteps:
+        """Return the steps of a run whose tensors are in the plan's registers."""
+        registers = (*plan.unrolled.inputs, *(home for home, _ in plan.placed))
+        tensors = [plan.registers[register] for register in registers]
+        key = (plan.streams[CALLER].cuda_stream, *[0 if x is None else x.data_ptr() % 16 for x in tensors])
+        if key in self.by_key:
+            return self.by_key[key] or self.recording(plan, key)
+        if len(self.by_key) >= MAX_TAPES:
+            self.by_key.clear()
+        self.by_key[key] = None
+        return plan.in_python
+
+    def recording(self, plan: CudaPlan, key: tuple[int, ...]) -> IssuedSteps:
+        """Return the one step of a run that is recorded."""
+        ends = [0, 0]
+        return IssuedSteps([partial(self.record, plan, key, ends)], ends)
+
+    def record(self, plan: CudaPlan, key: tuple[int, ...], ends: list[int]) -> None:
+        """Issue a run in Python, and keep its tape."""
+        self.by_key[key] = TapedRun(plan, self.module, key[0]).tape(ends)
+
+
+class TapedRun:
+    """Records a run of a plan, and makes steps of what it issues.
+
+    Args:
+        plan: the plan, with the tensors of a call in its registers.
+        module: the native launcher.
+        caller: the handle of the caller's stream.
+    """
+
+    def __init__(self, plan: CudaPlan, module: Any, caller: int) -> None:
+        self.plan, self.module = plan, module
+        self.streams = (*(stream.cuda_stream for stream in plan.machine.streams), caller)
+        self.pending: list[TapeEntry] = []  # entries without a segment so far
+        self.steps: list[Step] = []
+        self.ends = [0]
+
+    def tape(self, ends: list[int]) -> IssuedSteps:
+        """Issue all steps, and return what a later run issues in their place.
+
+        Args:
+            ends: its last element counts the steps that have begun.
+        """
+        plan, writer = self.plan, TapeWriter(self.memories, {handle: n for n, handle in enumerate(self.streams)})
+        entries: list[Sequence[TapeEntry]] = []
+        with writer, TorchWork() as work:
+            for number, (step, op) in enumerate(zip(plan.steps, plan.ops, strict=True)):
+                writer.entries, writer.place, writer.complete, work.seen = [], number, True, False
+                ends[-1] = number + 1
+                step()
+                recorded = writer.complete and not work.seen and not op.by_group
+                entries.append(writer.entries if recorded else ())
+        for number, (step, op) in enumerate(zip(plan.steps, plan.ops, strict=True)):
+            if entries[number]:
+                self.pending += entries[number]
+                continue
+            if not self.only_prepares(op, step):
+                self.flush(number)
+            self.steps.append(step)
+            self.ends.append(number + 1)
+        self.flush(len(plan.steps))
+        if writer.kept:  # workspaces, which live as long as the steps that use them
+            self.steps.append(partial(len, writer.kept))
+            self.ends.append(len(plan.steps))
+        return IssuedSteps(self.steps, self.ends)
+
+    def only_prepares(self, op: Op, step: Step) -> bool:
+        """Return True if a step without entries may run before entries that come ahead of it.
+
+        A step that allocates memory, makes a view or sets the current stream may. A step that frees memory may not.
+        """
+        return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
+
+    def flush(self, end: int) -> None:
+        """Add a step that issues the pending entries; `end` of the plan's steps have begun with it."""
+        if not self.pending:
+            return
+        segment = Segment.of(self.pending, len(self.streams))
+        issue, slots = native(self.module, segment), segment.slots
+        registers, streams = self.plan.registers, self.streams
+        self.steps.append(lambda: issue(tuple([registers[slot].data_ptr() for slot in slots]), streams))
+        self.ends.append(end)
+        self.pending = []
+
+    def memories(self) -> list[Memory]:
+        """Return the memory of all tensors that are in registers now: changing memory has its register as slot."""
+        unrolled, registers = self.plan.unrolled, self.plan.registers
+        memories: list[Memory] = []
+        for register, buffer in enumerate(unrolled.buffers):
+            x = registers[register]
+            if register != buffer or not isinstance(x, torch.Tensor):
+                continue
+            symmetric = unrolled.symmetric.get(register)
+            name = f"%{register}" if symmetric is None else f"%{symmetric.home[0]} of rank {symmetric.rank}"
+            size = unrolled.extents[register][1] * x.element_size()
+            memories.append(Memory(name, x.data_ptr(), size, register if symmetric is None else None))
+        return memories
+
+
+class TorchWork(TorchDispatchMode):
+    """Notes whether torch has run an operator that gives a stream something to do."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or func not in WITHOUT_WORK
+        return func(*args, **(kwargs or {}))

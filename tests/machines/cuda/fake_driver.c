@@ -1,0 +1,98 @@
+/* A CUDA driver that records its calls as lines of text. Built and loaded by test_native.py. */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda.h"
+
+static char log_text[1 << 20];
+static size_t used;
+static int failing = -1, calls;
+
+#define SAY(...) used += (size_t)snprintf(log_text + used, sizeof log_text - used, __VA_ARGS__)
+
+static CUresult next(void) { return calls++ == failing ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS; }
+
+const char *fake_take(void) {
+  static char taken[1 << 20];
+  memcpy(taken, log_text, used + 1);
+  used = 0;
+  log_text[0] = 0;
+  calls = 0;
+  return taken;
+}
+
+void fake_fail(int call) { failing = call; }
+
+CUresult cuGetErrorString(CUresult code, const char **text) {
+  *text = code == CUDA_ERROR_ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : "unknown";
+  return CUDA_SUCCESS;
+}
+
+/* The parameters of a fake kernel: a text of one letter a parameter, in the place of a handle. */
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+  if (extra != NULL)
+    return CUDA_ERROR_INVALID_VALUE;
+  SAY("%p: launch %ux%u shared %u attributes", (void *)config->hStream, config->gridDimX, config->blockDimX,
+      config->sharedMemBytes);
+  for (unsigned i = 0; i < config->numAttrs; i++)
+    SAY(" %d", (int)config->attrs[i].id);
+  SAY(" (");
+  int number = 0;
+  for (const char *letter = (const char *)function; *letter; letter++, number++) {
+    void *at = parameters[number];
+    switch (*letter) {
+    case 'p': SAY(" %llx", *(unsigned long long *)at); break;
+    case 'i': SAY(" %d", *(int *)at); break;
+    case 'l': SAY(" %lld", *(long long *)at); break;
+    case 'b': SAY(" %d", *(signed char *)at); break;
+    case 'f': SAY(" %g", (double)*(float *)at); break;
+    case 'm':
+      if ((unsigned long long)at % 64)
+        return CUDA_ERROR_MISALIGNED_ADDRESS;
+      SAY(" map %llx/%llx", ((unsigned long long *)at)[0], ((unsigned long long *)at)[15]);
+      break;
+    }
+  }
+  if (parameters[number] != NULL)
+    return CUDA_ERROR_INVALID_VALUE;
+  SAY(" )\n");
+  return next();
+}
+
+CUresult cuStreamBatchMemOp_v2(CUstream stream, unsigned count, CUstreamBatchMemOpParams *ops, unsigned flags) {
+  SAY("%p: memory %u", (void *)stream, flags);
+  for (unsigned i = 0; i < count; i++)
+    SAY(" %d %llx %llu", (int)ops[i].operation, (unsigned long long)ops[i].waitValue.address,
+        (unsigned long long)ops[i].waitValue.value64);
+  SAY("\n");
+  return next();
+}
+
+CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream stream) {
+  SAY("%p: copy %llx -> %llx %zu\n", (void *)stream, source, target, size);
+  return next();
+}
+
+CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *rows, CUstream stream) {
+  SAY("%p: rows %llx/%zu -> %llx/%zu %zux%zu\n", (void *)stream, rows->srcDevice, rows->srcPitch, rows->dstDevice,
+      rows->dstPitch, rows->Height, rows->WidthInBytes);
+  return next();
+}
+
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  SAY("%p: record %p\n", (void *)stream, (void *)event);
+  return next();
+}
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+  SAY("%p: wait %p %u\n", (void *)stream, (void *)event, flags);
+  return next();
+}
+
+CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
+  map->opaque[0] = (cuuint64_t)address;
+  map->opaque[15]++; /* how often */
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,263 @@
+"""The native launcher issues a tape's entries as recorded, on a fake driver; addresses and streams change."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hostir.kernels import parameters
+from hostir.kernels.parameters import KernelLaunch, packed, parameter_types
+from hostir.machines.cuda.driver import Memcpy2D, wait_at_least, write
+from hostir.machines.cuda.native import SOURCE, DriverError, build, native
+from hostir.machines.cuda.tape import Memory, Segment, TapeWriter
+
+HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
+WARNINGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+STREAMS = {0x100: 0, 0x200: 1}
+A, B, FIXED = Memory("%a", 0x10000, 256, 0), Memory("%b", 0x20000, 256, 1), Memory("%flags of rank 1", 0x30000, 64)
+
+
+SANITIZERS = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZED = "SANITIZED_LAUNCHER"  # set in the environment: the launcher is built with sanitizers
+
+
+def headers() -> list[str]:
+    import triton.backends.nvidia
+
+    return ["-I" + str(Path(triton.backends.nvidia.__file__).parent / "include")]
+
+
+class FakeDriver:
+    """The fake driver's library, as ctypes sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.library = ctypes.CDLL(str(path))
+        self.library.fake_take.restype = ctypes.c_char_p
+
+    def take(self) -> list[str]:
+        """The calls since the last time, as lines."""
+        return self.library.fake_take().decode().splitlines()
+
+    def fail(self, call: int) -> None:
+        """Let a call fail, counted from the last `take`."""
+        self.library.fake_fail(call)
+
+
+@pytest.fixture(scope="session")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if SANITIZED not in os.environ:
+        return build()
+    path = tmp_path_factory.mktemp("sanitized") / "hostir_launcher.so"
+    include = "-I" + sysconfig.get_paths()["include"]
+    subprocess.run(["cc", *WARNINGS, *SANITIZERS, include, *headers(), str(SOURCE), "-o", path], check=True)
+    spec = importlib.util.spec_from_file_location("hostir_launcher", path)
+    assert spec is not None
+    return importlib.util.module_from_spec(spec)
+
+
+@pytest.fixture
+def driver(module: Any, tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
+    path = tmp_path_factory.getbasetemp() / "libfakecuda.so"
+    if not path.exists():
+        source = str(HERE / "fake_driver.c")
+        subprocess.run(["cc", *WARNINGS, *headers(), source, "-o", path], check=True)
+    fake = FakeDriver(path)
+    fake.fail(-1)
+    fake.take()
+    module.open(str(path))
+    return fake
+
+
+def recorded() -> TapeWriter:
+    return TapeWriter(lambda: [A, B, FIXED], STREAMS)
+
+
+def test_it_builds_without_warnings(tmp_path: Path) -> None:
+    include = "-I" + sysconfig.get_paths()["include"]
+    subprocess.run(["cc", *WARNINGS, include, *headers(), str(SOURCE), "-o", tmp_path / "launcher.so"], check=True)
+
+
+KERNEL = ctypes.create_string_buffer(b"ppilbfpp")  # a letter for each parameter; the last two are scratch memory
+
+
+@dataclass
+class Compiled:
+    """A compiled kernel."""
+
+    kernel_launch: KernelLaunch
+
+
+def kernel(**changed: Any) -> KernelLaunch:
+    """A launch of the fake kernel."""
+    types = "*bf16", "*i64", "constexpr", ("i32", "i64"), "i1", "fp32"
+    usual = KernelLaunch("matmul", ctypes.addressof(KERNEL), 4, 1, 1024, True, False, types)
+    return replace(usual, **changed)
+
+
+def every_entry() -> Segment:
+    writer = recorded()
+    writer.launch(Compiled(kernel()), 132, 0x100, (A.begin + 32, FIXED.begin, None, (7, 1 << 40), True, 0.5))
+    writer.memory_ops([wait_at_least(FIXED.begin + 8, 3), write(0x99999, 4)], 0x200)
+    writer.copy(B.begin, A.begin + 16, 64, 0x200)
+    rows = Memcpy2D(x_address=A.begin, out_address=FIXED.begin, x_pitch=32, out_pitch=64, width=16, height=2)
+    writer.copy_rows(rows, 0x100)
+    writer.record(0x77, 0x100)
+    writer.wait(0x77, 0x200)
+    return Segment.of(writer.entries, len(STREAMS))
+
+
+FIRST = [
+    "0x100: launch 132x128 shared 1024 attributes 6 ( 10020 30000 7 1099511627776 1 0.5 0 0 )",
+    "0x200: memory 0 4 30008 3 5 99999 4",
+    "0x200: copy 10010 -> 20000 64",
+    "0x100: rows 10000/32 -> 30000/64 2x16",
+    "0x100: record 0x77",
+    "0x200: wait 0x77 0",
+]
+
+
+def test_entries_are_issued_as_they_were_recorded(module: Any, driver: FakeDriver) -> None:
+    run = native(module, every_entry())
+    for _ in range(2):
+        run((A.begin, B.begin), (0x100, 0x200))
+        assert driver.take() == FIRST
+
+
+def test_addresses_and_streams_are_those_of_the_call(module: Any, driver: FakeDriver) -> None:
+    run = native(module, every_entry())
+    for a, b, caller in ((0x50000, 0x60000, 0x100), (0x50000, 0x70000, 0x300), (A.begin, 0x70000, 0x300)):
+        run((a, b), (caller, 0x200))
+        replaced = {"10020": f"{a + 32:x}", "10010": f"{a + 16:x}", "10000/": f"{a:x}/", "20000": f"{b:x}"}
+        expected = [line.replace("0x100:", f"{caller:#x}:") for line in FIRST]
+        for old, new in replaced.items():
+            expected = [line.replace(old, new) for line in expected]
+        assert driver.take() == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "attributes"),
+    [({"dependent": False}, ""), ({"cooperative": True}, " 6 2"), ({"ctas": 2, "dependent": False}, " 4 5")],
+)
+def test_a_launch_has_the_attributes_that_it_was_compiled_for(
+    changed: dict[str, Any], attributes: str, module: Any, driver: FakeDriver
+) -> None:
+    writer, launch = recorded(), kernel(**changed)
+    writer.launch(Compiled(launch), 3, 0x100, (A.begin, 0, None, (7, 8), False, 1.0))
+    native(module, Segment.of(writer.entries, 2))((A.begin,), (0x100, 0x200))
+    grid = 3 * launch.ctas
+    assert driver.take() == [f"0x100: launch {grid}x128 shared 1024 attributes{attributes} ( 10000 0 7 8 0 1 0 0 )"]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_call_of_the_driver_that_fails_names_its_operation(at: int, module: Any, driver: FakeDriver) -> None:
+    entries = [replace(entry, place=10 + number) for number, entry in enumerate(every_entry().entries)]
+    run = native(module, Segment.of(entries, 2))
+    driver.fail(at)
+    with pytest.raises(DriverError, match=r"an illegal memory access was encountered \(CUDA error 700\)") as failed:
+        run((A.begin, B.begin), (0x100, 0x200))
+    assert failed.value.place == 10 + at
+    assert driver.take() == FIRST[: at + 1]
+    driver.fail(-1)
+    run((A.begin, B.begin), (0x100, 0x200))
+    assert driver.take() == FIRST
+
+
+def test_nothing_is_copied_to_where_it_is(module: Any, driver: FakeDriver) -> None:
+    writer = recorded()
+    writer.copy(B.begin, A.begin, 64, 0x100)
+    rows = Memcpy2D(x_address=A.begin, out_address=B.begin, x_pitch=32, out_pitch=32, width=16, height=2)
+    writer.copy_rows(rows, 0x100)
+    native(module, Segment.of(writer.entries, 2))((A.begin, A.begin), (0x100, 0x200))
+    assert driver.take() == []
+
+
+def test_tensor_maps_get_the_address_of_each_call_once(
+    module: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameters, "tensor_map", lambda address: struct.pack("<16Q", address, *range(1, 16)))
+    function = ctypes.create_string_buffer(b"ipmililpp")
+    types = "i32", "*bf16", *parameter_types(["tensordesc<bf16[128]>"], [{}]), "i32", "i64"
+    writer = recorded()
+    launch = kernel(function=ctypes.addressof(function), types=types, dependent=False)
+    writer.launch(Compiled(launch), 1, 0x100, (5, B.begin, A.begin + 16, 64, 1, 2, 3))
+    assert writer.complete
+    run = native(module, Segment.of(writer.entries, 2))
+    for a, times in ((0x50000, 16), (0x50000, 16), (0x60000, 17)):  # the fake driver counts in the map's last word
+        run((a, B.begin), (0x100, 0x200))
+        (line,) = driver.take()
+        assert f"map {a + 16:x}/{times:x} " in line
+    writer.launch(Compiled(launch), 1, 0x100, (5, B.begin, 0x123450, 64, 1, 2, 3))
+    assert not writer.complete, "the address of an unknown tensor cannot be replaced"
+
+
+def test_what_does_not_fit_a_tape_is_refused(module: Any, driver: FakeDriver) -> None:
+    run = module.Tape(every_entry().rows, every_entry().patches, 2, 2, 0).run
+    for arguments in [(), ((1, 2),), ((1,), (1, 2)), ((1, 2), (1,)), ([1, 2], (1, 2)), ((1, 2), None)]:
+        with pytest.raises(TypeError, match="a tuple of 2 addresses and a tuple of 2 streams"):
+            run(*arguments)
+    for addresses, streams in (((1, "x"), (1, 2)), ((1, 2), (1, 2.5)), ((-1, 2), (1, 2))):
+        with pytest.raises((TypeError, OverflowError)):
+            run(addresses, streams)
+    launch = ((0, 0, 0, (0, 1, 1, 1, 1, False, False, bytes(8), (0,))),)
+    event = ((4, 0, 0, (0x77,)),)
+    for entries, patches in [
+        (((9, 0, 0, ()),), ()),  # no such kind
+        (((4, 0, 7, (0x77,)),), ()),  # no such stream
+        (((0, 0, 0, (0, 1, 1, 1, 1, False, False, bytes(8), (8,))),), ()),  # a parameter outside
+        (((1, 0, 0, (bytes(47),)),), ()),
+        (((3, 0, 0, (bytes(47),)),), ()),
+        (launch, ((0, 0, 1, 0, False),)),  # the address would not end within the parameters
+        (launch, ((0, 1, 0, 0, False),)),  # no such entry
+        (launch, ((2, 0, 0, 0, False),)),  # no such slot
+        (launch, ((1, 0, 0, 0, False), (0, 0, 0, 0, False))),  # not sorted
+        (event, ((0, 0, 0, 0, False),)),  # an event holds no address
+    ]:
+        with pytest.raises(ValueError, match=r"a stream|a parameter|not an array|not a CUDA_MEMCPY2D|patch"):
+            module.Tape(entries, patches, 2, 2, 0)
+    assert driver.take() == []
+
+
+def test_types_of_parameters_are_those_that_triton_passes() -> None:
+    signature = {"a": "tensordesc<bf16[128, 64]>", "b": "*bf16", "c": ("*i64", "constexpr", ("i32",)), "D": "constexpr"}
+    map_of_a = ("nvTmaDesc", "i32", "i32", "i64", "i64")
+    assert parameter_types(signature.values(), [{"swizzle": 3}]) == (*map_of_a, "*bf16", signature["c"], "constexpr")
+    with pytest.raises(TypeError, match="without a tensor map"):
+        parameter_types(signature.values(), [None])
+    image, offsets, addresses = packed((*signature.values(),)[1:], (0x10, (0x20, 5, (6,)), 9))
+    assert (offsets, addresses) == ([0, 8, 16, 24, 32], [(0, 0x10, False), (8, 0x20, False)])
+    assert image == struct.pack("<QQi4xQQ", 0x10, 0x20, 6, 0, 0)
+    with pytest.raises(TypeError, match="1 arguments for 3 parameters"):
+        packed((*signature.values(),)[1:], (0x10,))
+
+
+def test_a_tape_prints_as_text() -> None:
+    assert str(every_entry()).splitlines() == [
+        "stream 0: launch matmul x 132(%a+32, %flags of rank 1)",
+        "stream 1: wait %flags of rank 1+8 >= 3, write 0x99999 = 4",
+        "stream 1: copy %a+16 -> %b, 64 bytes",
+        "stream 0: copy %a -> %flags of rank 1, 2 rows of 16 bytes",
+        "stream 0: record event 0x77",
+        "stream 1: wait for event 0x77",
+    ]
+
+
+@pytest.mark.skipif(SANITIZED in os.environ, reason="it would start itself")
+def test_sanitizers_have_nothing_to_say() -> None:
+    """All tests of this file once more, with AddressSanitizer and UndefinedBehaviorSanitizer in the launcher."""
+    library = subprocess.run(["cc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True).stdout
+    quiet = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": library.strip(), SANITIZED: "1"}  # Python itself leaks
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", __file__]
+    done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True, cwd=ROOT)
+    assert not done.returncode, done.stdout + done.stderr

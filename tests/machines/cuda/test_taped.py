@@ -1,0 +1,220 @@
+"""A plan's third run issues to the driver what its first run issued, by native code and for other addresses.
+
+The GPU is not there, and neither is its driver: a library records the calls of the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hostir as hi
+from examples import patterns
+from hostir.ir.source import HostIRError
+from hostir.kernels import devices, parameters
+from hostir.kernels.devices import StandIn
+from hostir.kernels.parameters import TAPING, KernelLaunch
+from hostir.machines.cuda import blocks, copies, credits, flags, machine, native, streams
+from hostir.machines.cuda import driver as cuda_driver
+from hostir.machines.cuda.tape import Segment, TapeWriter
+from hostir.machines.cuda.taped import Tapes
+from tests.kernels.hopper import Hopper, hopper, inputs_of
+from tests.machines.cuda.test_native import FakeDriver, driver, module
+
+__all__ = ["driver", "module"]  # fixtures
+LETTERS = {"i1": "b", "i32": "i", "i64": "l", "fp32": "f", "nvTmaDesc": "m"}
+
+
+class Stream:
+    """A stream with a handle."""
+
+    handles = itertools.count(0x1000, 0x10)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.cuda_stream = next(self.handles)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Wait for the work of another stream, as after a failure."""
+
+
+class Event:
+    """An event with a handle, whose calls reach the fake driver."""
+
+    handles = itertools.count(0x9000, 0x10)
+    library: Any = None
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.cuda_event = next(self.handles)
+
+    def record(self, stream: Stream) -> None:
+        self.library.cuEventRecord(ctypes.c_void_p(self.cuda_event), ctypes.c_void_p(stream.cuda_stream))
+
+    def wait(self, stream: Stream) -> None:
+        self.library.cuStreamWaitEvent(ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(self.cuda_event), 0)
+
+
+class Current:
+    """The stream that is current."""
+
+    stream: Any = Stream()
+
+
+def launched_by(fake: FakeDriver, launcher: Any) -> dict[str, Any]:
+    """Methods of `devices.Compiled` whose launches reach the fake driver, with all parameters."""
+    kept: list[Any] = []
+
+    def begin(self: Any, kernel: Any) -> None:
+        self.kernel_launch = KernelLaunch.of(kernel)
+        letters = "".join("p" if t.startswith("*") else LETTERS[t] for t in flat_types(self.kernel_launch.types))
+        kept.append(ctypes.create_string_buffer((letters + "pp").encode()))
+        self.kernel_launch = replace(self.kernel_launch, function=ctypes.addressof(kept[-1]))
+        self.stream = lambda index: Current.stream.cuda_stream
+
+    def encoded(self: Any, number: int, descriptor: Any) -> tuple[int, ...]:
+        return (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
+
+    def launch(self: Any, programs: int, stream: int, arguments: Sequence[Any]) -> None:
+        if TAPING.writer is not None:
+            TAPING.writer.launch(self, programs, stream, arguments)
+        alone = TapeWriter(list, {stream: 0})
+        alone.launch(self, programs, stream, arguments)
+        native.native(launcher, Segment.of(alone.entries, 1))((), (stream,))
+
+    return {"__init__": begin, "encoded": encoded, "launch": launch}
+
+
+def flat_types(types: Sequence[Any]) -> list[str]:
+    """The types of the parameters that a kernel has."""
+    return [t for each in types for t in (flat_types(each) if isinstance(each, tuple) else [each]) if t != "constexpr"]
+
+
+@pytest.fixture
+def gpu(module: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
+    """A Hopper GPU whose driver is the fake one."""
+    with hopper() as hopper_gpu:
+        compile_ = hopper_gpu.compile
+
+        def compiled(function: Any, key: str, signature: Any, *rest: Any) -> Any:
+            kernel = compile_(function, key, signature, *rest)
+            kernel.src = SimpleNamespace(signature=signature)
+            described = [{} for each in signature.values() if str(each).startswith("tensordesc")]
+            options = {"num_warps": 4, "num_ctas": 1, "shared": 64, "launch_pdl": False}
+            kernel.metadata = SimpleNamespace(
+                name=function.__name__, launch_cooperative_grid=False, tensordesc_meta=described, **options
+            )
+            return kernel
+
+        hopper_gpu.compile = compiled  # type: ignore[method-assign]
+        for name, method in launched_by(driver, module).items():
+            monkeypatch.setattr(devices.Compiled, name, method)
+        for where in (cuda_driver, copies):
+            monkeypatch.setattr(where, "cuda_driver", lambda: driver.library)
+        for where in (blocks, credits, flags):
+            monkeypatch.setattr(where, "in_batches", cuda_driver.in_batches)
+        monkeypatch.setattr(copies, "StridedCopy", StridedCopy)
+        monkeypatch.setattr(Event, "library", driver.library)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Current.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Current, "stream", stream))
+        monkeypatch.setattr(machine, "current", lambda device: CALLERS[0])
+        monkeypatch.setattr(streams, "new_stream", lambda device, priority: Stream())
+        monkeypatch.setattr(parameters, "tensor_map", lambda address: struct.pack("<16Q", address, *[0] * 15))
+        yield hopper_gpu
+
+
+StridedCopy = copies.StridedCopy
+STREAMS = [Stream() for _ in range(3)]  # of the caller
+CALLERS = [STREAMS[0]]  # the one of the next call
+FUSIONS = {
+    "gathered": lambda: patterns.allgather_matmul(2, S=2, M=4096, K=8192, N=3584, dtype="bf16"),
+    "scattered": lambda: patterns.row_parallel_scattered(2, S=2, M=4096, K=7168, N=8192, dtype="bf16"),
+    "summed few": lambda: patterns.row_parallel(2, S=1, M=64, K=512, N=1024, dtype="bf16"),
+}
+
+
+def relative(lines: Sequence[str]) -> list[str]:
+    """The lines with large addresses replaced by the order in which their memory first appears."""
+    known: dict[int, int] = {}
+
+    def name(match: re.Match[str]) -> str:
+        memory, offset = divmod(int(match[0], 16), 1 << 40)
+        if offset > 1 << 36:  # an address of this process: memory that the kernel reports to
+            return match[0]
+        return f"{known.setdefault(memory, len(known))}+{offset:x}"
+
+    return [re.sub(r"\b[0-9a-f]{11,}\b", name, re.sub(r"/[0-9a-f]+(?= )", "", line)) for line in lines]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "fused", "push"])
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_native_code_issues_what_python_issues_for_any_addresses(
+    fusion: str, strategy: str, gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    program = hi.lower(FUSIONS[fusion](), strategy)
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    driver.take()
+    logs, calls = [], []
+    for _ in range(5):
+        inputs = inputs_of(program, 0)
+        Current.stream = CALLERS[0] = STREAMS[0]
+        plan.run(inputs)
+        logs.append(driver.take())
+        calls.append([x.data_ptr() for x in inputs if x is not None])
+        assert plan.issued == len(plan.steps)
+    assert len(logs[0]) > 2
+    for lines in logs[1:]:
+        assert relative(lines) == relative(logs[0])
+    (taped,) = plan.tapes.by_key.values()
+    assert len(taped.steps) < len(plan.steps)
+    assert len({*map(tuple, calls)}) == 5, "the inputs of each call are elsewhere"
+
+
+def test_a_tape_is_for_one_stream_and_one_alignment(gpu: Hopper, driver: FakeDriver, module: Any) -> None:
+    program = hi.lower(FUSIONS["gathered"](), "ring")
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    logs: dict[int, list[str]] = {}
+    for number in range(9):
+        CALLERS[0] = Current.stream = STREAMS[number % 3]
+        plan.run(inputs_of(program, 0))
+        lines = driver.take()
+        handles = {line.split(":")[0] for line in lines}
+        assert f"{STREAMS[number % 3].cuda_stream:#x}" in handles
+        assert not handles & {f"{s.cuda_stream:#x}" for s in STREAMS if s is not CALLERS[0]}
+        assert relative(logs.setdefault(number % 3, lines)) == relative(lines)
+    assert [key[0] for key in plan.tapes.by_key] == [stream.cuda_stream for stream in STREAMS]
+    inputs = inputs_of(program, 0)
+    inputs[0] = StandIn.of(inputs[0].shape, inputs[0].stride(), inputs[0].dtype, inputs[0].device, (1 << 50) + 2)
+    plan.run(inputs)
+    assert [*plan.tapes.by_key.values()].count(None) == 1, "a run with another alignment is issued by Python at first"
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_a_call_of_the_driver_that_fails_names_its_statement(
+    runs: int, gpu: Hopper, driver: FakeDriver, module: Any
+) -> None:
+    """By Python, while it is recorded, and by native code."""
+    program = hi.lower(FUSIONS["gathered"](), "ring")
+    plan = gpu.plan(program, 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    driver.take()
+    for _ in range(runs):
+        plan.run(inputs_of(program, 0))
+        lines = driver.take()
+    copy = next(number for number, line in enumerate(lines) if "copy" in line)
+    driver.fail(copy)
+    with pytest.raises(HostIRError, match=r"rank 0, 'get .*an illegal memory access was encountered") as failed:
+        plan.run(inputs_of(program, 0))
+    driver.fail(-1)
+    assert plan.machine.groups.abandoned, "peers may wait for the rest of the call"
+    assert failed.value.diagnostics[0].span is not None
