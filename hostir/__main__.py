@@ -239,7 +239,7 @@ def _formatted(
 
 def _report(problem: HostIRError) -> int:
     """Print an error, only once if several processes raise the same error; return the exit code."""
-    findings = all(diagnostic.kind for diagnostic in problem.diagnostics)
+    findings = all(diagnostic.category for diagnostic in problem.diagnostics)
     rank = os.environ.get("RANK", "0")
     if findings or not _joined_a_job():  # all ranks find the same; other errors may differ from host to host
         rank = rank if findings else os.environ.get("LOCAL_RANK", rank)

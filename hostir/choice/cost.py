@@ -200,7 +200,7 @@ class Registers:
         local_apart = op.ready is not None and op.ready.own is not None
         addends = [register for register in op.operands[1:] if register != NONE]
         activation = bool(op.options.get("activation"))
-        if op.kind != "sum" or not (local_apart or addends or activation):
+        if op.computation != "sum" or not (local_apart or addends or activation):
             return Traffic(bytes_once)
         out, x = self.unrolled.layouts[op.out], self.unrolled.layouts[op.operands[0]]
         additions = max(x.shape[op.options["axis"]] - 1, 0) + len(addends)
@@ -316,7 +316,8 @@ class RankTasks:
 
     def collective(self, op: CollectiveOp) -> None:
         task = self.communicate(
-            op, CostTransfer(op.kind, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team))
+            op,
+            CostTransfer(op.communication, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team)),
         )
         self.meet(task, "communication", op.team)
 

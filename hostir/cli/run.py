@@ -361,7 +361,7 @@ def main(options: Namespace) -> int:
         try:
             prove(host, sizes)
         except HostIRError as findings:
-            if all(finding.kind for finding in findings.diagnostics):
+            if all(finding.category for finding in findings.diagnostics):
                 findings.add_note(REFUSED)
             raise
     return run_command(program, host, sizes, options)

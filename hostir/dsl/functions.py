@@ -31,10 +31,10 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
     check_name(name, "a tensor", span)
     if name in fusion._names.taken:
         raise error(f"%{name} is defined twice", span, hint="give it another name")
-    if (kind := dtype_name(dtype)) not in DTYPES:
-        hint = did_you_mean(kind, DTYPES)
+    if (dtype_text := dtype_name(dtype)) not in DTYPES:
+        hint = did_you_mean(dtype_text, DTYPES)
         raise error(f"unknown dtype {described(dtype)}", span, expected=f"one of: {', '.join(DTYPES)}", hint=hint)
-    t = fusion._new(name, DTYPES[kind], sizes(shape, span), span)
+    t = fusion._new(name, DTYPES[dtype_text], sizes(shape, span), span)
     fusion.inputs.append(t)
     return t
 
@@ -119,16 +119,16 @@ def quantize(
         scale: a scale to use instead, such as one from earlier batches: `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`.
     """
     span = user_span()
-    value, kind = operand(x, span), dtype_name(dtype)
+    value, dtype_text = operand(x, span), dtype_name(dtype)
     if scale is None:
         if scales not in SCALES:
             hint = did_you_mean(scales, SCALES) if isinstance(scales, str) else ""
             raise error(f"unknown scales {described(scales)}", span, expected=f"one of: {', '.join(SCALES)}", hint=hint)
         block = scaled_ops.BLOCK if scales == "blocks" else 0
-        scale = apply(scaled_ops.RowScales, name="scale", x=value, dtype=kind, block=block)
+        scale = apply(scaled_ops.RowScales, name="scale", x=value, dtype=dtype_text, block=block)
         if scales == "tensor":
             scale = apply(scaled_ops.Largest, name="scale", x=operand(scale, span))
-    q = apply(scaled_ops.Quantize, name="quantized", x=value, scale=operand(scale, span), dtype=kind)
+    q = apply(scaled_ops.Quantize, name="quantized", x=value, scale=operand(scale, span), dtype=dtype_text)
     return q, scale
 
 

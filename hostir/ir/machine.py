@@ -43,7 +43,7 @@ class Exchange:
     None for a collective of the team.
     """
 
-    kind: str
+    communication: str
     team: tuple[int, ...]
     moves: tuple[Move, ...] | None = None
 
@@ -171,14 +171,14 @@ class Machine(OptionalMethods, Protocol):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: Handle,
         operands: Sequence[Handle | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run the kernel named `kind` on the current stream; it writes `out`.
+        """Run the kernel of `computation` on the current stream; it writes `out`.
 
         It runs by blocks of rows if it waits for a flag before a block (`ready`), or sets one after it (`done`).
         """

@@ -93,7 +93,7 @@ def compute_block(
     in another tensor, `add_up` adds the sources in place, with the same bits as the sum of unsplit tensors. Without
     `add_up` the sources are copied together first.
     """
-    if op.kind == "sum":
+    if op.computation == "sum":
         _sum_block(op, registers, kernel, block, blocks, add_up)
         return
     out, a, *others = registers[op.out], *(registers[x] for x in op.operands)

@@ -137,4 +137,4 @@ class Builder:
 
 
 def _stream(tensor: TensorNode) -> IterDomain | None:
-    return next((d for d in tensor.domains if d.on == "stream" and d.kind != "r"), None)
+    return next((d for d in tensor.domains if d.on == "stream" and d.iter_type != "r"), None)

@@ -93,9 +93,9 @@ class CallNode:
     tensors: list[TensorNode] = field(default_factory=list)
     options: dict[str, Option] = field(default_factory=dict)
 
-    def need(self, key: str, kind: type[T]) -> T:
+    def need(self, key: str, option_type: type[T]) -> T:
         found = self.options.get(key)
-        if not isinstance(found, kind):
+        if not isinstance(found, option_type):
             raise error(f"{self.name.text} lacks '{key}='", self.name.span)
         return found
 

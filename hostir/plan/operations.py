@@ -1,4 +1,4 @@
-"""Operations of an unrolled program: one dataclass for each kind of operation, without torch.
+"""Operations of an unrolled program: one dataclass for each operation, without torch.
 
 A program unrolled for one rank and one set of shapes is a list of operations in issue order. It has no names, loops,
 indices or symbols: operations refer to numbered registers, and each operation knows its statement. `unroll` makes the
@@ -195,13 +195,13 @@ class FreeOp(Op):
 
 @dataclass(frozen=True)
 class ComputeOp(Op):
-    """Computes `out`, of dtype `dtype`, by the kernel `kind`.
+    """Computes `out`, of dtype `dtype`, by the kernel of `computation`.
 
     With `ready`, the kernel computes each block of rows once the flags of the block are set. With `done`, it sets a
     flag after each block. `ready.flags`, `ready.own` and `done.flags` are registers.
     """
 
-    kind: str
+    computation: str
     dtype: DType
     out: WrittenRegister
     operands: ReadRegisters
@@ -299,7 +299,7 @@ class BarrierOp(Op):
 class CollectiveOp(Op):
     """Starts a collective of the team. `x` and `out` are dense; an allreduce has one tensor for both."""
 
-    kind: str
+    communication: str
     team: Group
     x: ReadRegister
     out: WrittenRegister

@@ -172,7 +172,7 @@ class Unroller(Observer, OptionalMethods):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: RegisterView,
         operands: Sequence[RegisterView | None],
         options: Mapping[str, Any],
@@ -190,7 +190,7 @@ class Unroller(Observer, OptionalMethods):
             overlapped, reserved = unavailable_sms(ops.issued, ops.ordered, ops.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
         dtype = registers.dtypes[out.buffer]
-        ops.add(ComputeOp(*ops.here, kind, dtype, target, sources, options, ready, done))
+        ops.add(ComputeOp(*ops.here, computation, dtype, target, sources, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         return self.communications.communicate(exchange, x, out)

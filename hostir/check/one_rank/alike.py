@@ -45,7 +45,7 @@ class _Tracer(Tracer):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: View,
         operands: Sequence[View | None],
         options: Mapping[str, Any],
@@ -57,7 +57,7 @@ class _Tracer(Tracer):
         `Rotations` checks later that its blocks correspond to blocks of other ranks.
         """
         of_rank_0 = ready and replace(ready, first=at(ready.first, 0), own_first=at(ready.own_first, 0))
-        super().compute(kind, out, operands, options, of_rank_0, done and replace(done, first=0))
+        super().compute(computation, out, operands, options, of_rank_0, done and replace(done, first=0))
         if ready is not None or done is not None:
             blocks = self.trace.by_blocks[-1]
             blocks.ready, blocks.done = ready, done

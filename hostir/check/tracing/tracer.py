@@ -106,7 +106,7 @@ class Tracer(OptionalMethods):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: View,
         operands: Sequence[View | None],
         options: Mapping[str, Any],
@@ -132,7 +132,7 @@ class Tracer(OptionalMethods):
         self.misuse.use(out if writes else None, x if reads else None)
         if reads and writes:
             self.misuse.overwrite(out, x)
-        message = exchange.kind in ("send", "recv", "exchange")
+        message = exchange.communication in ("send", "recv", "exchange")
         end = (self.trace.message if message else self.trace.collective)(exchange, x, out, reads, writes)
         self.misuse.start(end)
         return end

@@ -48,7 +48,7 @@ class BlockSteps:
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
-        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks")
+        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_by_blocks")
         ready = op.ready
         if kernel is not None:
             return self.in_one_kernel(op, kernel)

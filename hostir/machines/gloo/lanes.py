@@ -27,7 +27,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """The kind of wait of a step."""
+    """A step's wait: for nothing, for a lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"

@@ -40,7 +40,7 @@ class BlockKernel:
         issuer: Issuer,
         memory: RankMemory,
         kernel: Kernel,
-        kind: str,
+        computation: str,
         out: torch.Tensor,
         operands: Sequence[torch.Tensor | None],
         options: Mapping[str, Any],
@@ -52,7 +52,7 @@ class BlockKernel:
         x, *others = operands
         assert x is not None
         self.sources: Views = (x,)
-        if kind == "sum":
+        if computation == "sum":
             addends = [y.expand_as(out) for y in others if y is not None]  # each is read as one more source
             self.sources, kernel = (*x.unbind(options["axis"]), *addends), partial(_sum_of, kernel, len(addends))
             others, options = [], {**options, "axis": 0}

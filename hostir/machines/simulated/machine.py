@@ -27,7 +27,7 @@ from hostir.machines.simulated.scheduler import check_seed, execute, program_ord
 from hostir.machines.simulated.tasks import FlagGate, Task
 from hostir.machines.trace import Trace
 
-KernelChoice = str | Mapping[str, Kernel]  # a policy, or the kernel of each kind of computation
+KernelChoice = str | Mapping[str, Kernel]  # a policy, or the kernel of each computation
 
 
 class LocalMachine:
