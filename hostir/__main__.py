@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. The subcommand's parser reports unknown arguments, and suggests its own options."""
+    """Parse a command line. The subcommand's parser reports unknown arguments, and suggests its options."""
     parser, commands = _parsers()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -332,7 +332,7 @@ def rehearsed(
         unsharded = tuple(_assembled(program, outputs, bound))
     except HostIRError as refusal:
         raise _no_result(program, refusal) from refusal
-    except torch.OutOfMemoryError as problem:  # from the inputs of all ranks; statements raise errors of their own
+    except torch.OutOfMemoryError as problem:  # from the inputs of all ranks; statements raise other errors
         raise _no_result(program, error(str(problem))) from problem
     machine.release()
     return unsharded

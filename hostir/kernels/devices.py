@@ -108,7 +108,7 @@ def bind_thread(device: torch.device) -> None:
 class Compiled:
     """A compiled kernel, which is launched with arguments of the types that it was compiled for.
 
-    Triton's own launch inspects every argument to find the compiled kernel, and encodes every descriptor. To reuse the
+    Triton's launch inspects every argument to find the compiled kernel, and encodes every descriptor. To reuse the
     kernel and the encoded descriptors of an earlier launch saves most of the host time.
     """
 

@@ -56,7 +56,7 @@ class TraceEvent(NamedTuple):
 class Trace:
     """A timeline of the statements that ran: pass one to `hi.Executor` or `hi.run`, and write it to a file.
 
-    If each rank is a process, each process records its own events; `extend` joins them.
+    If each rank is a process, each process records its events; `extend` joins them.
 
     Fields:
         title: the title of the picture.

@@ -252,7 +252,7 @@ class DumpReader(Builder):
         return found
 
     def shards(self, node: ComputeNode) -> bool:
-        """Return True if a Set takes each rank's own block: its result lies on devices where the operand does not."""
+        """Return True if a Set takes each rank's block: its result lies on devices where the operand does not."""
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)

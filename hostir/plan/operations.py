@@ -151,7 +151,7 @@ class AllocateOp(Op):
 class SymmetricOp(Op):
     """Sets `registers[out]` to the symmetric buffer of this name on `rank`, which may be this rank or a peer.
 
-    The buffer is dense, and the same in every run with these sizes. In a loop, each round has its own buffer.
+    The buffer is dense, and the same in every run with these sizes. In a loop, each round has a separate buffer.
     """
 
     out: DefinedRegister
@@ -198,7 +198,7 @@ class ComputeOp(Op):
     """Computes `out`, of dtype `dtype`, by the kernel of `computation`.
 
     With `ready`, the kernel computes each block of rows once the flags of the block are set. With `done`, it sets a
-    flag after each block. `ready.flags`, `ready.own` and `done.flags` are registers.
+    flag after each block. `ready.flags`, `ready.own_rows` and `done.flags` are registers.
     """
 
     computation: str
@@ -221,8 +221,8 @@ class ComputeOp(Op):
     def reads(self) -> tuple[int, ...]:
         if self.ready is None:
             return self.operands
-        own = () if self.ready.own is None else (self.ready.own,)
-        return *self.operands, self.ready.flags, *own
+        own_rows = () if self.ready.own_rows is None else (self.ready.own_rows,)
+        return *self.operands, self.ready.flags, *own_rows
 
     @property
     def writes(self) -> tuple[int, ...]:

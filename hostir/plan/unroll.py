@@ -181,8 +181,8 @@ class Unroller(Observer, OptionalMethods):
     ) -> None:
         ops, registers = self.ops, self.registers
         if ready is not None:
-            flags, own = registers.flags(ready.flags, ready.epoch), ready.own
-            ready = replace(ready, flags=flags, own=None if own is None else registers.register(own))
+            flags, own_rows = registers.flags(ready.flags, ready.epoch), ready.own_rows
+            ready = replace(ready, flags=flags, own_rows=None if own_rows is None else registers.register(own_rows))
         if done is not None:
             done = replace(done, flags=registers.flags(done.flags, done.epoch))
         sources, target = tuple(map(registers.register, operands)), registers.register(out)

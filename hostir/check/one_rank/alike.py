@@ -1,4 +1,4 @@
-"""Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
+"""Check rank 0 in place of all ranks, where every rank does the same things relative to its place.
 
 In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a row block or a
 flag, then the next rank along an axis accesses the next peer, row block or flag. Then a race, a deadlock or a read of

@@ -113,7 +113,7 @@ class Tracer(OptionalMethods):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        local = ready.own if ready is not None else None
+        local = ready.own_rows if ready is not None else None
         self.misuse.use(out, *operands, local)
         self.misuse.overwrite(out, *operands, local)
         if ready is None and done is None:

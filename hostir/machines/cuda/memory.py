@@ -2,7 +2,7 @@
 
 Memory that GPUs of one host share: torch's symmetric memory, on its CUDA backend, without multicast.
 
-Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in their own.
+Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in local memory.
 """
 
 from __future__ import annotations

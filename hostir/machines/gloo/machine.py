@@ -88,7 +88,7 @@ class GlooMachine:
 
 
 def _work(jobs: Jobs) -> None:
-    torch.set_grad_enabled(False)  # each thread has its own gradient mode
+    torch.set_grad_enabled(False)  # each thread has a separate gradient mode
     while (job := jobs.get()) is not None:
         job()
         del job  # an idle thread must not keep its executor alive
@@ -166,7 +166,7 @@ class GlooPlan:
         self.begun = True
         if self.memory is not None:
             self.memory.calls += 1
-        inference = torch.is_inference_mode_enabled()  # each thread has its own mode
+        inference = torch.is_inference_mode_enabled()  # each thread has a separate mode
         for lane, queue in self.workers:
             lane.done.clear()
             queue.put(partial(lane.run_on_thread, inference))

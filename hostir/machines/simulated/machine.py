@@ -112,7 +112,7 @@ class LocalMachine:
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
-        """Add the last run to a trace, as if every stream and every team had its own processor."""
+        """Add the last run to a trace, as if every stream and every team had a separate processor."""
         at = times(self.ran)
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]
