@@ -157,20 +157,20 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
     """Return the operand that is no number, and the number that the other one is; None if neither is a number."""
-    for tensor, given in ((x, y), (y, x)):
-        if not isinstance(given, bool) and isinstance(given, Real) and not isinstance(tensor, Real):
-            return tensor, finite(given, span)
+    for tensor, value in ((x, y), (y, x)):
+        if not isinstance(value, bool) and isinstance(value, Real) and not isinstance(tensor, Real):
+            return tensor, finite(value, span)
     return x, None
 
 
-def finite(given: Real, span: Span | None) -> float:
+def finite(value: Real, span: Span | None) -> float:
     """Return a number as a float; raise HostIRError for one that is infinite, not a number, or too large."""
     try:
-        number = float(given)
+        number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise error(f"a tensor meets the number {described(given)}", span, expected="a finite number")
+        raise error(f"a tensor meets the number {described(value)}", span, expected="a finite number")
     return number
 
 
@@ -257,8 +257,8 @@ def reshape(x: Tensor, shape: Sequence[SizeLike]) -> Tensor:
     """
     span = user_span()
     value = operand(x, span)
-    given = list(shape) if isinstance(shape, Sequence) else []
-    unknown = [k for k, size in enumerate(given) if isinstance(size, int) and size == -1]
+    new_sizes = list(shape) if isinstance(shape, Sequence) else []
+    unknown = [k for k, size in enumerate(new_sizes) if isinstance(size, int) and size == -1]
     if len(unknown) == 1:
         at, total = unknown[0], product(value.tensor.shape)
         known = product(sizes([*shape[:at], *shape[at + 1 :]], span, building(span)))

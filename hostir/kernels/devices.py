@@ -197,9 +197,9 @@ class StandIn(torch.Tensor):
     def of(
         cls, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, address: int = 0
     ) -> StandIn:
-        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta").as_subclass(cls)
-        made.place, made.origin = device, address
-        return made
+        standin = torch.empty_strided(shape, strides, dtype=dtype, device="meta").as_subclass(cls)
+        standin.place, standin.origin = device, address
+        return standin
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -240,10 +240,10 @@ class StandIn(torch.Tensor):
     @classmethod
     def _like(cls, x: torch.Tensor, known: Mapping[int, StandIn]) -> StandIn:
         """Return a meta tensor that was made of others, some of them its memory perhaps, as a stand-in like them."""
-        made, other = x.as_subclass(cls), known.get(_storage(x))
-        made.place = next(iter(known.values())).place
-        made.origin = 0 if other is None else other.origin
-        return made
+        standin, other = x.as_subclass(cls), known.get(_storage(x))
+        standin.place = next(iter(known.values())).place
+        standin.origin = 0 if other is None else other.origin
+        return standin
 
 
 def _bare(x: Any, known: dict[int, StandIn]) -> Any:

@@ -218,7 +218,7 @@ class DumpReader(Builder):
         axis, count = cut
         printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
         view = host.Chunk(x, self.bind(node.out, printed), self.streams.index(node.index, self.scope), count, axis)
-        self.whole.discard(view.out.name)
+        self.unsliced.discard(view.out.name)
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
@@ -244,12 +244,12 @@ class DumpReader(Builder):
 
     def slices(self, node: ComputeNode, unsliced: ops.TensorOp, axis: int, count: Size) -> list[Value]:
         """Return the operands for one slice of a result: operands with the sliced axis are replaced by their slices."""
-        found = []
+        operands = []
         for tensor, value, map in zip(node.operands, unsliced.operands, maps_of(unsliced), strict=True):
             sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
             spread = sliced and value.tensor.shape[sliced[0]].is_one
-            found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
-        return found
+            operands.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
+        return operands
 
     def shards(self, node: ComputeNode) -> bool:
         """Return True if a Set takes each rank's block: its result lies on devices where the operand does not."""

@@ -185,13 +185,13 @@ class CudaPlan:
         """
         from hostir.kernels.devices import StandIn  # which needs Triton
 
-        made = list(self.registers)
+        standins = list(self.registers)
         for register, (buffer, shape, strides, offset) in self.unrolled.layouts.items():
             dtype, x, base = torch_dtype(self.unrolled.dtypes[buffer]), self.registers[register], inputs.get(buffer)
             begin = offset * dtype.itemsize + (0 if base is None else base.data_ptr())
             address = begin if x is None else x.data_ptr()
-            made[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
-        return made
+            standins[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
+        return standins
 
     @property
     def copied_with_peers(self) -> list[int]:
