@@ -1,4 +1,4 @@
-"""Check whole programs: their structure, and the order of all events of host programs."""
+"""Check complete programs: their structure, and the order of all events of host programs."""
 
 from __future__ import annotations
 

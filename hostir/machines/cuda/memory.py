@@ -91,7 +91,7 @@ class PeerMemory:
         """Wait until calls have ended on the GPU; if they wait for peers too long, raise all flags of this rank.
 
         Calls issued before the one that ended midway end by themselves. Released calls read NaN. The streams are
-        polled, because a thread that waits for the whole device may keep the driver from issuing what releases it.
+        polled, because a thread that waits for the complete device may keep the driver from issuing what releases it.
 
         Returns the reason why the GPU does not become idle; empty if it does.
         """
