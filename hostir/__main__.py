@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. The subcommand's parser reports unknown arguments, and suggests its own options."""
+    """Parse a command line. The subcommand's parser reports unknown arguments, and suggests its options."""
     parser, commands = _parsers()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -239,7 +239,7 @@ def _formatted(
 
 def _report(problem: HostIRError) -> int:
     """Print an error, only once if several processes raise the same error; return the exit code."""
-    findings = all(diagnostic.kind for diagnostic in problem.diagnostics)
+    findings = all(diagnostic.category for diagnostic in problem.diagnostics)
     rank = os.environ.get("RANK", "0")
     if findings or not _joined_a_job():  # all ranks find the same; other errors may differ from host to host
         rank = rank if findings else os.environ.get("LOCAL_RANK", rank)

@@ -214,7 +214,7 @@ def test_the_checker_and_the_simulated_ranks_agree_on_random_programs() -> None:
     @given(racy_programs())
     def agrees(program: Program) -> None:
         findings = [finding for finding in hi.check(program) if finding.level == "error"]
-        kinds = {getattr(finding, "kind", "structure") for finding in findings}
+        kinds = {getattr(finding, "category", "structure") for finding in findings}
         counts.update(kinds or {"clean"})
         if "structure" not in kinds:
             assert_simulated_ranks_agree(program, kinds, "\n".join(map(str, findings)))

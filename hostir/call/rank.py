@@ -479,7 +479,7 @@ class RankExecutor(Executor):
         except HostIRError as refusal:
             self._agreement.refuse(refusal)
             raise
-        kind = tuple(sorted(sizes.items())) if proof is None else proof.kind
+        kind = tuple(sorted(sizes.items())) if proof is None else proof.sizes_key
         self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
         self._agreement.reach(sizes, kind)
         warn_of_copies(unrolled)

@@ -110,7 +110,7 @@ class Reference(OptionalMethods):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: WholeHandle,
         operands: Sequence[WholeHandle | None],
         options: Mapping[str, Any],
@@ -120,7 +120,7 @@ class Reference(OptionalMethods):
         result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
         assert done is None
         assert ready is None  # whole tensors have no flags: to allocate some is refused
-        KERNELS[kind](result, *(None if x is None else x.get() for x in operands), **options)
+        KERNELS[computation](result, *(None if x is None else x.get() for x in operands), **options)
         out.put(result)
 
     def communicate(self, exchange: Exchange, x: WholeHandle | None, out: WholeHandle | None) -> None:

@@ -1,4 +1,4 @@
-"""Check whole programs: their structure, and the order of all events of host programs."""
+"""Check complete programs: their structure, and the order of all events of host programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(
     """Return all findings in program order, warnings last.
 
     The list is empty for a program that is right under every legal schedule. A program that cannot be checked for races
-    gets an error of kind `unchecked`.
+    gets an error of category `unchecked`.
 
     Args:
         program: a fusion or a host program. Only host programs of sound structure are checked for races, deadlocks and
@@ -66,12 +66,12 @@ class Proof:
     """A proof of a host program.
 
     Fields:
-        kind: the signature of all sizes that the proof covers. Other sizes have other signatures.
+        sizes_key: the signature of all sizes that the proof covers. Other sizes have other signatures.
         resizable: True if calls with any of these sizes may use the same symmetric memory in any order. Then successive
             calls use each buffer one after another on all ranks, whichever part of the buffer each call uses.
     """
 
-    kind: SizesKey
+    sizes_key: SizesKey
     resizable: bool
 
 
@@ -90,7 +90,7 @@ def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
 
         analysis = analyse_quickly(program, bound)
         if errors := [each for each in analysis.findings if each.level == "error"]:
-            raise HostIRError(*(_refused(each) if each.kind == UNCHECKED else each for each in errors))
+            raise HostIRError(*(_refused(each) if each.category == UNCHECKED else each for each in errors))
         known.proved[key] = analysis.resizable
     return Proof(key, known.proved[key])
 

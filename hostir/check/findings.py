@@ -15,7 +15,7 @@ from hostir.ir.source import Diagnostic, Span
 
 MAX_NOTES = 8  # the most events that a finding lists; of a longer cycle it lists the first four and the last four
 SAME = "every rank of a team issues the same ones in the same order"
-TROUBLES = {  # by kind: message and hint; {} stands for the detail
+TROUBLES = {  # by category: message and hint; {} stands for the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
     "barriers differ": ("ranks {} differ in the barriers of their team", SAME),
     "messages differ": (
@@ -83,7 +83,7 @@ class FindingBuilder:
     def _conflict(self, c: Conflict) -> Finding:
         # The caller reads an output before it overwrites the output.
         reads = c.second.event.verb == "overwrites" and not c.buffer.persists
-        if c.kind == "unwritten" and c.first is not None:
+        if c.category == "unwritten" and c.first is not None:
             left = self.what(c.first.event)
             message = f"{self.place(c.second, c.buffer)} reads %{c.buffer.name}, rows of which {left} leaves undefined"
             events = [c.first.event, c.second.event]
@@ -94,9 +94,9 @@ class FindingBuilder:
             hint = f"write all of %{c.buffer.name} first, or read less of it"
             return self.finding("unwritten", message, [c.second.event], c.buffer, hint=hint)
         first, second = c.first, c.second
-        if c.kind != "race":
+        if c.category != "race":
             message = f"{self.place(second, c.buffer)} {_does(second)} %{c.buffer.name} after it was freed"
-            return self.finding(c.kind, message, [first.event, second.event], c.buffer, hint="free it later")
+            return self.finding(c.category, message, [first.event, second.event], c.buffer, hint="free it later")
         message = (
             f"race on %{c.buffer.name}: {self.place(second, c.buffer)} {'reads' if reads else _does(second)} it, "
             f"while {self.place(first, c.buffer)} {_may(first)} it"
@@ -106,27 +106,31 @@ class FindingBuilder:
         return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
 
     def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
-        """Yield one finding for each kind of trouble and set of statements, with the number of times it occurs."""
+        """Yield one finding for each category of trouble and set of statements, with the number of times it occurs."""
         grouped: dict[tuple[object, ...], list[Trouble]] = {}
         for t in troubles:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
-            grouped.setdefault((t.kind, sides), []).append(t)
+            grouped.setdefault((t.category, sides), []).append(t)
         for same in grouped.values():
             yield _often(self.trouble(same[0]), len(same))
 
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
-        message, hint = (text.format(t.detail) for text in TROUBLES[t.kind])
-        first = t.kind in ("deadlock", "SMs held", "queues shared")  # the first event is the one that blocks the others
-        level = "warning" if t.kind == "sent again" else "error"
-        finding = self.finding(t.kind, message, events, None, hint=hint, at=events[0] if first else None)
+        message, hint = (text.format(t.detail) for text in TROUBLES[t.category])
+        first = t.category in (
+            "deadlock",
+            "SMs held",
+            "queues shared",
+        )  # the first event is the one that blocks the others
+        level = "warning" if t.category == "sent again" else "error"
+        finding = self.finding(t.category, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
         lost = [(None, f"rank {t.detail.split()[n]} has none here") for n in missing] if t.detail else []
         return replace(finding, notes=(*finding.notes, *lost), level=level)
 
     def finding(
         self,
-        kind: str,
+        category: str,
         message: str,
         events: list[Event],
         buffer: Buffer | None,
@@ -144,7 +148,7 @@ class FindingBuilder:
             expected,
             hint,
             notes,
-            kind=kind,
+            category=category,
             buffer=buffer.name if buffer else "",
             events=tuple(events),
         )
@@ -177,7 +181,7 @@ def leaks(buffers: Iterable[Buffer]) -> Iterator[Finding]:
             span,
             hint=f"'free %{buffer.name}' on the caller's stream, after its last use",
             level="warning",
-            kind="leak",
+            category="leak",
             buffer=buffer.name,
         )
 

@@ -71,7 +71,7 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
     analysis = judge(program, order, bound, number)
     findings = analysis.findings
     more = not findings and not calls and calls_needed(order, program.ranks) > number
-    unsure = any(f.kind == "SMs held" for f in findings)
+    unsure = any(f.category == "SMs held" for f in findings)
     if more or unsure or (findings and _statements(program, bound, number) <= MAX_STATEMENTS):
         return None
     return analysis
@@ -137,7 +137,7 @@ def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic
                 last = event
     order = Order([tracer.trace for tracer in tracers])
     left = order.run(lambda event, clock: None)
-    cycle = [replace(trouble, kind="queues shared") for trouble in cyclic_waits(order, left)]
+    cycle = [replace(trouble, category="queues shared") for trouble in cyclic_waits(order, left)]
     return list(FindingBuilder(program).troubles(cycle))
 
 
@@ -164,4 +164,4 @@ def judge(program: Program, order: Order, sizes: Mapping[str, int], calls: int) 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
     """Return the error that a program was not checked for races, with the reason; `prove` refuses such a program."""
-    return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, kind=UNCHECKED)
+    return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, category=UNCHECKED)

@@ -197,10 +197,10 @@ class _Walk:
                 self.exact.append(x.tensor.shape[0])
                 results, sources[x.name] = flags / x.tensor.shape[0], 1
             counts.append(results)
-            if use.own is not None:
-                blocks = _rows(use.own) * flags / _rows(x)
+            if use.own_rows is not None:
+                blocks = _rows(use.own_rows) * flags / _rows(x)
                 self.exact.append(blocks)
-                local[use.own.name] = blocks, results
+                local[use.own_rows.name] = blocks, results
         for value in s.values(Codec.READ, Codec.WRITE):
             shape, skipped = value.tensor.local_shape, sources.get(value.name, 0)
             self.by_chance |= not _nested(shape[:-1], self.strides[value.name][:-1])

@@ -126,7 +126,7 @@ class CostTask:
     """An operation that a rank issues to a lane: one of its streams, or the sequence of a team's communications.
 
     Fields:
-        after: the tasks on its own lane that end before it begins.
+        after: the tasks on its lane that end before it begins.
         joins: the tasks on other lanes that end before it begins.
         partners: the tasks of all ranks for the same collective or barrier, including this one; they begin together.
         blocks: for a computation that waits for flags: the signals of each block, in the order of computation.
@@ -197,10 +197,10 @@ class Registers:
         ATen sums in f32 with one kernel for each source, if this rank's rows are stored apart or an operand is added.
         """
         bytes_once = self.total((op.out, *op.operands))
-        local_apart = op.ready is not None and op.ready.own is not None
+        local_apart = op.ready is not None and op.ready.own_rows is not None
         addends = [register for register in op.operands[1:] if register != NONE]
         activation = bool(op.options.get("activation"))
-        if op.kind != "sum" or not (local_apart or addends or activation):
+        if op.computation != "sum" or not (local_apart or addends or activation):
             return Traffic(bytes_once)
         out, x = self.unrolled.layouts[op.out], self.unrolled.layouts[op.operands[0]]
         additions = max(x.shape[op.options["axis"]] - 1, 0) + len(addends)
@@ -280,7 +280,7 @@ class RankTasks:
 
     def compute(self, op: ComputeOp) -> None:
         contracts, ready = op.place.statement.contracts, op.ready
-        local = NONE if ready is None or ready.own is None else ready.own
+        local = NONE if ready is None or ready.own_rows is None else ready.own_rows
         local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
         if contracts and 0 < local_rows < MIN_OWN_ROWS:  # the kernel copies so few rows to the other rows
             self.issue(op.stream, Traffic(2 * self.registers.bytes[local]), launch="compute")
@@ -316,7 +316,8 @@ class RankTasks:
 
     def collective(self, op: CollectiveOp) -> None:
         task = self.communicate(
-            op, CostTransfer(op.kind, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team))
+            op,
+            CostTransfer(op.communication, max(self.registers.bytes[op.x], self.registers.bytes[op.out]), len(op.team)),
         )
         self.meet(task, "communication", op.team)
 

@@ -30,7 +30,7 @@ def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[Com
         op
         for at, op in enumerate(ops)
         if isinstance(op, ComputeOp)
-        and op.kind != "copy"
+        and op.computation != "copy"
         and not order.precedes(at, position)
         and (_starts_before_the_end(unrolled, at, position) or not any(order.precedes(end, at) for end in ends))
     ]

@@ -90,7 +90,7 @@ class RangedExecutor(Executor):
         self._execute = lambda program, kernels: current
 
     def _drop_stale(self) -> None:
-        """Do nothing: the executors drop their own plans."""
+        """Do nothing: the executors drop their plans."""
 
     def _for(self, inputs: Sequence[Any]) -> Executor:
         """Return the executor for a call with these inputs."""

@@ -1,4 +1,4 @@
-"""Choose the strategy for `--strategy auto`, in a file of its own: it loads torch, which most commands do not need."""
+"""Choose the strategy for `--strategy auto`, in a separate file: it loads torch, which most commands do not need."""
 
 from __future__ import annotations
 

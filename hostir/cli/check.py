@@ -146,7 +146,7 @@ def as_json(finding: Diagnostic) -> dict[str, object]:
     """Return a finding as a JSON object."""
     return {
         "level": finding.level,
-        "kind": finding.kind or "structure",
+        "kind": finding.category or "structure",
         "message": finding.message,
         "where": _place(finding.span),
         "expected": finding.expected,

@@ -332,7 +332,7 @@ def rehearsed(
         unsharded = tuple(_assembled(program, outputs, bound))
     except HostIRError as refusal:
         raise _no_result(program, refusal) from refusal
-    except torch.OutOfMemoryError as problem:  # from the inputs of all ranks; statements raise errors of their own
+    except torch.OutOfMemoryError as problem:  # from the inputs of all ranks; statements raise other errors
         raise _no_result(program, error(str(problem))) from problem
     machine.release()
     return unsharded
@@ -361,7 +361,7 @@ def main(options: Namespace) -> int:
         try:
             prove(host, sizes)
         except HostIRError as findings:
-            if all(finding.kind for finding in findings.diagnostics):
+            if all(finding.category for finding in findings.diagnostics):
                 findings.add_note(REFUSED)
             raise
     return run_command(program, host, sizes, options)

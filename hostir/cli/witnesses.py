@@ -67,7 +67,7 @@ def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
 
 def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool:
     """Return True if the second access of a race came first. Other findings show in any run that goes wrong."""
-    if finding.kind != "race":
+    if finding.category != "race":
         return True
     before, after = finding.events
     first, second = _position(before, positions), _position(after, positions, earliest=after.verb == "moves")

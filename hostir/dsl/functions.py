@@ -31,10 +31,10 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
     check_name(name, "a tensor", span)
     if name in fusion._names.taken:
         raise error(f"%{name} is defined twice", span, hint="give it another name")
-    if (kind := dtype_name(dtype)) not in DTYPES:
-        hint = did_you_mean(kind, DTYPES)
+    if (dtype_text := dtype_name(dtype)) not in DTYPES:
+        hint = did_you_mean(dtype_text, DTYPES)
         raise error(f"unknown dtype {described(dtype)}", span, expected=f"one of: {', '.join(DTYPES)}", hint=hint)
-    t = fusion._new(name, DTYPES[kind], sizes(shape, span), span)
+    t = fusion._new(name, DTYPES[dtype_text], sizes(shape, span), span)
     fusion.inputs.append(t)
     return t
 
@@ -119,16 +119,16 @@ def quantize(
         scale: a scale to use instead, such as one from earlier batches: `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`.
     """
     span = user_span()
-    value, kind = operand(x, span), dtype_name(dtype)
+    value, dtype_text = operand(x, span), dtype_name(dtype)
     if scale is None:
         if scales not in SCALES:
             hint = did_you_mean(scales, SCALES) if isinstance(scales, str) else ""
             raise error(f"unknown scales {described(scales)}", span, expected=f"one of: {', '.join(SCALES)}", hint=hint)
         block = scaled_ops.BLOCK if scales == "blocks" else 0
-        scale = apply(scaled_ops.RowScales, name="scale", x=value, dtype=kind, block=block)
+        scale = apply(scaled_ops.RowScales, name="scale", x=value, dtype=dtype_text, block=block)
         if scales == "tensor":
             scale = apply(scaled_ops.Largest, name="scale", x=operand(scale, span))
-    q = apply(scaled_ops.Quantize, name="quantized", x=value, scale=operand(scale, span), dtype=kind)
+    q = apply(scaled_ops.Quantize, name="quantized", x=value, scale=operand(scale, span), dtype=dtype_text)
     return q, scale
 
 
@@ -157,20 +157,20 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
     """Return the operand that is no number, and the number that the other one is; None if neither is a number."""
-    for tensor, given in ((x, y), (y, x)):
-        if not isinstance(given, bool) and isinstance(given, Real) and not isinstance(tensor, Real):
-            return tensor, finite(given, span)
+    for tensor, value in ((x, y), (y, x)):
+        if not isinstance(value, bool) and isinstance(value, Real) and not isinstance(tensor, Real):
+            return tensor, finite(value, span)
     return x, None
 
 
-def finite(given: Real, span: Span | None) -> float:
+def finite(value: Real, span: Span | None) -> float:
     """Return a number as a float; raise HostIRError for one that is infinite, not a number, or too large."""
     try:
-        number = float(given)
+        number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise error(f"a tensor meets the number {described(given)}", span, expected="a finite number")
+        raise error(f"a tensor meets the number {described(value)}", span, expected="a finite number")
     return number
 
 
@@ -257,8 +257,8 @@ def reshape(x: Tensor, shape: Sequence[SizeLike]) -> Tensor:
     """
     span = user_span()
     value = operand(x, span)
-    given = list(shape) if isinstance(shape, Sequence) else []
-    unknown = [k for k, size in enumerate(given) if isinstance(size, int) and size == -1]
+    new_sizes = list(shape) if isinstance(shape, Sequence) else []
+    unknown = [k for k, size in enumerate(new_sizes) if isinstance(size, int) and size == -1]
     if len(unknown) == 1:
         at, total = unknown[0], product(value.tensor.shape)
         known = product(sizes([*shape[:at], *shape[at + 1 :]], span, building(span)))

@@ -59,7 +59,7 @@ class Fusion:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         _building.reset(self._entered.pop())
 

@@ -106,15 +106,15 @@ def _names(names: Sequence[str] | None, axes: int, span: Span | None) -> tuple[s
     if names is not None and not isinstance(names, str | list | tuple):
         expected = "a list of names, such as ['tp', 'dp']"
         raise error(f"no names of mesh axes: {described(names)}", span, expected=expected)
-    given = (names,) if isinstance(names, str) else tuple(names) if names else ("didy", "didx")[-axes:]
-    for name in given:
+    axis_names = (names,) if isinstance(names, str) else tuple(names) if names else ("didy", "didx")[-axes:]
+    for name in axis_names:
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == STREAM:
             raise error(
                 f"{described(name)} cannot name a mesh axis",
                 span,
                 expected=f"letters, digits and _, not starting with a digit, and not '{STREAM}'",
             )
-    if len(given) != axes or len(set(given)) != axes:
-        what = f"the mesh has {axes} axes, not {len(set(given))}: {described(given)}"
+    if len(axis_names) != axes or len(set(axis_names)) != axes:
+        what = f"the mesh has {axes} axes, not {len(set(axis_names))}: {described(axis_names)}"
         raise error(what, span, expected="one name an axis")
-    return given
+    return axis_names

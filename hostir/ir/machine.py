@@ -43,7 +43,7 @@ class Exchange:
     None for a collective of the team.
     """
 
-    kind: str
+    communication: str
     team: tuple[int, ...]
     moves: tuple[Move, ...] | None = None
 
@@ -65,11 +65,11 @@ class Ready:
     `j + results` and so on: one block for a matmul, one block of each source for a sum. Block `first` of the result is
     computed first.
 
-    `own` replaces `own_blocks` blocks of the operand, from block `own_first` on. These are read from `own` without
-    waiting, and are left undefined in the operand.
+    `own_rows` replaces `own_blocks` blocks of the operand, from block `own_first` on. These are read from `own_rows`
+    without waiting, and are left undefined in the operand.
 
     `along` are the positions of further operands whose rows correspond to the rows of the first: the flag of a block
-    tells that their rows are ready, too. `own` does not replace them.
+    tells that their rows are ready, too. `own_rows` does not replace them.
 
     A machine that plans also sets the SMs that the kernel does not get. `overlapped_sms` belong to the copies directly
     before it on its stream, which may still run. `reserved_sms` are left free for signals sent by kernels.
@@ -79,7 +79,7 @@ class Ready:
     epoch: int
     first: int
     blocks: int
-    own: Handle | None = None
+    own_rows: Handle | None = None
     results: int = 0
     own_first: int = 0
     own_blocks: int = 0
@@ -94,7 +94,7 @@ class Ready:
 
     @cached_property
     def replaced(self) -> range:
-        """Return the operand's blocks that `own` replaces."""
+        """Return the operand's blocks that `own_rows` replaces."""
         return range(self.own_first, self.own_first + self.own_blocks)
 
     def needed(self, result: int) -> tuple[int, ...]:
@@ -171,14 +171,14 @@ class Machine(OptionalMethods, Protocol):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: Handle,
         operands: Sequence[Handle | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run the kernel named `kind` on the current stream; it writes `out`.
+        """Run the kernel of `computation` on the current stream; it writes `out`.
 
         It runs by blocks of rows if it waits for a flag before a block (`ready`), or sets one after it (`done`).
         """

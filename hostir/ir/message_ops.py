@@ -143,7 +143,7 @@ MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the 
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """Return the peer's rank; raise if it is this rank, which cannot be its own partner."""
+    """Return the peer's rank; raise if it is this rank, which cannot be its partner."""
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",

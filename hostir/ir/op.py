@@ -178,7 +178,7 @@ class FlagOperand:
     Fields:
         slot, epoch: index and epoch of the single flag that it uses; the slot is None if it uses each flag of the row.
         rows: values whose rows are split into one equal block for each flag; each block waits for its flag.
-        own: rows that replace one of the blocks.
+        own_rows: rows that replace one of the blocks.
         raises: True if it sets the flags; False if it waits for them.
     """
 
@@ -186,7 +186,7 @@ class FlagOperand:
     slot: Expr | None
     epoch: Expr
     rows: tuple[Value, ...] = ()
-    own: Value | None = None
+    own_rows: Value | None = None
     raises: bool = False
 
 

@@ -94,18 +94,18 @@ class Program:
         if misfits := self.misfits(sizes):
             raise HostIRError(*misfits)
 
-    def given_sizes(self, given: Mapping[str, int] | None) -> dict[str, int]:
+    def given_sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
         """Return a caller's sizes for some or all symbols. Raise for unknown names and invalid sizes."""
-        if given is None:
+        if sizes is None:
             return {}
-        if not isinstance(given, Mapping):
-            raise error(f"sizes={described(given)}", user_span(), expected="a dictionary such as {'M': 4096}")
-        self._refuse_unknown(given)
-        for name, size in given.items():
+        if not isinstance(sizes, Mapping):
+            raise error(f"sizes={described(sizes)}", user_span(), expected="a dictionary such as {'M': 4096}")
+        self._refuse_unknown(sizes)
+        for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 10**DIGITS:
                 message = f"the size {described(name)}={described(size)} of @{self.name}"
                 raise error(message, user_span(), expected=f"an integer from 0, of at most {DIGITS} digits")
-        return dict(given)
+        return dict(sizes)
 
     def _refuse_unknown(self, sizes: Mapping[str, int]) -> None:
         names = self.size_names | dict(self.aliases).keys()

@@ -190,7 +190,7 @@ def _bounded(text: str) -> str:
     return shortened(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: shortened(word[0], WIDEST), text), MAX_TEXT)
 
 
-UNCHECKED = "unchecked"  # the kind of the finding that a program could not be checked, so nothing is proved
+UNCHECKED = "unchecked"  # the category of the finding that a program could not be checked, so nothing is proved
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Diagnostic:
         hint: what to do; may be empty.
         notes: related places, each with a text.
         level: `error` or `warning`.
-        kind: the category of a finding about order, memory or ranks; empty for all other mistakes.
+        category: the category of a finding about order, memory or ranks; empty for all other mistakes.
     """
 
     message: str
@@ -215,7 +215,7 @@ class Diagnostic:
     hint: str = ""
     notes: tuple[tuple[Span | None, str], ...] = ()
     level: str = "error"  # or "warning"
-    kind: str = ""
+    category: str = ""
 
     def __post_init__(self) -> None:
         for name in ("message", "expected", "hint"):

@@ -241,7 +241,7 @@ def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Compute `out = a @ b (+ bias)` with torch's current settings."""
     if bias is None and out.is_contiguous() and _folds(a.shape, a.stride()):  # else torch.matmul may resize or fail
-        torch.matmul(a, b, out=out)  # takes less host time than our own views
+        torch.matmul(a, b, out=out)  # takes less host time than our views
         return
     a_rows, out_rows = rows(a), rows(out)
     if a_rows is not None and out_rows is not None:

@@ -109,7 +109,7 @@ def bind_thread(device: torch.device) -> None:
 class Compiled:
     """A compiled kernel, which is launched with arguments of the types that it was compiled for.
 
-    Triton's own launch inspects every argument to find the compiled kernel, and encodes every descriptor. To reuse the
+    Triton's launch inspects every argument to find the compiled kernel, and encodes every descriptor. To reuse the
     kernel and the encoded descriptors of an earlier launch saves most of the host time.
     """
 
@@ -208,9 +208,9 @@ class StandIn(torch.Tensor):
     def of(
         cls, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, address: int = 0
     ) -> StandIn:
-        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta").as_subclass(cls)
-        made.place, made.origin = device, address
-        return made
+        standin = torch.empty_strided(shape, strides, dtype=dtype, device="meta").as_subclass(cls)
+        standin.place, standin.origin = device, address
+        return standin
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -251,10 +251,10 @@ class StandIn(torch.Tensor):
     @classmethod
     def _like(cls, x: torch.Tensor, known: Mapping[int, StandIn]) -> StandIn:
         """Return a meta tensor that was made of others, some of them its memory perhaps, as a stand-in like them."""
-        made, other = x.as_subclass(cls), known.get(_storage(x))
-        made.place = next(iter(known.values())).place
-        made.origin = 0 if other is None else other.origin
-        return made
+        standin, other = x.as_subclass(cls), known.get(_storage(x))
+        standin.place = next(iter(known.values())).place
+        standin.origin = 0 if other is None else other.origin
+        return standin
 
 
 def _bare(x: Any, known: dict[int, StandIn]) -> Any:

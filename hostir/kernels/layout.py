@@ -184,7 +184,7 @@ class Words:
         """Return an int64 array with these numbers, aligned to 128 bytes. It belongs to the owner while that lives.
 
         The host does not wait. The numbers are valid for the later work of the current stream, which must be ordered
-        after all work of earlier owners. Each `place` has memory of its own: a plan uses one place for each of its
+        after all work of earlier owners. Each `place` has separate memory: a plan uses one place for each of its
         kernels.
         """
         size = -(-len(numbers) // 16) * 16

@@ -98,7 +98,7 @@ class SumConstants(NamedTuple):
     Fields:
         SOURCES: the number of sources.
         UNROLLED: all sources are loaded before any is added.
-        OWN: the source that own rows replace; -1 without own rows.
+        OWN: the source that `own_rows` replace; -1 without them.
         BLOCK: elements that a program adds at a time.
         VECTOR: the elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else 1.
         AXES: the number of axes into which the axes of the output were merged.
@@ -164,7 +164,7 @@ def _activate(x, C: tl.constexpr):
 
 @triton.jit
 def _add_source(total, x, at, own_rows, at_own, number, mask, source, C: tl.constexpr):
-    """Add one source, or the own rows that replace it, to `total`."""
+    """Add one source, or the `own_rows` that replace it, to `total`."""
     if source == C.OWN:
         total += _load(own_rows, at_own, number, mask, C)
     else:
@@ -274,7 +274,7 @@ class SumLaunch:
     Fields:
         programs: size of the grid.
         sizes: sizes of the merged axes of the output.
-        strides: strides of x, own rows, the addend (None without) and the output.
+        strides: strides of x, `own_rows`, the addend (None without) and the output.
         numbers: the kernel's arguments from `step` to `length`.
         waits, raises, blocks: the kernel's arguments of these names. waits and raises are None without flags.
         constants: the kernel's compile-time constants.
@@ -296,7 +296,7 @@ class SumLaunch:
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
-        """Launch for `tensors` (x, own rows, an addend, out) on the current stream. Within `loading`, only load.
+        """Launch for `tensors` (x, own_rows, an addend, out) on the current stream. Within `loading`, only load.
 
         Returns a function that launches the kernel again for the same addresses, on the stream that is current at that
         time. Returns None if the kernel was only loaded, and in the interpreter.
@@ -565,7 +565,7 @@ def _check_blocks(
     done: DoneFlags | None,
     own_rows: torch.Tensor | None,
 ) -> None:
-    """Raise TypeError or ValueError unless flags and own rows fit the sum."""
+    """Raise TypeError or ValueError unless flags and `own_rows` fit the sum."""
     if done is not None:
         done_rows(done, out)
     if ready is None:

@@ -120,9 +120,9 @@ class SentRows:
 
     def waits(self) -> dict[str, Any]:
         """Return the fields by which the matmul waits for the blocks."""
-        own = None if self.copies_own else self.blocks.source
+        source = None if self.copies_own else self.blocks.source
         note = "own rows first, each other block when it is there"
-        return {"ready": self.transfers.flags, "first": self.team.rank, "own": own, "note": note}
+        return {"ready": self.transfers.flags, "first": self.team.rank, "own": source, "note": note}
 
     def wait(self) -> None:
         """Make the caller's stream wait for all blocks, because a statement other than a matmul needs them first."""

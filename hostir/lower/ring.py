@@ -363,8 +363,8 @@ class GatheredColumns:
         host, body, team, transfers = self.host, self.host.body, self.team, self.transfers
         pool, worker = min(streams, team.ranks - 1), host.index("s")
         mine: list[ViewStatement] = []
-        own = self.part(transfers.buffer, team.rank, mine)
-        body += [*transfers.reuse_barrier(), *mine, transfers.put(self.x, own, team.rank)]
+        local_part = self.part(transfers.buffer, team.rank, mine)
+        body += [*transfers.reuse_barrier(), *mine, transfers.put(self.x, local_part, team.rank)]
         body += [SetStream(FIRST), Synchronize(host.user)]
         body.append(transfers.barrier(f"all ranks have their columns in {transfers.buffer}"))
         if pool > 1:

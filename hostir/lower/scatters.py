@@ -243,7 +243,7 @@ class OneStep(ScatteredBlocks):
 class ScatteredRows:
     """Builds one sum over ranks. If a product makes the rows, copies begin while it runs.
 
-    With copy engines, the product sets a flag after each block. It ends with a block of its own rank. If it waits for
+    With copy engines, the product sets a flag after each block. It ends with the block of this rank. If it waits for
     gathered rows, it must begin with rows that have arrived; then their order decides, and blocks are sent in that
     order.
     """

@@ -147,7 +147,7 @@ def _proved(program: Program) -> Program:
     try:
         return prove(program)
     except HostIRError as findings:
-        if any(finding.kind != UNCHECKED for finding in findings.diagnostics):
+        if any(finding.category != UNCHECKED for finding in findings.diagnostics):
             raise
         for finding in findings.diagnostics:
             warn_once((program.name, finding.message), finding.message, finding.hint, RuntimeWarning)

@@ -48,7 +48,7 @@ def bind_view(op: ViewOp, registers: list[Any]) -> Step:
         registers[out] = registers[x][index]
 
     def strided() -> None:
-        buffer = registers[x]  # an input may start anywhere in its own storage
+        buffer = registers[x]  # an input may start anywhere in its storage
         registers[out] = buffer.as_strided(shape, stride, buffer.storage_offset() + offset)
 
     return strided if index is None else item
@@ -93,20 +93,24 @@ def compute_block(
     in another tensor, `add_up` adds the sources in place, with the same bits as the sum of unsplit tensors. Without
     `add_up` the sources are copied together first.
     """
-    if op.kind == "sum":
+    if op.computation == "sum":
         _sum_block(op, registers, kernel, block, blocks, add_up)
         return
     out, a, *others = registers[op.out], *(registers[x] for x in op.operands)
     ready = op.ready
-    own = registers[ready.own] if ready is not None and ready.own is not None and block in ready.replaced else None
+    own_rows = (
+        registers[ready.own_rows]
+        if ready is not None and ready.own_rows is not None and block in ready.replaced
+        else None
+    )
     of_rows = ready.along if ready is not None else op.done.along if op.done is not None else ()
     if not of_rows:
-        for out_part, a_part in with_rows(out, a, block, blocks, own):
+        for out_part, a_part in with_rows(out, a, block, blocks, own_rows):
             kernel(out_part, a_part, *others, **op.options)
         return
     height = out.shape[:-1].numel() // blocks
     first = block * height
-    left = (a, first) if own is None else (own, 0)
+    left = (a, first) if own_rows is None else (own_rows, 0)
     parts = [(out, first), left, *((others[n - 1], first) for n in of_rows)]
     for _, (out_part, a_part, *cut_alike) in row_pieces(parts, height):
         for n, rows in zip(of_rows, cut_alike, strict=True):
@@ -120,10 +124,10 @@ def _sum_block(
     """Compute one block of the rows of a sum, with the same bits as the sum of unsplit tensors."""
     out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
     height = out.shape[:-1].numel() // blocks
-    own = [] if ready is None or ready.own is None else [registers[ready.own]]
+    own_rows = [] if ready is None or ready.own_rows is None else [registers[ready.own_rows]]
     addends = [y.expand_as(out) for y in (registers[register] for register in op.operands[1:]) if y is not None]
     options = {**op.options, "axis": 0}
-    rows = [(part, block * height) for part in (out, *addends, *x[:1], *own)]
+    rows = [(part, block * height) for part in (out, *addends, *x[:1], *own_rows)]
     for _, (target, *views) in row_pieces(rows, height):
         added, views = views[: len(addends)], views[len(addends) :]
         if not len(x):
@@ -131,7 +135,7 @@ def _sum_block(
             continue
         first = views[0]
         sources = first.as_strided((len(x), *first.shape), (x.stride(0), *first.stride()), first.storage_offset())
-        if ready is None or not own:
+        if ready is None or not own_rows:
             kernel(target, sources, *added, **options)
             continue
         parts = list(sources)

@@ -41,8 +41,8 @@ class TraceEvent(NamedTuple):
         return next((word for word in words if word in REGISTRY), self.statement)
 
     @property
-    def kind(self) -> str:
-        """The kind of the statement, which decides the colour of its bar."""
+    def activity(self) -> str:
+        """The activity of the statement, which decides the colour of its bar."""
         statement = REGISTRY.get(self.keyword, Statement)
         return COMMUNICATION if statement.transfers else MATMUL if statement.contracts else OTHER
 
@@ -56,7 +56,7 @@ class TraceEvent(NamedTuple):
 class Trace:
     """A timeline of the statements that ran: pass one to `hi.Executor` or `hi.run`, and write it to a file.
 
-    If each rank is a process, each process records its own events; `extend` joins them.
+    If each rank is a process, each process records its events; `extend` joins them.
 
     Fields:
         title: the title of the picture.
@@ -104,7 +104,7 @@ class Trace:
             times = {"ts": round((e.start - first) * 1e6, 3), "dur": round((e.end - e.start) * 1e6, 3)}
             place = {"pid": e.rank, "tid": tracks[e.rank, e.stream]}
             args = {"args": {"rounds": list(e.rounds)}} if e.rounds else {}
-            rows.append({"name": e.statement, "cat": e.kind, "ph": "X", **times, **place, **args})
+            rows.append({"name": e.statement, "cat": e.activity, "ph": "X", **times, **place, **args})
         return rows
 
     def to_svg(self, path: str | Path) -> None:
@@ -142,7 +142,7 @@ class Trace:
         rounds = f", round {', '.join(map(str, e.rounds))}" if e.rounds else ""
         tip = f"{e.statement}\n{_time(e.end - e.start)}{rounds}"
         size = f'width="{width:.2f}" height="{LANE - 4}"'
-        bar = f'<rect x="{x:.2f}" y="{y + 2}" {size} rx="1.5" fill="{COLORS[e.kind]}"/>'
+        bar = f'<rect x="{x:.2f}" y="{y + 2}" {size} rx="1.5" fill="{COLORS[e.activity]}"/>'
         fits = len(e.label) * CHARACTER + 6 <= width
         text = f'<text class="bar" x="{x + width / 2:.2f}" y="{y + LANE - 6}">{escape(e.label)}</text>' if fits else ""
         return f"<g><title>{escape(tip)}</title>{bar}{text}</g>"
@@ -150,10 +150,10 @@ class Trace:
     def _legend(self) -> list[str]:
         drawn = [f'<text class="title" x="16" y="30">{escape(self.title)}</text>']
         x = LEFT
-        for kind, color in COLORS.items():
+        for activity, color in COLORS.items():
             drawn.append(f'<rect x="{x}" y="42" width="12" height="12" rx="1.5" fill="{color}"/>')
-            drawn.append(f'<text class="legend" x="{x + 18}" y="52">{kind}</text>')
-            x += 40 + round(len(kind) * 7)
+            drawn.append(f'<text class="legend" x="{x + 18}" y="52">{activity}</text>')
+            x += 40 + round(len(activity) * 7)
         return drawn
 
 
@@ -179,8 +179,8 @@ def _write(path: str | Path, text: str) -> None:
         raise error(f"cannot write {path}: {problem.strerror or problem}", user_span()) from None
 
 
-def _metadata(kind: str, rank: int, track: int, **args: object) -> dict[str, object]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": args}
+def _metadata(event: str, rank: int, track: int, **args: object) -> dict[str, object]:
+    return {"name": event, "ph": "M", "pid": rank, "tid": track, "args": args}
 
 
 def _place(lane: str) -> tuple[bool, bool, int, str]:

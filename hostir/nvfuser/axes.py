@@ -30,7 +30,7 @@ class LogicalAxis:
     @property
     def reduced(self) -> bool:
         """True if the axis was summed away."""
-        return self.first.kind == "r"
+        return self.first.iter_type == "r"
 
     @property
     def device(self) -> str:
@@ -53,10 +53,10 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
         split: whether a device axis is more likely part of a split than a separate axis.
     """
     domains = tensor.domains
-    parallel = [(d.kind, d.on) for d in domains if d.on]
+    parallel = [(d.iter_type, d.on) for d in domains if d.on]
     if len(set(parallel)) < len(parallel):
         return [tuple(LogicalAxis((d,)) for d in domains)]  # no valid layout: reported when its type is needed
-    outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.kind == "r" or d.on not in alone)}
+    outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.iter_type == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
     missing = _missing(domains, splits[0])
@@ -83,7 +83,7 @@ def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, s
 def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
     """Yield the outer parts that an axis may have among the free axes to its left; no outer parts come last."""
     inner = domains[place]
-    same = [k for k in free if domains[k].kind == inner.kind]
+    same = [k for k in free if domains[k].iter_type == inner.iter_type]
     if inner.extent.splits and not inner.rfactor:
         yield from _chains(domains, inner.extent.splits, place, same)
     elif not inner.on and not inner.rfactor and inner.extent.size.value is not None:

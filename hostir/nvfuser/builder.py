@@ -30,7 +30,7 @@ class Builder:
         self.scope: dict[str, Value] = {}  # T4, Communication 7, Stream 0 and index i0, as printed
         self.body: list[Statement] = []
         self.loops: dict[Value, Size] = {}  # loops around this statement: each index, and its number of rounds
-        self.whole: set[str] = set()  # the values that hold all slices of their Stream axis
+        self.unsliced: set[str] = set()  # the values that hold all slices of their Stream axis
         self.owned: list[dict[str, Value]] = [{}]  # for each block around this statement, the buffers not freed yet
         self.memory: dict[str, str] = {}  # the buffer behind a view
         self.streams = Streams(dump.streams)
@@ -42,7 +42,7 @@ class Builder:
     def bind(self, tensor: TensorNode, type: TensorType) -> Value:
         value = self.define(tensor.name, tensor.name, type, tensor.span)
         if not self.loops or (_stream(tensor) and not self.sliced(tensor)):
-            self.whole.add(value.name)
+            self.unsliced.add(value.name)
         return value
 
     def tensor(self, tensor: TensorNode) -> Value:
@@ -61,7 +61,7 @@ class Builder:
 
     def slice(self, unsliced: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
         """Return this round's slice of an axis if the value has all `count` slices, else the value."""
-        if unsliced.name not in self.whole:
+        if unsliced.name not in self.unsliced:
             return unsliced
         index = self.loop_over(count)
         if index is None:
@@ -137,4 +137,4 @@ class Builder:
 
 
 def _stream(tensor: TensorNode) -> IterDomain | None:
-    return next((d for d in tensor.domains if d.on == "stream" and d.kind != "r"), None)
+    return next((d for d in tensor.domains if d.on == "stream" and d.iter_type != "r"), None)

@@ -153,7 +153,7 @@ class Axes:
         self.over = over
         self.split = _splits_devices(dump)
         self.left = {tensor: self._readings(tensor) for tensor in (*dump.tensors(), *dump.outputs)}
-        if any(len(found) > 1 for found in self.left.values()):
+        if any(len(possible) > 1 for possible in self.left.values()):
             self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
 
     def groups(self, tensor: TensorNode) -> tuple[LogicalAxis, ...]:
@@ -161,11 +161,11 @@ class Axes:
         return self.left[tensor][0].groups
 
     def _readings(self, tensor: TensorNode) -> list[Reading]:
-        parts, found = self.parts.get(tensor.name, ()), []
+        parts, possible = self.parts.get(tensor.name, ()), []
         for groups in readings(tensor, parts, split=self.split):
             axes = tuple(g for g in groups if g.reduced or not (g.device and (g.device in parts or g.first.rfactor)))
-            found.append(Reading(groups, axes, tuple(g for g in axes if not g.reduced)))
-        return found
+            possible.append(Reading(groups, axes, tuple(g for g in axes if not g.reduced)))
+        return possible
 
     def _choose(self, rules: Iterable[Rule | Computation]) -> None:
         """Choose readings that all rules allow.

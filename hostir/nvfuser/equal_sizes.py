@@ -102,7 +102,7 @@ def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
     """Return the maps of a computation while equal sizes may still have several names."""
     if not isinstance(s, Binary):
         return s.maps()
-    axes = range(len(s.out.tensor.axes))  # its own maps ask for sizes that are known to align
+    axes = range(len(s.out.tensor.axes))  # its maps ask for sizes that are known to align
     return tuple(tuple(axes[len(axes) - len(v.tensor.axes) :]) for v in s.operands)
 
 

@@ -39,7 +39,7 @@ class AxisExtent:
 class IterDomain:
     """An axis as printed, such as `ideviceIdx.x1{i2}`. `on` is x or y for a device axis, stream, or empty."""
 
-    kind: str  # i: an axis, b: an axis of extent one, r: a reduced axis
+    iter_type: str  # i: an axis, b: an axis of extent one, r: a reduced axis
     on: str
     number: int
     extent: AxisExtent

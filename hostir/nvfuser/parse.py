@@ -93,11 +93,11 @@ class CallNode:
     tensors: list[TensorNode] = field(default_factory=list)
     options: dict[str, Option] = field(default_factory=dict)
 
-    def need(self, key: str, kind: type[T]) -> T:
-        found = self.options.get(key)
-        if not isinstance(found, kind):
+    def need(self, key: str, option_type: type[T]) -> T:
+        option = self.options.get(key)
+        if not isinstance(option, option_type):
             raise error(f"{self.name.text} lacks '{key}='", self.name.span)
-        return found
+        return option
 
     def formula(self, key: str) -> Formula:
         formula = self.options.get(key)
@@ -220,9 +220,9 @@ class _DumpParser(PartParser):
         if not self.skip("("):
             self.skip(word)
             return read()
-        found = read()
+        node = read()
         self.expect(")")
-        return found
+        return node
 
     def communication_number(self) -> str:
         self.expect("Communication")

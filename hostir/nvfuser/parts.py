@@ -72,9 +72,9 @@ class PartParser(Cursor):
         if match is None:
             raise self.unexpected("an axis, such as iS0{i0} or ideviceIdx.x1{i2}")
         self.take()
-        kind, parallel, device, number = match.groups()
+        iter_type, parallel, device, number = match.groups()
         on = device if parallel.startswith("deviceIdx") else "stream" if parallel in _STREAM_AXES else ""
-        if kind not in "irb" or on is None or on == "z" or not (on or parallel == "S"):
+        if iter_type not in "irb" or on is None or on == "z" or not (on or parallel == "S"):
             hint = "host statements know serial, deviceIdx.x, deviceIdx.y and streamIdx axes"
             raise error(f"the axis '{head.text}' has no meaning here", head.span, hint=hint)
         self.expect("{")
@@ -86,7 +86,7 @@ class PartParser(Cursor):
         rfactor = self.next.text.startswith("rf")
         if re.fullmatch(r"(rf)?(_[pc])*", self.next.text) and self.next is not self.end:
             self.take()
-        return IterDomain(kind, on, int(number), extent, rfactor, head.span)
+        return IterDomain(iter_type, on, int(number), extent, rfactor, head.span)
 
     def extent(self) -> AxisExtent:
         left = self.deeper(self.extent_atom)

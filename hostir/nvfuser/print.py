@@ -90,7 +90,7 @@ class DumpPrinter:
         return f"{head}{self.domains - 1}{{{extent}}}"
 
     def axis(
-        self, axis: Axis, mesh: Mesh | None, kind: str = "i", cut: tuple[int, Size] | None = None
+        self, axis: Axis, mesh: Mesh | None, iter_type: str = "i", cut: tuple[int, Size] | None = None
     ) -> tuple[str, ...]:
         """Return the IterDomains of an axis: a split that has one for each factor, and the rest.
 
@@ -109,14 +109,14 @@ class DumpPrinter:
             parts.insert(cut[0], ("streamIdx", cut[1]))
             uncut = uncut * cut[1]
         if len(parts) == 1:
-            return (self.domain(kind + parts[0][0], _size(parts[0][1])),)
+            return (self.domain(iter_type + parts[0][0], _size(parts[0][1])),)
         if parts[-1][0] != "S":
             parts.append(("S", ONE))
         shown, rest = [], _size(uncut)
         for on, extent in parts[:-1]:
-            shown.append(self.domain(kind + on, _size(extent)))
+            shown.append(self.domain(iter_type + on, _size(extent)))
             rest = f"( ceilDiv({rest}, {_size(extent)}) )"
-        return (*shown, self.domain(f"{kind}S", rest))
+        return (*shown, self.domain(f"{iter_type}S", rest))
 
     def block(self, body: Iterable[Statement], depth: int) -> Iterator[str]:
         for s in body:
@@ -228,7 +228,7 @@ class DumpPrinter:
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
         """Print a result together with its reduced axis, as nvFuser does."""
-        reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, kind="r")
+        reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, iter_type="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 
     def communication(self, s: comm.Communication) -> list[str]:

@@ -153,7 +153,7 @@ class DumpReader(Builder):
         allocated = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
         for node in inside:
             if isinstance(node, (ComputeNode, CommunicationNode)) and node.out.name not in {*allocated, *self.scope}:
-                sliced = any(d.on == "stream" and d.kind != "r" for d in node.out.domains)
+                sliced = any(d.on == "stream" and d.iter_type != "r" for d in node.out.domains)
                 if sliced and self.uses[node.out.name] > uses[node.out.name]:
                     self.allocate(node.out)
 
@@ -218,7 +218,7 @@ class DumpReader(Builder):
         axis, count = cut
         printed = self.types.type_of(node.out, sliced=True, partial=x.tensor.partial)
         view = host.Chunk(x, self.bind(node.out, printed), self.streams.index(node.index, self.scope), count, axis)
-        self.whole.discard(view.out.name)
+        self.unsliced.discard(view.out.name)
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
@@ -244,15 +244,15 @@ class DumpReader(Builder):
 
     def slices(self, node: ComputeNode, unsliced: ops.TensorOp, axis: int, count: Size) -> list[Value]:
         """Return the operands for one slice of a result: operands with the sliced axis are replaced by their slices."""
-        found = []
+        operands = []
         for tensor, value, map in zip(node.operands, unsliced.operands, maps_of(unsliced), strict=True):
             sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
             spread = sliced and value.tensor.shape[sliced[0]].is_one
-            found.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
-        return found
+            operands.append(self.slice(value, sliced[0], count, tensor) if sliced and not spread else value)
+        return operands
 
     def shards(self, node: ComputeNode) -> bool:
-        """Return True if a Set takes each rank's own block: its result lies on devices where the operand does not."""
+        """Return True if a Set takes each rank's block: its result lies on devices where the operand does not."""
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)
@@ -281,28 +281,30 @@ class DumpReader(Builder):
         return reduced[0]
 
     def communication(self, node: CommunicationNode) -> None:
-        kind, x = node.type.text, self.operand(node.x)
+        communication, x = node.type.text, self.operand(node.x)
         key = f"Communication {node.number}"
-        if kind in TRANSFERS:
+        if communication in TRANSFERS:
             out = self.destination(node.out)
             part = self.merges(node, x, out)
             self.same_shape(x, out, node.span)
             if not part:
                 handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
-                self.emit(TRANSFERS[kind](x, out, handle), node.span)
+                self.emit(TRANSFERS[communication](x, out, handle), node.span)
             return
-        if kind not in COLLECTIVES:
+        if communication not in COLLECTIVES:
             known = (*COLLECTIVES, *TRANSFERS)
-            hint = "reduce to every rank (Allreduce)" if kind == "Reduce" else did_you_mean(kind, known)
-            message = f"a communication of type {kind} has no meaning here"
+            hint = (
+                "reduce to every rank (Allreduce)" if communication == "Reduce" else did_you_mean(communication, known)
+            )
+            message = f"a communication of type {communication} has no meaning here"
             raise error(message, node.type.span, expected=f"one of: {', '.join(known)}", hint=hint)
         over = self.types.over(node)
-        if kind in REDUCING and over not in x.tensor.partial:
+        if communication in REDUCING and over not in x.tensor.partial:
             x = self.summand(x, over, node)
         out = self.destination(node.out)
         self.same_shape(x, out, node.span)
         handle = self.define(key, f"h{node.number}", Kind.HANDLE, node.span)
-        self.emit(COLLECTIVES[kind](x, out, handle, over), node.span)
+        self.emit(COLLECTIVES[communication](x, out, handle, over), node.span)
 
     def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
         """Return a tensor whose device axis holds summands side by side as a partial sum to be reduced."""
@@ -323,14 +325,14 @@ class DumpReader(Builder):
         nvFuser issues one Gather for each receiver, and one SendRecv for each pair of devices. In a host program one
         statement represents all of them.
         """
-        kind, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)
+        communication, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)
         common = [d for d in source.devices if d in target.devices]
         roots = {
             "Broadcast": source.devices[:1],
             "Scatter": tuple([*common, *source.devices][:1]),
             "Gather": target.devices,
             "SendRecv": source.devices,
-        }[kind]
+        }[communication]
         if not set(node.team) <= {*source.devices, *target.devices}:
             raise error("the team has devices that neither mesh has", node.span)
         if node.root is None:
@@ -340,9 +342,9 @@ class DumpReader(Builder):
         if root not in roots and not (0 <= root < len(node.team) and node.team[root] in roots):
             hint = "a root that changes from round to round, as in nvFuser's broadcast pipelines, has no meaning here"
             expected = f"root={' or '.join(map(str, roots))}"
-            raise error(f"{kind} from this root has no meaning here", node.span, expected=expected, hint=hint)
-        seen = self.transfers.setdefault((kind, x.name, out.name), set())
-        part = bool(seen) and digits not in seen and kind in ("Gather", "SendRecv")
+            raise error(f"{communication} from this root has no meaning here", node.span, expected=expected, hint=hint)
+        seen = self.transfers.setdefault((communication, x.name, out.name), set())
+        part = bool(seen) and digits not in seen and communication in ("Gather", "SendRecv")
         seen.add(digits)
         if part:
             self.merged.add(node.number)

@@ -66,13 +66,13 @@ class Streams:
             return Lit(int(formula.text))
         if formula.text == "numberOfStreams":
             return Lit(self.pool)
-        found = scope.get(f"index {formula.text}")
-        if found is None:
+        loop_index = scope.get(f"index {formula.text}")
+        if loop_index is None:
             known = [n.removeprefix("index ") for n in scope if n.startswith("index ")]
             hint = "an index that is not a loop's, such as a rank, has no meaning here: every rank runs one program"
             message, expected = f"'{formula.text}' is no loop index here", f"one of: {', '.join(known) or 'none'}"
             raise error(message, formula.span, expected=expected, hint=did_you_mean(formula.text, known) or hint)
-        return Ref(found)
+        return Ref(loop_index)
 
 
 def _first(formula: Formula) -> Token:

@@ -131,10 +131,10 @@ class Types:
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
         partials: dict[str, set[str]] = {}
-        given = {t.name for t in dump.inputs}
+        input_names = {t.name for t in dump.inputs}
         for node in nodes:
-            if _same_elements(node) and node.tensors[0].name in given:
-                given.add(node.out.name)
+            if _same_elements(node) and node.tensors[0].name in input_names:
+                input_names.add(node.out.name)
         for node in reversed(nodes):
             if isinstance(node, CommunicationNode) and node.type.text in REDUCING:
                 partials.setdefault(node.x.name, set()).add(self.over(node))
@@ -143,7 +143,7 @@ class Types:
                 if isinstance(node, ViewNode) and node.over:
                     marks = marks - {self.mark(node.over, self.mesh(node.x), node.span)}
                 partials.setdefault(node.tensors[0].name, set()).update(marks)
-        return {name: marks for name, marks in partials.items() if name not in given}
+        return {name: marks for name, marks in partials.items() if name not in input_names}
 
     def _unprinted(self, dump: Dump) -> dict[str, Unprinted]:
         """Return the tensors that lie on a mesh axis although the dump prints no device axis for it, by name.

@@ -40,20 +40,23 @@ class Communications:
         registers = self.registers
         for part, verb in ((x, "sends"), (out, "fills")):
             if part is not None:
-                registers.check_dense(part, f"the tensor that {exchange.kind} {verb} is not dense")
-        if exchange.kind not in COLLECTIVES:
+                registers.check_dense(part, f"the tensor that {exchange.communication} {verb} is not dense")
+        if exchange.communication not in COLLECTIVES:
             return self.messages(exchange, x, out)
-        if len(exchange.team) == 1 or exchange.kind == "allreduce":
+        if len(exchange.team) == 1 or exchange.communication == "allreduce":
             self.copy_within(x, out)
         if len(exchange.team) == 1:
             return self.start(MarkOp(*self.ops.here, registers.new_register()))
-        source, target = registers.register(out if exchange.kind == "allreduce" else x), registers.register(out)
+        source, target = (
+            registers.register(out if exchange.communication == "allreduce" else x),
+            registers.register(out),
+        )
         handle = registers.new_register()
-        return self.start(CollectiveOp(*self.ops.here, exchange.kind, exchange.team, source, target, handle))
+        return self.start(CollectiveOp(*self.ops.here, exchange.communication, exchange.team, source, target, handle))
 
     def messages(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         registers, rank = self.registers, self.registers.rank
-        collective, alone = exchange.kind not in MESSAGES, len(exchange.team) == 1
+        collective, alone = exchange.communication not in MESSAGES, len(exchange.team) == 1
         if alone and not collective and self.to_itself is not None:  # messages run one after another
             self.follow(self.to_itself)
         sends, receives = [], []

@@ -1,4 +1,4 @@
-"""Operations of an unrolled program: one dataclass for each kind of operation, without torch.
+"""Operations of an unrolled program: one dataclass for each operation, without torch.
 
 A program unrolled for one rank and one set of shapes is a list of operations in issue order. It has no names, loops,
 indices or symbols: operations refer to numbered registers, and each operation knows its statement. `unroll` makes the
@@ -151,7 +151,7 @@ class AllocateOp(Op):
 class SymmetricOp(Op):
     """Sets `registers[out]` to the symmetric buffer of this name on `rank`, which may be this rank or a peer.
 
-    The buffer is dense, and the same in every run with these sizes. In a loop, each round has its own buffer.
+    The buffer is dense, and the same in every run with these sizes. In a loop, each round has a separate buffer.
     """
 
     out: DefinedRegister
@@ -195,13 +195,13 @@ class FreeOp(Op):
 
 @dataclass(frozen=True)
 class ComputeOp(Op):
-    """Computes `out`, of dtype `dtype`, by the kernel `kind`.
+    """Computes `out`, of dtype `dtype`, by the kernel of `computation`.
 
     With `ready`, the kernel computes each block of rows once the flags of the block are set. With `done`, it sets a
-    flag after each block. `ready.flags`, `ready.own` and `done.flags` are registers.
+    flag after each block. `ready.flags`, `ready.own_rows` and `done.flags` are registers.
     """
 
-    kind: str
+    computation: str
     dtype: DType
     out: WrittenRegister
     operands: ReadRegisters
@@ -221,8 +221,8 @@ class ComputeOp(Op):
     def reads(self) -> tuple[int, ...]:
         if self.ready is None:
             return self.operands
-        own = () if self.ready.own is None else (self.ready.own,)
-        return *self.operands, self.ready.flags, *own
+        own_rows = () if self.ready.own_rows is None else (self.ready.own_rows,)
+        return *self.operands, self.ready.flags, *own_rows
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -299,7 +299,7 @@ class BarrierOp(Op):
 class CollectiveOp(Op):
     """Starts a collective of the team. `x` and `out` are dense; an allreduce has one tensor for both."""
 
-    kind: str
+    communication: str
     team: Group
     x: ReadRegister
     out: WrittenRegister

@@ -172,7 +172,7 @@ class Unroller(Observer, OptionalMethods):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: RegisterView,
         operands: Sequence[RegisterView | None],
         options: Mapping[str, Any],
@@ -181,8 +181,8 @@ class Unroller(Observer, OptionalMethods):
     ) -> None:
         ops, registers = self.ops, self.registers
         if ready is not None:
-            flags, own = registers.flags(ready.flags, ready.epoch), ready.own
-            ready = replace(ready, flags=flags, own=None if own is None else registers.register(own))
+            flags, own_rows = registers.flags(ready.flags, ready.epoch), ready.own_rows
+            ready = replace(ready, flags=flags, own_rows=None if own_rows is None else registers.register(own_rows))
         if done is not None:
             done = replace(done, flags=registers.flags(done.flags, done.epoch))
         sources, target = tuple(map(registers.register, operands)), registers.register(out)
@@ -190,7 +190,7 @@ class Unroller(Observer, OptionalMethods):
             overlapped, reserved = unavailable_sms(ops.issued, ops.ordered, ops.stream)
             ready = replace(ready, overlapped_sms=overlapped, reserved_sms=reserved)
         dtype = registers.dtypes[out.buffer]
-        ops.add(ComputeOp(*ops.here, kind, dtype, target, sources, options, ready, done))
+        ops.add(ComputeOp(*ops.here, computation, dtype, target, sources, options, ready, done))
 
     def communicate(self, exchange: Exchange, x: RegisterView | None, out: RegisterView | None) -> Flight:
         return self.communications.communicate(exchange, x, out)

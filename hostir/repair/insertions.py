@@ -22,9 +22,9 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 def repairable(finding: Finding, order: Order | None) -> bool:
     """Return True if edits may repair a finding."""
-    if finding.kind == "deadlock" and order is not None:
+    if finding.category == "deadlock" and order is not None:
         return bool(held_up(order, finding.events))
-    return finding.kind in REPAIRABLE
+    return finding.category in REPAIRABLE
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
@@ -59,14 +59,14 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 
 def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Edits]:
     """Yield edits for two unordered events, a missing signal, or SMs that a kernel holds."""
-    if finding.kind == "nobody sends":
+    if finding.category == "nobody sends":
         yield from unsent_signals(outline, order, finding.events[0])
         return
-    if finding.kind == "deadlock":
+    if finding.category == "deadlock":
         for waiting in {id(w.event.statement): w.event for w in held_up(order, finding.events)}.values():
             yield from unsent_signals(outline, order, waiting, finding.events)
         return
-    if finding.kind == "SMs held":  # only by kernels of the next call; a kernel of this call should be issued later
+    if finding.category == "SMs held":  # only by kernels of the next call; a kernel of this call should be issued later
         yield from joins(outline)
         return
     first, second = finding.events[:2]

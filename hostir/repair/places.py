@@ -159,7 +159,7 @@ def _defined(body: Block) -> dict[str, Value]:
 
 
 def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, Statement]]:
-    """Yield each statement of a body, and of the blocks inside it, with its place. `outside`: the body's own place."""
+    """Yield each statement of a body, and of the blocks inside it, with its place. `outside`: the body's place."""
     for at, s in enumerate(body):
         yield (*outside, at), s
         for inner in s.bodies:

@@ -78,7 +78,7 @@ class Repairer:
     def without_leaks(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
         """Check a program. If buffers leak in it, insert frees and check again."""
         after = self.checked(program, added)
-        if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.kind == "leak"}:
+        if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.category == "leak"}:
             frees = for_leaks(Outline(program), leaks)
             after = self.checked(edited(program, frees), (*added, *(edit.new for edit in frees)))
         return after
@@ -270,7 +270,7 @@ def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
     if order is None:
         yield from for_handles(outline)
         return
-    findings = [f for f in candidate.findings if isinstance(f, Finding) and f.kind != "leak"]
+    findings = [f for f in candidate.findings if isinstance(f, Finding) and f.category != "leak"]
     if first := next((f for f in findings if repairable(f, order)), None):
         yield from for_finding(first, outline, order)
 
@@ -279,15 +279,15 @@ def _weight(finding: Diagnostic) -> int:
     """Return the severity of a finding: the more other findings it may hide, the higher."""
     if not isinstance(finding, Finding):
         return UNSOUND
-    return finding.times if finding.kind in ("race", "leak", "unwritten") else UNMET * finding.times
+    return finding.times if finding.category in ("race", "leak", "unwritten") else UNMET * finding.times
 
 
 def _may_be_repaired(finding: Diagnostic, candidate: RepairCandidate) -> bool:
     """Return True if an insertion may repair a finding."""
     if not isinstance(finding, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))
-    races = {f.buffer for f in candidate.findings if isinstance(f, Finding) and f.kind == "race"}
-    return repairable(finding, candidate.order) or (finding.kind == "unwritten" and finding.buffer in races)
+    races = {f.buffer for f in candidate.findings if isinstance(f, Finding) and f.category == "race"}
+    return repairable(finding, candidate.order) or (finding.category == "unwritten" and finding.buffer in races)
 
 
 def _unrepaired(why: str, finding: Diagnostic) -> Diagnostic:
@@ -349,5 +349,5 @@ def _redundant(unit: Block, program: Program) -> Diagnostic:
         hint="remove it, unless it is meant to hold a stream back",
         notes=tuple((s.span, f"together with '{format_statement(s, program)}'") for s in unit[1:]),
         level="warning",
-        kind="redundant",
+        category="redundant",
     )

@@ -1,4 +1,4 @@
-"""Use hostir from torch: its operators by name, taken over or hostir's own, with process groups and gradients."""
+"""Use hostir from torch: its operators by name, taken over or added by hostir, with process groups and gradients."""
 
 from __future__ import annotations
 

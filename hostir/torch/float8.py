@@ -2,7 +2,7 @@
 
 The recipe is torchao's `rowwise_with_gw_hp`: e4m3, and one scale for each row of the left side and each column of the
 right side. A scale is computed anew for each call and rounded up to a power of two. The output and the gradient of the
-input are products in fp8. The gradient of the weight is a product in the layer's own dtype. Its operands are the rows
+input are products in fp8. The gradient of the weight is a product in the layer's dtype. Its operands are the rows
 that were gathered in fp8: x, and for a row-parallel layer also dy. torchao would gather them once more.
 
 Multiplying by a power of two does not round, and fp8 rounds alike with each of them. So ranks that see a part of a row

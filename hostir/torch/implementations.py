@@ -1,6 +1,6 @@
 """Take over two Python functions of `torch.distributed._symmetric_memory` by which torch computes its fused operators.
 
-Libraries call these functions to multiply by a kernel of their own, as vLLM does with FlashInfer's fp8 matmul. Such a
+Libraries call these functions to multiply by another kernel, as vLLM does with FlashInfer's fp8 matmul. Such a
 call skips the dispatcher, so hostir replaces the functions in their module. hostir computes a call if it knows the
 caller's kernel; any other call goes to torch's function.
 """

@@ -74,7 +74,7 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
     These are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
     `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather` and `_low_contention_reduce_scatter`. A call by
     name, also from a compiled graph, then calls hostir. All but the scaled ones get gradients, too. A call that hostir
-    cannot run goes to torch's own function, with a `hi.FallbackWarning` that says why, once. `uninstall()`, or the end
+    cannot run goes to torch's function, with a `hi.FallbackWarning` that says why, once. `uninstall()`, or the end
     of `with install():`, gives the operators back. A second call changes the settings.
 
     hostir also takes over two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with

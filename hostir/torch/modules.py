@@ -353,7 +353,7 @@ class RowParallelLinear(ShardedLinear):
 
     Its input is this rank's columns of all tokens, `[..., in_features/ranks]`; its output is this rank's tokens,
     `[..., out_features]`. Both may be DTensors: the input sharded on the last axis, the output on the axis of the
-    tokens. `weight` is sharded on its columns. Each rank has the whole `bias`; its gradient is Partial if the tokens
+    tokens. `weight` is sharded on its columns. Each rank has all of `bias`; its gradient is Partial if the tokens
     are scattered.
 
     Args:

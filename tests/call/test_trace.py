@@ -32,7 +32,7 @@ def trace() -> Trace:
 def test_every_statement_that_takes_time_is_an_event_of_its_stream(trace: Trace) -> None:
     assert trace.lanes == {rank: ["stream 0", "stream 1", "communication"] for rank in range(4)}
     for rank in range(4):
-        events = sorted((e.stream, e.label, e.kind) for e in trace.events if e.rank == rank)
+        events = sorted((e.stream, e.label, e.activity) for e in trace.events if e.rank == rank)
         gathers = [("communication", f"allgather {i}", "communication") for i in range(4)]
         matmuls = [(f"stream {i % 2}", f"matmul {i}", "matmul") for i in (0, 2, 1, 3)]
         assert events == gathers + matmuls

@@ -184,7 +184,7 @@ def test_an_output_may_be_another_part_on_each_rank() -> None:
     program = hi.parse(text)
     assert alike(program, {}, 2) is not None
     quick, full = analyse_quickly(program).findings, analyse(program).findings
-    assert [finding.kind for finding in quick] == [finding.kind for finding in full]
+    assert [finding.category for finding in quick] == [finding.category for finding in full]
 
 
 @pytest.mark.parametrize("compute", [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod])

@@ -130,7 +130,7 @@ def test_the_numbers_of_blocks_that_wait_and_of_blocks_that_set_flags_may_differ
 @pytest.mark.parametrize(("ready", "done"), [(2, 2), (2, 8), (8, 2), (8, 4)])
 def test_a_flag_orders_nothing_in_another_block(ready: int, done: int) -> None:
     program = relay(ready, done, f"{done - 1} - %i")
-    assert {finding.kind for finding in hi.check(program)} == {"race"}  # type: ignore[attr-defined]
+    assert {finding.category for finding in hi.check(program)} == {"race"}  # type: ignore[attr-defined]
     assert failure_of(program, 20)
 
 
@@ -178,9 +178,9 @@ program @chain(%x: f32[4, 3], %w: f32[3, 3]) -> (%y) streams 2 {
 
 
 def test_a_flag_of_a_waiting_kernel_orders_the_kernel_that_it_waited_for() -> None:
-    assert {f.kind for f in hi.check(hi.parse(CHAIN))} <= {"SMs held"}  # type: ignore[attr-defined]
+    assert {f.category for f in hi.check(hi.parse(CHAIN))} <= {"SMs held"}  # type: ignore[attr-defined]
     early = CHAIN.replace("wait_signal %second[%i] >= 1\n", "")
-    assert "race" in {f.kind for f in hi.check(hi.parse(early))}  # type: ignore[attr-defined]
+    assert "race" in {f.category for f in hi.check(hi.parse(early))}  # type: ignore[attr-defined]
 
 
 SUM = """hostir 1

@@ -182,7 +182,7 @@ def test_a_buffer_that_only_some_ranks_free_leaks_on_the_others() -> None:
     text = "%c: f32[4] = allocate\n%me = rank of %a over didx\nif %me == 0 { free %c }\n"
     (finding,) = hi.check(hi.parse(f"{HEAD}program @p(%a: f32[4]) -> () {{\n{text}}}\n"))
     assert isinstance(finding, Finding)
-    assert (finding.level, finding.kind, finding.buffer) == ("warning", "leak", "c")
+    assert (finding.level, finding.category, finding.buffer) == ("warning", "leak", "c")
 
 
 def test_an_output_is_not_freed_through_a_view() -> None:

@@ -79,13 +79,13 @@ def waiting() -> list[Program]:
 def test_a_deadlock_that_first_occurs_in_the_third_call_is_found() -> None:
     program = hi.parse(BEHIND)
     assert not hi.check(program, calls=2)
-    assert [finding.kind for finding in hi.check(program, calls=3)] == ["SMs held"]
-    assert [finding.kind for finding in hi.check(program)] == ["SMs held"]
+    assert [finding.category for finding in hi.check(program, calls=3)] == ["SMs held"]
+    assert [finding.category for finding in hi.check(program)] == ["SMs held"]
 
 
 def test_a_program_that_needs_unboundedly_many_calls_is_reported_as_unchecked() -> None:
     (finding,) = hi.check(hi.parse(APART))
-    assert (finding.kind, finding.hint) == (UNCHECKED, JOIN)
+    assert (finding.category, finding.hint) == (UNCHECKED, JOIN)
 
 
 @pytest.mark.xdist_group("mutation")  # in the process that lowers all programs for tests/test_mutation.py
@@ -106,7 +106,7 @@ def test_more_calls_change_no_verdict(seed: int) -> None:
         except hi.HostIRError:
             continue
         findings = hi.check(edited)
-        if all(d.kind != UNCHECKED for d in findings):
+        if all(d.category != UNCHECKED for d in findings):
             assert bool(errors(findings)) == bool(errors(hi.check(edited, calls=program.ranks + 2))), mutant.change
 
 

@@ -25,7 +25,7 @@ def program(body: str, inputs: str = "%x: f32[4, 6]", outputs: str = "%y", resul
 def kinds(program: Program, calls: int = 2) -> list[str]:
     findings = hi.check(program, calls=calls)
     assert all(isinstance(d, Finding) for d in findings), findings
-    return [d.kind for d in findings if isinstance(d, Finding)]
+    return [d.category for d in findings if isinstance(d, Finding)]
 
 
 FORK, JOIN = "  synchronize %user\n", "  set_stream %user\n  synchronize 0\n"
@@ -134,7 +134,7 @@ def test_rows_and_columns_of_one_buffer_overlap() -> None:
         "  gelu %some -> %cut\n"
     )
     findings = hi.check(program(body.format(1), outputs=""))
-    assert any(isinstance(d, Finding) and d.kind == "race" and d.buffer == "y" for d in findings)
+    assert any(isinstance(d, Finding) and d.category == "race" and d.buffer == "y" for d in findings)
 
 
 def test_only_a_wait_orders_statements_after_a_collective() -> None:
@@ -220,7 +220,7 @@ def test_proving_raises_all_errors() -> None:
 )
 def test_a_program_that_cannot_be_checked_is_not_proved(unchecked: Program, reason: str) -> None:
     (finding,) = hi.check(unchecked)
-    assert (finding.level, finding.kind) == ("error", "unchecked")
+    assert (finding.level, finding.category) == ("error", "unchecked")
     assert f"@p was not checked for races: {reason}" in finding.message
     for _ in range(2):
         with pytest.raises(HostIRError, match=f"not checked for races: {reason}") as refused:
@@ -241,7 +241,7 @@ def test_symbolic_sizes_are_checked_at_small_sizes_with_more_rounds_than_streams
     clean, wraps = (hi.parse(HEAD + text.format(index)) for index in ("%i", "%i % 4"))
     assert hi.check(clean) == []
     assert analyse(clean).sizes == {"S": 8, "M": 2, "K": 2}
-    assert "race" in [d.kind for d in hi.check(wraps)]
+    assert "race" in [d.category for d in hi.check(wraps)]
     assert hi.check(clean, sizes={"S": 2, "M": 5, "K": 8}) == []
 
 
@@ -277,7 +277,7 @@ def signalled_last() -> Program:
 def test_streams_that_share_a_queue_deadlock_behind_a_wait_for_a_later_signal() -> None:
     findings = shared_queues(signalled_last(), {})
     assert kinds(signalled_last()) == []
-    assert [d.kind for d in findings if isinstance(d, Finding)] == ["queues shared"]
+    assert [d.category for d in findings if isinstance(d, Finding)] == ["queues shared"]
     assert "wait_signal %f[0] >= 1" in str(findings[0])
     assert "signal %f[0] = 1 at %r over didx" in str(findings[0])
 

@@ -120,7 +120,7 @@ def test_nothing_is_drawn_outside_the_view_box(path: Path) -> None:
 def test_exactly_the_statements_of_findings_are_red(path: Path) -> None:
     drawn = case(path)
     findings = [f for f in drawn.analysis.findings if isinstance(f, Finding) and f.events]
-    stuck = [f for f in findings if f.kind == "deadlock"]
+    stuck = [f for f in findings if f.category == "deadlock"]
     wanted = {
         ("the caller" if s is None else format_statement(s, drawn.program), id(s), e.rank, e.rounds[:1], e.call)
         for f in stuck or findings

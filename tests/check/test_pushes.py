@@ -39,7 +39,7 @@ def program(*lines: str) -> hi.Program:
 def kinds(*lines: str) -> set[str]:
     """Return the kinds of the checker's findings; simulated ranks must find an error if and only if it does."""
     drawn = program(*lines)
-    findings = {getattr(f, "kind", "structure") for f in hi.check(drawn) if f.level == "error"}
+    findings = {getattr(f, "category", "structure") for f in hi.check(drawn) if f.level == "error"}
     machine = rehearse(drawn, [random_inputs(drawn, {}, seed) for seed in (1, 2)])
     observed = [error for seed in range(3) if isinstance(error := outcome(machine, seed, watch=True), str)]
     assert bool(findings) == bool(observed), f"checker: {findings}; simulated ranks: {observed}"

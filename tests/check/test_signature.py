@@ -61,7 +61,7 @@ def _between(tracer: Tracer) -> Iterator[Any]:
 
 
 def verdict(program: Program, sizes: dict[str, int]) -> list[tuple[str, str]]:
-    return [(finding.level, finding.kind) for finding in orders.analyse(program, sizes).findings]
+    return [(finding.level, finding.category) for finding in orders.analyse(program, sizes).findings]
 
 
 def by_signature(program: Program, many: Iterable[int]) -> dict[Any, list[int]]:

@@ -226,10 +226,10 @@ program @p(%a: f32[{rows}, 8@x], %b: f32[8@x, 6], %d: f32[{rows}, 6]) -> (%c) st
 @pytest.mark.parametrize("between", ["", BARRIER, "free %e", "%f: f32[2] = allocate", f"free %e\n  {BARRIER}"])
 def test_a_product_and_the_next_copies_of_its_rows_may_be_one_kernel(between: str) -> None:
     (ops,) = products(PRODUCT, between, SENT)
-    assert ops.product.kind == "matmul"
+    assert ops.product.computation == "matmul"
     assert len(ops.pushes.copies) == 3
     assert ops.reader is not None
-    assert (ops.reader.kind, ops.reader.starts_early) == ("sum", True)
+    assert (ops.reader.computation, ops.reader.starts_early) == ("sum", True)
 
 
 def test_a_product_copies_only_few_and_complete_rows_to_peers() -> None:

@@ -196,7 +196,7 @@ def test_a_reshard_between_two_meshes_takes_two_communications() -> None:
 
 def test_a_program_too_large_to_check_is_lowered_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_long(program: Program) -> Program:
-        raise HostIRError(Diagnostic(f"@{program.name} was not checked for races: too long", kind=UNCHECKED))
+        raise HostIRError(Diagnostic(f"@{program.name} was not checked for races: too long", category=UNCHECKED))
 
     monkeypatch.setattr(strategies, "prove", too_long)
     with pytest.warns(RuntimeWarning, match="was not checked for races: too long"):

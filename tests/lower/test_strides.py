@@ -74,7 +74,7 @@ def test_a_contiguous_input_is_not_copied_and_another_is_copied_once_a_call() ->
     assert [type(op) for op in contiguous] == [AllocateOp, ComputeOp]
     assert [type(op) for op in transposed] == [AllocateOp, ComputeOp, AllocateOp, ComputeOp]
     assert isinstance(transposed[1], ComputeOp)
-    assert transposed[1].kind == "copy"
+    assert transposed[1].computation == "copy"
 
 
 @pytest.mark.parametrize("machine", ["local", "gloo"])

@@ -65,7 +65,7 @@ def test_an_allreduce_in_place_moves_nothing_and_one_to_another_buffer_copies_fi
     inputs = "%a: f32[4, 6@didx], %b: f32[6@didx, 8]"
     here = program(body.format(out="%x"), inputs, "%x")
     there = program("%c: f32[4, 8] = allocate\n  " + body.format(out="%c"), inputs)
-    kinds = [[op.kind for op in recording_of(p).ops if isinstance(op, ComputeOp)] for p in (here, there)]
+    kinds = [[op.computation for op in recording_of(p).ops if isinstance(op, ComputeOp)] for p in (here, there)]
     assert kinds == [["matmul"], ["matmul", "copy"]]
 
 
@@ -254,7 +254,7 @@ def test_a_symmetric_buffer_that_is_an_output_is_copied_for_the_caller() -> None
     unrolled = recording_of(program("%s: f32[4, 8] = allocate_symmetric", "%a: f32[4, 8]", outputs="%s"))
     (buffer,) = (op for op in unrolled.ops if isinstance(op, SymmetricOp))
     (copy,) = (op for op in unrolled.ops if isinstance(op, ComputeOp))
-    assert (copy.kind, copy.operands, (copy.out,)) == ("copy", (buffer.out,), unrolled.outputs)
+    assert (copy.computation, copy.operands, (copy.out,)) == ("copy", (buffer.out,), unrolled.outputs)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ program @twice(%x: f32[2@didx, 8]) -> (%y, %z) {
 }
 """
     wrong = hi.parse(text.replace("  signal %there[0] = 1 at (%r + 1) % 2 over didx\n", ""))
-    assert [f.kind for f in analyse(wrong).findings if isinstance(f, Finding)] == ["deadlock"]
+    assert [f.category for f in analyse(wrong).findings if isinstance(f, Finding)] == ["deadlock"]
     assert str(repair(wrong)) == str(hi.parse(text))
 
 
@@ -305,7 +305,7 @@ def test_the_first_of_two_equal_waits_is_redundant() -> None:
     findings, lean = without_redundant(
         hi.parse(text.replace("  synchronize 0\n", "  synchronize 0\n  synchronize 0\n", 1))
     )
-    assert [(d.kind, d.level) for d in findings] == [("redundant", "warning")]
+    assert [(d.category, d.level) for d in findings] == [("redundant", "warning")]
     assert str(lean) == str(program("findings/race_between_streams.fixed"))
     assert check(lean) == []
 

@@ -1,4 +1,4 @@
-"""Check rank 0 in place of all ranks, where every rank does the same things relative to its own place.
+"""Check rank 0 in place of all ranks, where every rank does the same things relative to its place.
 
 In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a row block or a
 flag, then the next rank along an axis accesses the next peer, row block or flag. Then a race, a deadlock or a read of
@@ -45,7 +45,7 @@ class _Tracer(Tracer):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: View,
         operands: Sequence[View | None],
         options: Mapping[str, Any],
@@ -57,7 +57,7 @@ class _Tracer(Tracer):
         `Rotations` checks later that its blocks correspond to blocks of other ranks.
         """
         of_rank_0 = ready and replace(ready, first=at(ready.first, 0), own_first=at(ready.own_first, 0))
-        super().compute(kind, out, operands, options, of_rank_0, done and replace(done, first=0))
+        super().compute(computation, out, operands, options, of_rank_0, done and replace(done, first=0))
         if ready is not None or done is not None:
             blocks = self.trace.by_blocks[-1]
             blocks.ready, blocks.done = ready, done

@@ -33,7 +33,7 @@ class Conflict:
     In an `unwritten` conflict, `second` reads elements that `first` left undefined.
     """
 
-    kind: str  # race, use after free, unwritten
+    category: str  # race, use after free, unwritten
     buffer: Buffer
     first: Touch | None
     second: Touch
@@ -209,8 +209,8 @@ class RaceDetector:
     def _note(self, conflict: Conflict) -> None:
         sides = frozenset(id(t.event.statement) for t in (conflict.first, conflict.second) if t)
         local = conflict.buffer.rank == conflict.second.event.rank
-        first, times = self.conflicts.setdefault((conflict.kind, conflict.buffer.name, sides, local), (conflict, 0))
-        self.conflicts[conflict.kind, conflict.buffer.name, sides, local] = first, times + 1
+        first, times = self.conflicts.setdefault((conflict.category, conflict.buffer.name, sides, local), (conflict, 0))
+        self.conflicts[conflict.category, conflict.buffer.name, sides, local] = first, times + 1
 
 
 def _implied_by_writer(a: Touch, b: Touch) -> bool:

@@ -98,10 +98,10 @@ def _one_by_one(blocks: BlockEvents, ready: Ready) -> None:
 
 
 def _own(trace: RankTrace, ready: Ready, part: int, count: int) -> View:
-    """Return the rows of `own` for a part of the operand; each source has `count` parts."""
+    """Return the rows of `own_rows` for a part of the operand; each source has `count` parts."""
     size = count // ready.results
-    assert isinstance(ready.own, View)
-    return _rows(trace, ready.own, part - ready.own_first * size, ready.own_blocks * size)
+    assert isinstance(ready.own_rows, View)
+    return _rows(trace, ready.own_rows, part - ready.own_first * size, ready.own_blocks * size)
 
 
 def _rows(trace: RankTrace, x: View, block: int, blocks: int, inner: int = 1) -> View:

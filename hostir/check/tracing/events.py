@@ -22,7 +22,7 @@ class Event:
     Fields:
         number: the number of events that its rank issued before it.
         lane, tick: its lane, and its position there from 1; None and 0 if only its edges order it.
-        ends: ticks of lanes; any one of them shows that the event has ended. By default its own tick.
+        ends: ticks of lanes; any one of them shows that the event has ended. By default its tick.
         after: the events that directly happen before it.
         held: other events that it has to wait for on some machines or at some sizes. They can cause a deadlock, but
             they order nothing.

@@ -106,14 +106,14 @@ class Tracer(OptionalMethods):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: View,
         operands: Sequence[View | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        local = ready.own if ready is not None else None
+        local = ready.own_rows if ready is not None else None
         self.misuse.use(out, *operands, local)
         self.misuse.overwrite(out, *operands, local)
         if ready is None and done is None:
@@ -132,7 +132,7 @@ class Tracer(OptionalMethods):
         self.misuse.use(out if writes else None, x if reads else None)
         if reads and writes:
             self.misuse.overwrite(out, x)
-        message = exchange.kind in ("send", "recv", "exchange")
+        message = exchange.communication in ("send", "recv", "exchange")
         end = (self.trace.message if message else self.trace.collective)(exchange, x, out, reads, writes)
         self.misuse.start(end)
         return end

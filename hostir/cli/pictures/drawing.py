@@ -133,7 +133,7 @@ class _Page:
     def _label(self, mark: FindingMark) -> str:
         """Return a short label of a conflict."""
         about = f" on %{mark.finding.buffer}" if mark.finding.buffer else ""
-        text = f"{mark.number}: {mark.finding.kind}{about}"
+        text = f"{mark.number}: {mark.finding.category}{about}"
         half = len(text) * (HEAD + 0.7) / 2 + 6
         x, y = self.labels.place(mark, half)
         frame = f'x="{x - half:g}" y="{y - 8:g}" width="{2 * half:g}" height="16" rx="8"'

@@ -148,7 +148,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     events = [event for box in boxes for event in box.events]
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
-    graph = _between(order, events, held=any(finding.kind in CYCLIC for finding in findings.values()))
+    graph = _between(order, events, held=any(finding.category in CYCLIC for finding in findings.values()))
     # Early events come before the other events of their box. No edge says so if the ranks' collectives differ.
     early = [n for n, event in enumerate(events) if event.verb in EARLY]
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
@@ -284,7 +284,7 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
     for number, finding in findings.items():
         boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
         pairs, cycle = list(pairwise(boxes)), list[Arrow]()
-        if finding.kind in CYCLIC:
+        if finding.category in CYCLIC:
             pairs, cycle = _around(boxes, arrows)
         if boxes:
             marks.append(FindingMark(number, finding, boxes, tuple(pairs), tuple(cycle)))

@@ -18,7 +18,7 @@ MAX_BOXES, MIN_BOXES, MAX_RANKS, MAX_FINDINGS = 150, 16, 8, 4  # limits of a pic
 def choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
     """Return a scene with as many rounds as fit, and descriptions of everything left out."""
     numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
-    deadlocks = {n: f for n, f in numbered.items() if f.kind == "deadlock"}  # they may cause the other findings
+    deadlocks = {n: f for n, f in numbered.items() if f.category == "deadlock"}  # they may cause the other findings
     findings = dict(list((deadlocks or numbered).items())[:MAX_FINDINGS])
     centre = {event for f in findings.values() for event in f.events}
     calls = 1 + max((event.call for event in centre), default=0)

@@ -39,7 +39,7 @@ class ReadyFlags:
             incomplete. May be in pinned host memory, which the host reads without waiting for the GPU. The values are
             final once the kernel has ended.
         first: the block to begin with; the others follow in a circle.
-        source: in a sum, the index of the source that own rows replace.
+        source: in a sum, the index of the source that `own_rows` replace.
         polls: the number of polls after which a program gives up on flags that have not risen. If other programs need
             its part of a tile, the program goes on nevertheless, and polls each later flag once.
         overlapped_sms: SMs of the previous kernel on the same stream, if this kernel may overlap that kernel. This

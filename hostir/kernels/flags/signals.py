@@ -2,7 +2,7 @@
 
 A stream can raise a flag without an SM. But it then waits until everything that its GPU is sending to peers has
 arrived: such a signal cannot overlap a copy, and costs 3 us between two copies on an H200. The signal kernel waits only
-for the earlier work of its own stream, and copies of other streams go on.
+for the earlier work of its stream, and copies of other streams go on.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Rates:
         peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.
         tile: time of a tile outside its K loop: to fill the pipeline and to store the tile.
         split: the times that each part of a split tile adds: to start and synchronize; to read a partial sum of another
-            part; to store its own partial sum, per element and warp. None if the family never splits tiles.
+            part; to store its partial sum, per element and warp. None if the family never splits tiles.
         read: GB/s at which all SMs together read a right operand that is not in L2.
     """
 
@@ -201,7 +201,7 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
 
 
 def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
-    """Yield the tile with several numbers of split last tiles and of parts. Each part has a program of its own."""
+    """Yield the tile with several numbers of split last tiles and of parts. Each part has a separate program."""
     units = grid.tiles + grid.early
     if grid.tiles <= sms:
         return

@@ -29,7 +29,7 @@ class Constants(NamedTuple):
         B_IS_NK: the descriptor of b describes the transpose of b.
         BATCHED: the output has several batches.
         HAS_BIAS: a bias is added.
-        SPLIT: the last tiles are split along K. They are neither early tiles nor tiles of own rows.
+        SPLIT: the last tiles are split along K. They are neither early tiles nor tiles of `own_rows`.
         PAIRS: the last tiles are split in two parts each.
         READY: rows arrive in blocks while the kernel runs.
         OWN: the rows of block `first` are ready.
@@ -123,7 +123,7 @@ class Workspace(NamedTuple):
 
 
 class LeftOperand(NamedTuple):
-    """The left operand of some tiles: `a`, or the own rows.
+    """The left operand of some tiles: `a`, or `own_rows`.
 
     Fields:
         base: a pointer or a descriptor.

@@ -351,7 +351,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
 def _described(
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], rows: Rows, wanted: bool | None
 ) -> list[Described] | None:
-    """Return the TMA layouts of a, b, out and own rows; None to use pointers.
+    """Return the TMA layouts of a, b, out and `own_rows`; None to use pointers.
 
     Raises ValueError if descriptors are `wanted`, and TMA's rules do not allow them.
     """

@@ -71,13 +71,13 @@ def check_own_rows(own_rows: torch.Tensor, a: torch.Tensor, block: int | None) -
 
 
 def place_own_rows(own_rows: torch.Tensor, a: torch.Tensor, ready: ReadyFlags) -> None:
-    """Copy own rows into block `ready.first` of `a`, on the current stream."""
+    """Copy `own_rows` into block `ready.first` of `a`, on the current stream."""
     for place, rows in with_rows(a, a, ready.first, len(ready.flags), own_rows):
         place.copy_(rows)
 
 
 def own_row_strides(own_rows: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
-    """Return the batch, row and column strides of own rows. Their leading axes must merge."""
+    """Return the batch, row and column strides of `own_rows`. Their leading axes must merge."""
     row, column = rows_or_copy(own_rows).stride()
     return rows.M * row, row, column
 

@@ -59,7 +59,7 @@ class MatmulLaunch:
     Fields:
         tile: the tile that the launch was prepared with.
         programs: size of the grid.
-        described: TMA layouts of a, b, out and of own rows that are read in place. None: operands are pointers.
+        described: TMA layouts of a, b, out and of `own_rows` that are read in place. None: operands are pointers.
         blocks: the shape of the tile that each descriptor moves.
         bias_step: stride of the bias, in elements.
         scale_steps: strides of the scales of a, then of b, as in `Scales`; empty without scales.
@@ -71,8 +71,8 @@ class MatmulLaunch:
         counts: index in the tickets at which the counts of blocks begin, two words each; the tickets of split tiles
             come before.
         pushed_block: rows of a piece that is copied to peers; None without copies.
-        copies_own: True if own rows must be copied to their place in `a` before the launch. The launch then gets no
-            own rows.
+        copies_own: True if `own_rows` must be copied to their place in `a` before the launch. The launch then gets no
+            `own_rows`.
         sizes: the kernel's arguments from `early` to `K`.
         strides, constants: further arguments of the kernel; it is compiled for the constants.
         options: Triton's compile options.
@@ -145,7 +145,7 @@ class MatmulLaunch:
             matmul_kernel[(self.programs,)](*self._tensors(call, sums, tickets), **self.options)
 
     def _tensors(self, call: MatmulCall, sums: Any, tickets: Any) -> Sequence[Any]:
-        """Return all arguments of the kernel as Triton's own launch takes them: tensors and descriptors."""
+        """Return all arguments of the kernel as Triton's launch takes them: tensors and descriptors."""
         counts = None if call.done is None else tickets[self.counts : self.tickets].view(torch.int64)
         shared = _NOT_SPLIT if self.schedule is None else (Workspace(sums, tickets), *self.schedule)
         return *self._arguments(call, lambda t: t, lambda *it: (self._descriptor(*it),)), counts, *shared, *self._rest

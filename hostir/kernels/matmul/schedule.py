@@ -55,7 +55,7 @@ class Grid:
         blocks: the number of blocks that arrive one after another; 1 if all rows are ready.
         early_blocks: the number of early blocks; 0 if tiles span blocks.
         early: the number of tiles of early blocks. Each is split in two.
-        first: the number of tiles that are early or hold own rows. They come first, and are never split as last tiles.
+        first: the number of tiles that are early or hold `own_rows`. They come first, and are never split.
     """
 
     batches: int

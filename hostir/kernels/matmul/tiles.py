@@ -14,7 +14,7 @@ from hostir.ir.types import DTYPES
 MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: shorter parts cost more than they save
 MAX_PARTS = 8  # the most parts of a split tile: the last program reads the partial sums of all others
 SCALE_BLOCK = 128  # with block-wise scales, elements along K, and columns of b, that share a scale
-MIN_OWN_ROWS = 64  # fewer own rows are copied into their block: separate tiles for them would read b once more
+MIN_OWN_ROWS = 64  # fewer `own_rows` are copied into their block: separate tiles for them would read b once more
 
 
 @dataclass(frozen=True)

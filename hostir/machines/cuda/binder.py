@@ -223,7 +223,7 @@ class CudaBinder:
         if op.ready is not None or op.done is not None:
             self.here(op, self.flagged.blocks.compute(op))
         else:
-            kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind]
+            kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.computation]
             captured = self.machine.kernel(op)
             compute = bind_compute(op, self.context.registers, kernel)
             self.here(op, compute)

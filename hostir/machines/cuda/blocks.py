@@ -43,30 +43,30 @@ class BlockSteps:
         """Return the step of a computation that waits for flags or raises them.
 
         If there is a kernel that polls and raises flags, the step launches it. Else the step launches one kernel for
-        each block, with one exception. A product directly after this rank's copies by SMs, and without own rows, could
-        not start much before its last block is ready. It waits for all blocks, and is one kernel.
+        each block, with one exception. A product directly after this rank's copies by SMs, and without `own_rows`,
+        could not start much before its last block is ready. It waits for all blocks, and is one kernel.
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
-        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_by_blocks")
+        kernel = kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_by_blocks")
         ready = op.ready
         if kernel is not None:
             return self.in_one_kernel(op, kernel)
-        if ready is not None and ready.overlapped_sms and ready.own is None and op.done is None:
+        if ready is not None and ready.overlapped_sms and ready.own_rows is None and op.done is None:
             return self.after_all_blocks(op, ready)
         return self.by_blocks(op)
 
     def in_one_kernel(self, op: ComputeOp, kernel: Kernel) -> Step:
         registers, out, operands, options = self.context.registers, op.out, op.operands, dict(op.options)
-        own = NONE if op.ready is None or op.ready.own is None else op.ready.own
+        own_rows = NONE if op.ready is None or op.ready.own_rows is None else op.ready.own_rows
         flags = {"ready": self.ready_flags(op), "done": self.done_flags(op)}
 
-        def by_blocks(out: torch.Tensor, own: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
-            return kernel(out, *operands, own_rows=own, **flags, **options)
+        def by_blocks(out: torch.Tensor, own_rows: torch.Tensor | None, *operands: torch.Tensor) -> Again | None:
+            return kernel(out, *operands, own_rows=own_rows, **flags, **options)
 
         call = repeating(by_blocks)
         return self.context.launching(
-            op, lambda: call(registers[out], registers[own], *[registers[x] for x in operands])
+            op, lambda: call(registers[out], registers[own_rows], *[registers[x] for x in operands])
         )
 
     def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:

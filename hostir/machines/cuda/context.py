@@ -31,7 +31,7 @@ class PlanContext:
         unrolled: the plan's unrolled program.
         device: this rank's device.
         registers, streams: the lists of the plan; their elements change with every call.
-        kernels: the kernels by kind of computation.
+        kernels: the kernels by computation.
         kernel: returns the kernel of one computation, for its stream.
         timeouts: receives the timeouts of kernels that wait for flags.
         words: device memory for the numbers that kernels read.
@@ -55,7 +55,7 @@ class PlanContext:
 
     def in_triton(self, op: ComputeOp) -> bool:
         """Return True if the kernel of a computation, or of one of its blocks, launches kernels of Triton."""
-        return kernels_for(self.kernels, torch_dtype(op.dtype))[op.kind] in IN_TRITON
+        return kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation] in IN_TRITON
 
     def launching(self, op: Op, step: Step) -> Step:
         """Record that a step launches kernels of Triton for an operation; return the step."""

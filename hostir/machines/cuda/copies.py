@@ -72,7 +72,7 @@ class CopySteps:
 
     def pushing_kernel(self, op: ComputeOp) -> Kernel | None:
         """Return the kernel that computes a product and also stores it to peers; None if there is no such kernel."""
-        return kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.kind}_pushed")
+        return kernels_for(self.context.kernels, torch_dtype(op.dtype)).get(f"{op.computation}_pushed")
 
     def pushing(self, pushes: Pushes) -> PushKernel:
         """Return the kernel that carries out a run of copies and sends their signals."""

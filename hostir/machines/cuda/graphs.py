@@ -14,7 +14,7 @@ Workspaces come from a pool that all graphs of the executor share, and kernels m
 eager calls. So calls of one executor run in order, even if they are made on different streams.
 
 Programs that communicate through NCCL are not captured here. All ranks must capture such a call, and they must replay
-graphs of one common capture [NCCL 2025]. But each rank has its own addresses, so addresses do not repeat in the same
+graphs of one common capture [NCCL 2025]. But each rank has different addresses, so addresses do not repeat in the same
 call on all ranks. The caller can capture a call on all ranks at once. One-sided copies, signals and barriers need no
 such agreement: to a peer, captured ones are the same as eager ones.
 

@@ -76,7 +76,7 @@ class CudaMachine:
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation, for its stream."""
-        kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.kind]
+        kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation]
         if kernel not in BY_CUBLAS:
             return kernel
         if op.stream not in self.cublas_streams:
@@ -88,7 +88,7 @@ class CudaMachine:
         self,
         unrolled: UnrolledProgram,
         timeline: Timeline | None = None,
-        kind: KindOfSizes = None,
+        sizes_key: KindOfSizes = None,
         limit: int | None = None,
         first: Sequence[torch.Tensor | None] = (),
     ) -> CudaPlan:
@@ -97,7 +97,7 @@ class CudaMachine:
         `first`: the inputs of the first call. Kernels are loaded for such addresses.
         """
         self.connect([team for team in self.teams if team not in self.messages.made])
-        return CudaPlan(self, unrolled, timeline, kind, limit, first)
+        return CudaPlan(self, unrolled, timeline, sizes_key, limit, first)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
         """Create this rank's groups for messages, and connect them now: NCCL would do it at the first message."""
@@ -117,7 +117,7 @@ class CudaPlan:
         machine: CudaMachine,
         unrolled: UnrolledProgram,
         timeline: Timeline | None,
-        kind: KindOfSizes = None,
+        sizes_key: KindOfSizes = None,
         limit: int | None = None,
         first: Sequence[torch.Tensor | None] = (),
     ) -> None:
@@ -130,7 +130,7 @@ class CudaPlan:
         self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
         self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # outputs copied there last
         self.eager_only = uniform_only(unrolled)  # the reason why its runs must not be captured; empty if they may
-        self.memory = machine.symmetric.of(unrolled, self, kind, limit)
+        self.memory = machine.symmetric.of(unrolled, self, sizes_key, limit)
         context = PlanContext(
             unrolled=unrolled,
             device=machine.device,
@@ -190,13 +190,13 @@ class CudaPlan:
         """
         from hostir.kernels.devices import StandIn  # which needs Triton
 
-        made = list(self.registers)
+        standins = list(self.registers)
         for register, (buffer, shape, strides, offset) in self.unrolled.layouts.items():
             dtype, x, base = torch_dtype(self.unrolled.dtypes[buffer]), self.registers[register], inputs.get(buffer)
             begin = offset * dtype.itemsize + (0 if base is None else base.data_ptr())
             address = begin if x is None else x.data_ptr()
-            made[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
-        return made
+            standins[register] = StandIn.of(shape, strides, dtype, self.machine.device, address)
+        return standins
 
     @property
     def copied_with_peers(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 Memory that GPUs of one host share: torch's symmetric memory, on its CUDA backend, without multicast.
 
-Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in their own.
+Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in local memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PeerMemory:
         """Wait until calls have ended on the GPU; if they wait for peers too long, raise all flags of this rank.
 
         Calls issued before the one that ended midway end by themselves. Released calls read NaN. The streams are
-        polled, because a thread that waits for the whole device may keep the driver from issuing what releases it.
+        polled, because a thread that waits for the complete device may keep the driver from issuing what releases it.
 
         Returns the reason why the GPU does not become idle; empty if it does.
         """

@@ -50,7 +50,7 @@ def collective(
     """
     x, out, handle = op.x, op.out, op.handle
     order = [op.team.index(rank) for rank in members]
-    if op.kind == "allreduce":
+    if op.communication == "allreduce":
         options = _options(AllreduceOptions, inline)
 
         def allreduce() -> None:
@@ -59,14 +59,14 @@ def collective(
         return allreduce
     if order != sorted(order):
         return _block_by_block(op, registers, group, order, inline)
-    if op.kind == "alltoall":
+    if op.communication == "alltoall":
         options = _options(AllToAllOptions, inline)
 
         def alltoall() -> None:
             registers[handle] = group.alltoall_base(registers[out], registers[x], [], [], options)
 
         return alltoall
-    gather = op.kind == "allgather"
+    gather = op.communication == "allgather"
     call = group._allgather_base if gather else group._reduce_scatter_base
     options = _options(AllgatherOptions if gather else ReduceScatterOptions, inline)
 
@@ -91,9 +91,9 @@ def _block_by_block(op: CollectiveOp, registers: list[Any], group: Any, order: l
         return registers[register].view(-1)
 
     def step() -> None:
-        if op.kind == "allgather":
+        if op.communication == "allgather":
             work = group.allgather([blocks(op.out)], [flat(op.x)], _options(AllgatherOptions, inline))
-        elif op.kind == "reduce_scatter":
+        elif op.communication == "reduce_scatter":
             options = _options(ReduceScatterOptions, inline)
             work = group.reduce_scatter([flat(op.out)], [blocks(op.x)], options)
         else:

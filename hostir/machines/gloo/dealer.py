@@ -101,7 +101,7 @@ class LaneDealer:
             step()
 
     def deal_compute(self, op: ComputeOp, lane: ThreadLane) -> None:
-        kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.kind]
+        kernel = kernels_for(self.machine.kernels, torch_dtype(op.dtype))[op.computation]
         if op.ready is not None or op.done is not None:
             self.one_sided.deal_blocks(op, kernel, lane)
         else:
@@ -140,7 +140,7 @@ class LaneDealer:
         self.arrivals[op.handle] = arrived
         collective = isinstance(op, CollectiveOp) or op.collective
         group, members = (self.machine.groups if collective else self.machine.messages).of(op.team)
-        carry: Callable[..., None] = exchange if isinstance(op, MessagesOp) else COLLECTIVES[op.kind]
+        carry: Callable[..., None] = exchange if isinstance(op, MessagesOp) else COLLECTIVES[op.communication]
         lane.add(op, ready.set)
         team = self.lane(members if collective else ("messages", *members))
         team.add(op, self.waiting(ready), Waits.LANE)

@@ -27,7 +27,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """The kind of wait of a step."""
+    """A step's wait: for nothing, for a lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -68,7 +68,7 @@ class ThreadLane:
             self.cursor = None
 
     def run_on_thread(self, inference: bool) -> None:
-        """Run in the caller's inference mode, since each thread has its own mode, and then set `done`."""
+        """Run in the caller's inference mode, since each thread has a separate mode, and then set `done`."""
         try:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 self.run()

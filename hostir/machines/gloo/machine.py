@@ -57,11 +57,15 @@ class GlooMachine:
             self.queue(stream)
 
     def plan(
-        self, unrolled: UnrolledProgram, trace: Trace | None = None, kind: KindOfSizes = None, limit: int | None = None
+        self,
+        unrolled: UnrolledProgram,
+        trace: Trace | None = None,
+        sizes_key: KindOfSizes = None,
+        limit: int | None = None,
     ) -> GlooPlan:
         """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`."""
         self.messages.prepare(message_teams_of(unrolled.program))
-        return GlooPlan(self, unrolled, trace, kind, limit)
+        return GlooPlan(self, unrolled, trace, sizes_key, limit)
 
     def queue(self, key: LaneKey) -> Jobs:
         """Return the queue of the thread that runs a lane."""
@@ -84,7 +88,7 @@ class GlooMachine:
 
 
 def _work(jobs: Jobs) -> None:
-    torch.set_grad_enabled(False)  # each thread has its own gradient mode
+    torch.set_grad_enabled(False)  # each thread has a separate gradient mode
     while (job := jobs.get()) is not None:
         job()
         del job  # an idle thread must not keep its executor alive
@@ -94,7 +98,12 @@ class GlooPlan:
     """An unrolled program that is distributed over lanes, one a thread."""
 
     def __init__(
-        self, machine: GlooMachine, unrolled: UnrolledProgram, trace: Trace | None, kind: KindOfSizes, limit: int | None
+        self,
+        machine: GlooMachine,
+        unrolled: UnrolledProgram,
+        trace: Trace | None,
+        sizes_key: KindOfSizes,
+        limit: int | None,
     ) -> None:
         self.machine = machine
         self.unrolled = unrolled
@@ -103,7 +112,7 @@ class GlooPlan:
         self.failure = RunFailure()
         self.begun = False  # True once an operation that peers can notice may have begun in the latest run
         self.given_up: HostIRError | None = None  # the error with which the watchdog ended a run
-        self.memory = machine.symmetric.of(unrolled, self, kind, limit)
+        self.memory = machine.symmetric.of(unrolled, self, sizes_key, limit)
         self.runs = 0
         dealer = LaneDealer(machine, unrolled, self.registers, self.memory, self.failure, LaneTrace(unrolled, trace))
         late = late_streams(unrolled)
@@ -157,7 +166,7 @@ class GlooPlan:
         self.begun = True
         if self.memory is not None:
             self.memory.calls += 1
-        inference = torch.is_inference_mode_enabled()  # each thread has its own mode
+        inference = torch.is_inference_mode_enabled()  # each thread has a separate mode
         for lane, queue in self.workers:
             lane.done.clear()
             queue.put(partial(lane.run_on_thread, inference))

@@ -2,7 +2,7 @@
 
 A flag holds the latest call and epoch that was signalled, as one number that only rises: see `flag_value`. For each
 barrier, every rank of the team has a row of flags with one flag for each rank. A rank sets its flag in all rows, and
-polls the flags of its own row. Threads sleep between two polls, as there are more threads than cores.
+polls the flags of its row. Threads sleep between two polls, as there are more threads than cores.
 """
 
 from __future__ import annotations

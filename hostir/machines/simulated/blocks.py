@@ -40,7 +40,7 @@ class BlockKernel:
         issuer: Issuer,
         memory: RankMemory,
         kernel: Kernel,
-        kind: str,
+        computation: str,
         out: torch.Tensor,
         operands: Sequence[torch.Tensor | None],
         options: Mapping[str, Any],
@@ -52,7 +52,7 @@ class BlockKernel:
         x, *others = operands
         assert x is not None
         self.sources: Views = (x,)
-        if kind == "sum":
+        if computation == "sum":
             addends = [y.expand_as(out) for y in others if y is not None]  # each is read as one more source
             self.sources, kernel = (*x.unbind(options["axis"]), *addends), partial(_sum_of, kernel, len(addends))
             others, options = [], {**options, "axis": 0}
@@ -96,23 +96,23 @@ class BlockKernel:
         """Add the tasks that compute one block."""
         ready, first = self.ready, block * self.height
         arrived = dict[int, Task]()  # by source: the wait for its flag
-        parts, own = [(each, first) for each in self.sources], dict[int, int]()
+        parts, replaced_blocks = [(each, first) for each in self.sources], dict[int, int]()
         if ready is not None:
             arrived = {n // ready.results: self.arrival(start, ready, n) for n in ready.needed(block)}
-            own = {n // ready.results: n for n in ready.replaced if n % ready.results == block}
-        replaced = [parts[source] for source in own]  # the rows that the rank's own rows stand for
-        for source, n in own.items():
+            replaced_blocks = {n // ready.results: n for n in ready.replaced if n % ready.results == block}
+        replaced = [parts[source] for source in replaced_blocks]  # the rows that the rank's `own_rows` stand for
+        for source, n in replaced_blocks.items():
             assert ready is not None
-            assert ready.own is not None
-            parts[source] = ready.own, ready.replaced.index(n) * self.height
+            assert ready.own_rows is not None
+            parts[source] = ready.own_rows, ready.replaced.index(n) * self.height
         together: dict[Task, list[int]] = {}  # sources, by the task after which they may be read
         for source in range(len(parts)):
             together.setdefault(arrived.get(source, start), []).append(source)
         rows = [(self.out, first), *parts, *replaced, *((y, first) for y in self.cut_alike)]
         pieces = []
         for row, (target, *views) in row_pieces(rows, self.height, [cut - first for cut in self.cuts]):
-            sources, unused, along = _split(views, len(parts), len(own))
-            undefined = dict(zip(own, unused, strict=True))
+            sources, unused, along = _split(views, len(parts), len(replaced_blocks))
+            undefined = dict(zip(replaced_blocks, unused, strict=True))
             task = self.piece(start, first + row, target, sources, undefined, along, together)
             pieces.append((first + row, task))
         return pieces
@@ -131,7 +131,7 @@ class BlockKernel:
 
         Args:
             row: the first of the rows.
-            undefined: the rows of sources that this rank's own rows stand for, by source.
+            undefined: the rows of sources that `own_rows` stand for, by source.
             along: the rows of the other operands that are cut alike.
             together: the sources that may be read after a task, by task.
         """
@@ -176,7 +176,7 @@ def _split(views: Sequence[torch.Tensor], first: int, second: int) -> tuple[View
 
 
 def _take(sources: Mapping[int, torch.Tensor], taken: dict[int, torch.Tensor], unread: Views) -> None:
-    """Read the rows of some sources, and make undefined the rows that this rank's own rows stand for."""
+    """Read the rows of some sources, and make undefined the rows that `own_rows` stand for."""
     taken.update({source: x.clone() for source, x in sources.items()})
     for x in unread:
         make_undefined(x)

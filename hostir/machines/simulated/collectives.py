@@ -80,7 +80,7 @@ class CollectiveSide:
 
     def agrees(self, other: CollectiveSide) -> bool:
         """Return True if two ranks issue the same communication."""
-        if self.exchange.kind != other.exchange.kind:
+        if self.exchange.communication != other.exchange.communication:
             return False
         if self.exchange.moves is None or other.exchange.moves is None:
             return self.exchange.team == other.exchange.team and self.shapes == other.shapes
@@ -99,20 +99,23 @@ class CollectiveSide:
 
     def _fill(self) -> None:
         n, me = len(self.peers), self.exchange.team.index(self.rank)
-        kind, moves = self.exchange.kind, [m for m in self.exchange.moves or () if m.target == self.rank]
+        communication, moves = (
+            self.exchange.communication,
+            [m for m in self.exchange.moves or () if m.target == self.rank],
+        )
         if moves:
             for m in moves:
                 source = next(peer for peer in self.peers if peer.rank == m.source).taken[me % 2]
                 blocks(self.out, m.put[1])[m.put[0]] = blocks(source, m.take[1])[m.take[0]]
-        elif kind == "allreduce":
+        elif communication == "allreduce":
             blocks(self.out, 1)[0] = self.peers[0].sum(me % 2)
-        elif kind == "reduce_scatter":
+        elif communication == "reduce_scatter":
             blocks(self.out, 1)[0] = blocks(self.peers[0].sum(me % 2), n)[me]
-        elif kind in ("allgather", "alltoall"):
+        elif communication in ("allgather", "alltoall"):
             out = blocks(self.out, n)
             for i, peer in enumerate(self.peers):
                 taken = peer.taken[me % 2]
-                out[i] = blocks(taken, 1)[0] if kind == "allgather" else blocks(taken, n)[me]
+                out[i] = blocks(taken, 1)[0] if communication == "allgather" else blocks(taken, n)[me]
 
     def sum(self, turn: int) -> torch.Tensor:
         """Return the sum over all sides: in f32 or better, in the order of the team, rounded once."""

@@ -27,7 +27,7 @@ from hostir.machines.simulated.scheduler import check_seed, execute, program_ord
 from hostir.machines.simulated.tasks import FlagGate, Task
 from hostir.machines.trace import Trace
 
-KernelChoice = str | Mapping[str, Kernel]  # a policy, or the kernel of each kind of computation
+KernelChoice = str | Mapping[str, Kernel]  # a policy, or the kernel of each computation
 
 
 class LocalMachine:
@@ -112,7 +112,7 @@ class LocalMachine:
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
-        """Add the last run to a trace, as if every stream and every team had its own processor."""
+        """Add the last run to a trace, as if every stream and every team had a separate processor."""
         at = times(self.ran)
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]

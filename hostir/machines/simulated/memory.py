@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 class SimulatedMemory:
-    """The buffers of all simulated ranks; each has its own storage."""
+    """The buffers of all simulated ranks; each has separate storage."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device

@@ -136,17 +136,17 @@ class RankMachine(Observer, OptionalMethods):
 
     def compute(
         self,
-        kind: str,
+        computation: str,
         out: torch.Tensor,
         operands: Sequence[torch.Tensor | None],
         options: Mapping[str, Any],
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        kernel, reads = kernels_for(self.kernels, out.dtype)[kind], tuple(x for x in operands if x is not None)
+        kernel, reads = kernels_for(self.kernels, out.dtype)[computation], tuple(x for x in operands if x is not None)
         self.memory.refuse_overlap(out, reads)
         if ready is not None or done is not None:
-            BlockKernel(self.issuer, self.memory, kernel, kind, out, operands, options, ready, done).issue()
+            BlockKernel(self.issuer, self.memory, kernel, computation, out, operands, options, ready, done).issue()
             return
         task = self.issuer.issue(partial(kernel, out, *operands, **options), reads, (out,), timed=True)
         task.gate = self.sms
@@ -162,7 +162,7 @@ class RankMachine(Observer, OptionalMethods):
         start.gate, start.may_block = self.sms, True
         if x is not None and out is not None and exchange.takes(self.rank) and exchange.gives(self.rank):
             self.memory.refuse_overlap(out, (x,))
-        if exchange.kind in MESSAGES:
+        if exchange.communication in MESSAGES:
             messages = self.messages.setdefault(exchange.team, [])
             messages.append(MessageSide(exchange, x, out, start, task, messages[-1] if messages else None))
             return messages[-1].ends

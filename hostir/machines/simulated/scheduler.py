@@ -119,7 +119,7 @@ def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
 
 
 def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
-    """Return the start and end of each task, in seconds, as if every lane had its own processor."""
+    """Return the start and end of each task, in seconds, as if every lane had a separate processor."""
     starts: dict[Task, float] = {}
     at: dict[Task, tuple[float, float]] = {}
     for task in ran:

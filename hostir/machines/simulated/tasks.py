@@ -18,7 +18,7 @@ class Task:
     """An action of one rank: `run`, once every task it follows has run and its gate is open.
 
     Fields:
-        lane: the label of its stream, or a label of its own if it is on no stream.
+        lane: the label of its stream, or a unique label if it is on no stream.
         order, step: the numbers of tasks and of statements that its rank issued before it.
         statement, rounds, call: its origin; a task of the caller has no statement.
         stream: the label of the stream that was current when it was issued.

@@ -30,7 +30,7 @@ from hostir.torch.ops.scaled_operands import (
 )
 
 BLOCKS = "_blocks"  # the suffix of a layout of row scales for scales of 128 elements of a row
-NUMBERED = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn}  # the dtypes that torch's own function does not know
+NUMBERED = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn}  # the dtypes that torch's function does not know
 
 
 def dtype_of_number(number: Any) -> torch.dtype | None:
@@ -202,7 +202,7 @@ def gather_fusion(
 
     scales.
 
-    The layout of the scales of `%a` is `one` (of the tensor), `sharded` (each rank has the scales of its own rows) or
+    The layout of the scales of `%a` is `one` (of the tensor), `sharded` (each rank has the scales of its rows) or
     `replicated` (each rank has the scales of all rows). `sharded_blocks` and `replicated_blocks` have a scale for 128
     elements of a row.
     """

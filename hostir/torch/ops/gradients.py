@@ -62,7 +62,7 @@ class Recording:
 
 
 class Recorded(torch.autograd.Function):
-    """A node of autograd's graph; autograd sees each tensor of a list on its own."""
+    """A node of autograd's graph; autograd sees each tensor of a list separately."""
 
     @staticmethod
     def forward(ctx: Any, call: Recording, *flat: Any) -> tuple[Tensor | None, ...]:

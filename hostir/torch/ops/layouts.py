@@ -1,7 +1,7 @@
 """Map an operator's tensors to the operands of a fusion, and its outputs to the operator's results.
 
 Operands are views with as few axes as strides allow, so that few fusions serve all calls. Results have the strides that
-torch's own functions give them.
+torch's functions give them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
 
 
 def unaliased(result: Tensor, operand: Tensor, ranks: int) -> Tensor:
-    """Return a result in memory of its own: on one rank, a gathered tensor is a view of the operand."""
+    """Return a result in separate memory: on one rank, a gathered tensor is a view of the operand."""
     if ranks > 1 or result.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
         return result
     return result.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Register operators with torch: operators of hostir's own, and operators of torch that hostir takes over."""
+"""Register operators with torch: operators of hostir, and operators of torch that hostir takes over."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def define(
         schema: as for `torch.library.define`.
         collective: the functional collective of torch that the operator stands for. CommDebugMode counts a call as one
             of these, because it does not see the communication inside a kernel.
-        fake: returns the results without data. By default the operator's own kernel does, while `THREAD.tracing`. An
+        fake: returns the results without data. By default the operator's kernel does, while `THREAD.tracing`. An
             operator that returns nothing needs none.
     """
 
@@ -112,7 +112,7 @@ class TakenOver(Operator):
     """An operator of `torch.ops.symm_mem` that `install` takes over.
 
     Fields:
-        torchs: torch's own functions, by the type of device. They run the calls that hostir cannot run.
+        torchs: torch's functions, by the type of device. They run the calls that hostir cannot run.
         formula: backward and set-up; None for an operator without gradients.
     """
 
@@ -128,7 +128,7 @@ class TakenOver(Operator):
         return [argument.name for argument in self.packet.default._schema.arguments].index("group_name")
 
     def refuse(self, why: str, args: Sequence[Any], options: Any) -> Any:
-        """Leave a call to torch's own function."""
+        """Leave a call to torch's function."""
         torchs = self.torchs[args[0].device.type]
         return leave_to_torch(self.name, args[self.group_index], why, lambda: torchs(*args, **options))
 
@@ -155,7 +155,7 @@ def takes_over(
 ) -> Callable[[Callable[..., Any]], TakenOver]:
     """Let the function below compute an operator of `torch.ops.symm_mem`, once `install` has taken it over.
 
-    `cuda` and `cpu` are torch's own functions. For CPU, torch has no kernel; `cpu` is the function of plain collectives
+    `cuda` and `cpu` are torch's functions. For CPU, torch has no kernel; `cpu` is the function of plain collectives
     by which torch traces the operator.
     """
     return lambda compute: TakenOver(f"symm_mem::{name}", compute, {"cuda": cuda, "cpu": cpu})

@@ -1,4 +1,4 @@
-"""Linear layers with a gradient of their own: a gated pair behind one gather, and layers of an unsharded input."""
+"""Linear layers with a special gradient: a gated pair behind one gather, and layers of an unsharded input."""
 
 from __future__ import annotations
 

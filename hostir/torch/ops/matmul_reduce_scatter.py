@@ -79,7 +79,7 @@ def scattered_product(
     collapsed_shape = [*x.shape[:-1], b.shape[1]]
     collapsed_shape[-1 if last else outside] //= ranks
     dense = None if out is None else check_shape(out, shape).view(collapsed_shape)
-    target = None if dense is None or result != dtype_of([a]) else [dense]  # a sum in a wider dtype has its own memory
+    target = None if dense is None or result != dtype_of([a]) else [dense]  # a sum in a wider dtype has separate memory
     (y,) = call.execute(columns_fusion if last else rows_fusion, key, [x, b], target)
     y = mean(y, ranks, a.dtype) if average else y
     if dense is None or out is None:

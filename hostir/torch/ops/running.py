@@ -39,7 +39,7 @@ class ThreadState(threading.local):
     """The state of one thread.
 
     Fields:
-        in_torch: True during a call that hostir has left to torch; nested calls then run torch's own functions, too.
+        in_torch: True during a call that hostir has left to torch; nested calls then run torch's functions, too.
         tracing: True while a kernel runs for a tracer: it returns results without data.
     """
 
@@ -50,12 +50,12 @@ class ThreadState(threading.local):
 SETTINGS, THREAD = Settings(), ThreadState()
 
 
-class Unfit(Exception):  # noqa: N818  # no error of the user's: torch's own function may run the call
+class Unfit(Exception):  # noqa: N818  # no error of the user's: torch's function may run the call
     """Raised for a call that hostir cannot run; its text is the reason. All ranks raise it before they communicate."""
 
 
 def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -> Any:
-    """Return the result of torch's own function, and warn once. Raises HostIRError in strict mode."""
+    """Return the result of torch's function, and warn once. Raises HostIRError in strict mode."""
     if SETTINGS.strict:
         hint = "without strict=True, hostir.torch.install leaves it to torch"
         raise error(f"hostir cannot run {name}: {why}", user_span(), hint=hint)

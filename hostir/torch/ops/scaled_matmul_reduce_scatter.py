@@ -112,7 +112,7 @@ def scattered_scaled_product(
 ) -> Tensor:
     """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous.
 
-    As in torch, each rank adds the bias to its own product, and the axis is one of `output_shape`, the shape of the
+    As in torch, each rank adds the bias to its product, and the axis is one of `output_shape`, the shape of the
     product; by default the product has the rows of `a`.
     """
     b, bias, ranks, average = right.b, right.bias, call.group.size, is_average(reduce_op)
@@ -165,7 +165,7 @@ def layout_of_scales(a: Tensor, scale: Tensor, right: ScaledRight) -> str:
 def scatter_fusion(
     ranks: int, dtype: str, K: int, product: ScaledProduct, scales: str, extra: int, outside: int
 ) -> Program:
-    """Return the fusion that scatters rows of the sum of `%a @ %b`. Each rank has its own scales.
+    """Return the fusion that scatters rows of the sum of `%a @ %b`. Each rank has separate scales.
 
     The layout of the scales is `one` (of each tensor), `rows` (and columns of `%b`) or `blocks` (128 elements of a row,
     and 128x128 of `%b`).
