@@ -1,9 +1,9 @@
 """The error of a result relative to the unsharded reference, and the largest error that is allowed.
 
 The reference is computed in float64. The yardstick is the plain computation: unsharded torch code in the program's own
-dtypes, on the same inputs. The allowed error is a product of two factors, and a slack.
+dtypes, on the same inputs. The allowed error is the product of two factors.
 
-- The first factor is 1.1 times the error of the plain computation, plus the slack.
+- The first factor is 1.1 times the error of the plain computation, plus a slack.
 - The second factor accounts for sums over ranks: sqrt(1 + s), where each sum over R ranks adds to s. A sum rounds every
   partial sum to the dtype. Rounding errors are independent, so their squares add up. A sum that is computed in f32, as
   on the CPU, adds 1. NCCL's ring also rounds every sum of the first j partial sums, of size sqrt(j/R), and so adds
