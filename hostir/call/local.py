@@ -156,7 +156,7 @@ def _distribute(
     parts = [x for x in inputs if not isinstance(x, torch.Tensor)]
     if unsharded or any(not isinstance(part, list | tuple) or len(part) != len(ranks) for part in parts):
         raise error(
-            f"the inputs of @{program.name} are neither all whole tensors nor all lists of parts",
+            f"the inputs of @{program.name} are neither all whole nor all in parts",
             expected=f"only tensors, or only lists of {len(ranks)} parts",
         )
     sizes = dict(known_sizes)
