@@ -219,7 +219,7 @@ class Executor:
 
     @property
     def graph_refusal(self) -> str | None:
-        """The reason why calls like the latest one, with `out=`, are not replayed from CUDA graphs; None if they are."""
+        """The reason why calls like the latest, with `out=`, are not replayed from CUDA graphs; None if they are."""
         raise NotImplementedError
 
     @untraced
