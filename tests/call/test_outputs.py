@@ -219,7 +219,7 @@ def test_out_that_shares_memory_with_an_input_or_another_output_is_refused_in_ev
     flat, before = memory.view(-1), memory.clone()
     for out, message in [
         ([memory[1], memory[0]], "out= for %d shares memory with input %a"),
-        ([memory[1], flat[33:65].view(4, 8)], "out= for %d shares memory with that for %c"),
+        ([memory[1], flat[33:65].view(4, 8)], "out= for %d shares memory with out= for %c"),
         ([flat[31:63].view(4, 8), memory[2]], "out= for %c shares memory with input %a"),
     ]:
         assert message in said(lambda out=out: call(executor, [memory[0]], out))
