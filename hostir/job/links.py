@@ -192,7 +192,6 @@ class Links:
                 each.close()
         self.listener, self.links, self.store = None, [], None
 
-    # Connecting ---------------------------------------------------------------------------------------------------
     def connect(self) -> None:
         """Connect to rank 0, if it can be reached yet."""
         try:

@@ -327,7 +327,7 @@ def session(
     not come, there is no such device, and in a process that was forked from a rank.
 
     Args:
-        device: `cpu` or `cuda`; CUDA where there is any, unless given.
+        device: `cpu` or `cuda`; by default CUDA if torch sees a GPU.
         timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
     return _session(_known_device(device), TIMEOUT.get(timeout))
