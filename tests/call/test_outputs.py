@@ -126,7 +126,7 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
     assert output[0] is None
     assert output[1] is c
     assert torch.equal(c, a)
-    assert "out= for %c on rank 0, which holds none of it" in said(lambda: Executor(p)(parts, out=[c.clone(), c]))
+    assert "out= for %c on rank 0, which holds no part of it" in said(lambda: Executor(p)(parts, out=[c.clone(), c]))
     assert "out= for %c of rank 1 is None" in said(lambda: Executor(p)(parts, out=[None, None]))
 
 
