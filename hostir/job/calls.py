@@ -319,11 +319,11 @@ class Calls:
             raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
         if (trail, text) == (str(self.trail), str(call)):
             return
-        said = describe({int(first): Call.of(text), self.rank: call})
+        difference = describe({int(first): Call.of(text), self.rank: call})
         if text == str(call):
-            said = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
+            difference = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
         hint = f"{PAGE}; HOSTIR_COMPARE_CALLS=1 compares each before it runs"
-        raise self._misaligned(f"the calls of the ranks do not line up: {said}", hint)
+        raise self._misaligned(f"the calls of the ranks do not line up: {difference}", hint)
 
     def check_order(self) -> None:
         """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
@@ -347,16 +347,16 @@ class Calls:
             if self.number % (SLOTS // 2) == 0:
                 self._keep_up()
             word = f"{self.number} {self.rank} {int(planned)} {mine}"
-            said = self.store.compare_set(f"call/{slot}", self.slots[slot], word).decode()
+            slot_text = self.store.compare_set(f"call/{slot}", self.slots[slot], word).decode()
         except dist.DistError as problem:
             raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
-        _, first, running, text = said.split(" ", 3)
-        self.said = said
+        _, first, running, text = slot_text.split(" ", 3)
+        self.slot_text = slot_text
         return int(first), running == "1", text
 
     def _move(self) -> None:
         """Go on to the next call."""
-        self.slots[self.number % SLOTS] = self.said
+        self.slots[self.number % SLOTS] = self.slot_text
         self.number += 1
 
     def _same_thread(self, rank: int, theirs: str) -> bool:

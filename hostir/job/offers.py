@@ -43,12 +43,12 @@ class BufferInfo:
         return self.name, self.rounds
 
     @property
-    def kind(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         return TORCH[self.dtype]
 
     @property
     def bytes(self) -> int:
-        return -(-max(prod(self.shape) * self.kind.itemsize, self.room) // ALIGNMENT) * ALIGNMENT
+        return -(-max(prod(self.shape) * self.torch_dtype.itemsize, self.room) // ALIGNMENT) * ALIGNMENT
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

@@ -170,7 +170,7 @@ class SharedMemory:
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
-                whole = self.whole[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.kind)
+                whole = self.whole[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.torch_dtype)
                 self.buffers[buffer.place, rank] = whole[: prod(buffer.shape)].view(buffer.shape)
                 at += buffer.bytes
 
