@@ -1,6 +1,6 @@
-"""Check the tensors that a caller gives, as inputs or for outputs.
+"""Checks of the tensors that a caller passes as inputs or as `out=`, and cache keys for them.
 
-Inputs must not require gradients, and must not overlap in memory if a program writes one of them.
+Inputs must not require gradients. If the program writes an input, that input must not overlap another in memory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def written_inputs(program: Program) -> frozenset[str]:
     inputs = {value.name: value.name for value in program.inputs}
     written: set[str] = set()
     for s in program.walk():
-        seen = next((inputs.get(x.name) for x in s.values(Codec.ALIAS)), None)
-        if (made := s.defines(Phase.HOST)) is not None:
-            inputs.pop(made.name, None)
-            if seen is not None:
-                inputs[made.name] = seen
+        viewed = next((inputs.get(x.name) for x in s.values(Codec.ALIAS)), None)
+        if (result := s.defines(Phase.HOST)) is not None:
+            inputs.pop(result.name, None)
+            if viewed is not None:
+                inputs[result.name] = viewed
         written.update(inputs[x.name] for x in s.values(Codec.WRITE) if x.name in inputs)
     return frozenset(written)
 
 
 def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
-    """Raise HostIRError if one of the inputs `written` shares memory with another of the same rank, or with itself.
+    """Raise HostIRError if an input in `written` overlaps itself or another input of the same rank.
 
-    The program was proved for inputs that do not overlap. Values that are not tensors with memory pass: other checks
+    The proof of the program assumes that inputs do not overlap. Values without tensor memory pass here: other checks
     refuse them.
     """
     pairs = list(zip(program.inputs, inputs, strict=False))
@@ -49,7 +49,7 @@ def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any
             raise error(
                 f"elements of input {value}, which @{program.name} writes, share memory",
                 value.span,
-                expected=f"memory for each element, not strides {list(x.stride())} for shape {list(x.shape)}",
+                expected=f"separate memory for each element, not strides {list(x.stride())} for shape {list(x.shape)}",
                 hint=f"pass {value.name}.clone(memory_format=torch.contiguous_format)",
             )
         for other, y in held if value.name in written else ():
@@ -57,7 +57,7 @@ def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any
                 raise error(
                     f"input {value}, which @{program.name} writes, shares memory with input {other}",
                     value.span,
-                    expected="inputs apart in memory, where one of them is written",
+                    expected="inputs that do not overlap in memory",
                     hint=f"pass {other.name}.clone()",
                 )
 
@@ -76,7 +76,10 @@ def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
 
 
 def check_local(program: Program, written: Collection[str], inputs: Sequence[Any], sizes: Mapping[str, int]) -> None:
-    """Refuse on simulated ranks what real ranks refuse, though they compute on dense copies and without gradients."""
+    """Refuse inputs of simulated ranks that real ranks would refuse, and warn of copies that real ranks would make.
+
+    Simulated ranks themselves compute on dense copies without gradients, and accept any inputs.
+    """
     parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
     ranks = list(enumerate(zip(*parts, strict=False)))
     for _, mine in ranks:
@@ -85,7 +88,7 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
             check_apart(program, written, mine)
     odd = [(rank, mine) for rank, mine in ranks if any(_not_dense(x) for x in mine)]
     if not odd or len(ranks) != program.ranks or not all(isinstance(x, list | tuple) for x in inputs):
-        return  # of whole tensors every rank gets a dense part
+        return  # unsharded tensors: every rank gets a dense part
     for rank, mine in ranks:
         sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
     for rank, mine in odd:
@@ -93,42 +96,43 @@ def check_local(program: Program, written: Collection[str], inputs: Sequence[Any
 
 
 def warn_of_copies(unrolled: UnrolledProgram) -> None:
-    """Warn, once for each, of inputs that every call copies because the program needs them dense."""
+    """Warn once about each input that every call copies because the program needs it contiguous."""
     program = unrolled.program
     copied = (register for op in unrolled.ops if op.place.statement.may_copy for register in op.reads)
     for register in dict.fromkeys(register for register in copied if register in unrolled.inputs):
         name = program.inputs[unrolled.inputs.index(register)].name
-        message = f"Every call of @{program.name} copies its input %{name}, which must be dense and is not contiguous."
-        warn_once((program.name, message), message, f"pass {name}.contiguous(), made once, to save the copies")
+        message = f"Every call of @{program.name} copies its input %{name}, which is not contiguous and must be."
+        warn_once((program.name, message), message, f"make {name}.contiguous() once and pass it, to save the copies")
 
 
-def sizes_of(program: Program, inputs: Sequence[Any], given: Mapping[str, int]) -> Mapping[str, int] | None:
-    """Return the sizes of a call of the local machine; None if inputs are neither all whole nor all in parts."""
+def sizes_of(program: Program, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Mapping[str, int] | None:
+    """Return all sizes of a call on simulated ranks, given some of them.
+
+    None if the inputs are neither all unsharded tensors nor all lists of parts.
+    """
     if all(isinstance(x, torch.Tensor) for x in inputs):
-        return bind_sizes(program, inputs, given, device="cpu")
+        return bind_sizes(program, inputs, sizes, device="cpu")
     if not all(isinstance(x, list | tuple) and len(x) == program.ranks for x in inputs):
-        return None  # they are refused where they are distributed
+        return None  # the code that distributes them refuses them
     for rank, mine in enumerate(zip(*inputs, strict=True)):
-        given = solve_sizes(program, mine, given, rank=rank, device="cpu")
-    program.check_sizes(dict(given))
-    return given
+        sizes = solve_sizes(program, mine, sizes, rank=rank, device="cpu")
+    program.check_sizes(dict(sizes))
+    return sizes
 
 
 def _not_dense(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and without_plain_memory(x) is None and not x.is_contiguous()
 
 
-# Cache keys of a caller's tensors, the checks of `out=`, and the buffers that those tensors replace.
-
 TensorsKey = tuple[tuple[Any, ...] | None, ...]
-UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # of values without tensor memory
+UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # raised by values without tensor memory
 
 
 def cache_key(tensors: Sequence[Any]) -> TensorsKey | None:
-    """Return the cache key of tensors: shapes, strides, dtypes, device; None if one of them is unsupported."""
+    """Return the cache key of tensors: shapes, strides, dtypes, devices; None if a tensor is unsupported."""
     grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:
-        within = functorch.peek_interpreter_stack() is not None  # torch.vmap and its like
+        within = functorch.peek_interpreter_stack() is not None  # torch.vmap and similar transforms
         if within and any(x is not None and functorch.is_functorch_wrapped_tensor(x) for x in tensors):
             return None
         return tuple([None if x is None else _tensor_key(x, grad) for x in tensors])
@@ -142,7 +146,7 @@ def _tensor_key(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
 
 
 def addresses(tensors: Iterable[Any]) -> list[int]:
-    """Return the addresses of tensors, none if one has no memory; the checks report that."""
+    """Return the addresses of tensors; an empty list if one has no memory, which the checks report."""
     try:
         return [0 if x is None else x.data_ptr() for x in tensors]
     except UNREADABLE:
@@ -150,20 +154,20 @@ def addresses(tensors: Iterable[Any]) -> list[int]:
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:
-    """Whether torch refuses to write a tensor here, because it was made in inference mode and this is outside."""
+    """Return True if a tensor was made in inference mode and this code runs outside it: torch then refuses writes."""
     outside = not torch.is_inference_mode_enabled()
     return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
 
 
-def check_out(unrolled: UnrolledProgram, given: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
-    """Raise HostIRError unless `given` are tensors for this rank's outputs, on a device, apart from all others."""
+def check_out(unrolled: UnrolledProgram, outs: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
+    """Raise HostIRError unless the tensors `outs` fit this rank's outputs and device, and overlap no other tensor."""
     program, rank = unrolled.program, unrolled.rank
-    check_given(program, rank, given, expected_parts(program, rank, unrolled.sizes), device)
-    check_out_apart(program, given, inputs)
+    check_out_tensors(program, rank, outs, expected_parts(program, rank, unrolled.sizes), device)
+    check_out_apart(program, outs, inputs)
 
 
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
-    """Return a tensor without data like each output that a rank holds, None for the others."""
+    """Return a meta tensor for each output that a rank holds, with its shape and dtype; None for the other outputs."""
     held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]
     return [_like(v, sizes) if here else None for v, here in zip(program.outputs, held, strict=True)]
 
@@ -174,7 +178,7 @@ def _like(value: Value, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def sequence_of(out: Any) -> tuple[Any, ...]:
-    """Return the tensors of `out=` as a tuple: it may be one tensor, or as many as there are outputs."""
+    """Return the tensors of `out=` as a tuple: the caller passes one tensor or a sequence of them."""
     if isinstance(out, torch.Tensor):
         return (out,)
     if not isinstance(out, list | tuple):
@@ -182,18 +186,20 @@ def sequence_of(out: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def check_given(
-    program: Program, rank: int, given: Sequence[Part], expected: Sequence[Part], device: torch.device
+def check_out_tensors(
+    program: Program, rank: int, outs: Sequence[Part], expected: Sequence[Part], device: torch.device
 ) -> None:
-    """Raise HostIRError unless `given` are one rank's tensors for outputs like those `expected`, on a device."""
-    if len(given) != len(program.outputs):
+    """Raise HostIRError unless one rank's `out=` tensors have the shapes and dtypes of `expected`, on `device`."""
+    if len(outs) != len(program.outputs):
         names = ", ".join(map(str, program.outputs))
-        raise error(f"out= of @{program.name} has {len(given)} tensors", expected=f"{len(program.outputs)}: {names}")
-    for value, x, like in zip(program.outputs, given, expected, strict=True):
+        raise error(f"out= of @{program.name} has {len(outs)} tensors", expected=f"{len(program.outputs)}: {names}")
+    for value, x, like in zip(program.outputs, outs, expected, strict=True):
         if like is not None:
             _check(value, rank, x, like, device)
         elif x is not None:
-            raise error(f"out= for {value} on rank {rank}, which holds none of it", value.span, expected="None for it")
+            raise error(
+                f"out= for {value} on rank {rank}, which holds no part of it", value.span, expected="None for it"
+            )
 
 
 def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.device) -> None:
@@ -215,23 +221,25 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
     if torch.is_grad_enabled() and x.requires_grad:
         raise fail("requires gradients", "a tensor that does not", "detach it, or call under torch.no_grad()")
     if unwritable([x]):
-        hint = "call under torch.inference_mode(), or make it outside"
-        raise fail("was made in inference mode", "a tensor that torch writes outside it, too", hint)
+        hint = "call under torch.inference_mode(), or allocate the tensor outside it"
+        raise fail("was made in inference mode", "a tensor that torch can write outside inference mode", hint)
 
 
-def check_out_apart(program: Program, given: Sequence[Part], inputs: Sequence[Part]) -> None:
-    """Raise HostIRError if a tensor for an output shares memory with an input, or with another such tensor.
+def check_out_apart(program: Program, outs: Sequence[Part], inputs: Sequence[Part]) -> None:
+    """Raise HostIRError if a tensor of `out=` shares memory with an input or with another tensor of `out=`.
 
-    `given` and `inputs` are those of one rank, or of several one after another.
+    `outs` and `inputs` belong to one rank, or to several ranks one after another.
     """
     others = [(f"input {value}", x) for value, x in _held(program.inputs, inputs)]
-    for value, x in _held(program.outputs, given):
+    for value, x in _held(program.outputs, outs):
         for other, y in others:
             if share_memory(x, y):
                 raise error(
-                    f"out= for {value} shares memory with {other}", value.span, hint="give it memory of its own"
+                    f"out= for {value} shares memory with {other}",
+                    value.span,
+                    hint="pass a tensor with separate memory",
                 )
-        others.append((f"that for {value}", x))
+        others.append((f"out= for {value}", x))
 
 
 def _held(values: Sequence[Value], tensors: Sequence[Part]) -> Iterator[tuple[Value, torch.Tensor]]:

@@ -1,22 +1,28 @@
-"""The error of a result relative to the unsharded reference, and the largest that is allowed.
+"""The error of a result relative to the unsharded reference, and the largest error that is allowed.
 
-The error of a result relative to the unsharded reference, and the largest allowed.
+The reference is computed in float64. The yardstick is the plain computation: unsharded torch code in the program's own
+dtypes, on the same inputs. The allowed error is the product of two factors.
 
-The reference is computed in float64. A result passes when its error is at most 1.1 times that of the unsharded torch
-computation in the program's own dtypes, on the same inputs, times what sums over ranks add. A sum over R ranks rounds
-to the dtype each partial sum, and rounding errors are independent and add up in squares: where the sum itself is made
-in f32, as on the CPU, it adds 1 to the square. NCCL's ring also rounds every sum of the first j partial sums, of size
-sqrt(j/R), which makes it (R + 1) / 2. Half a unit of f32 is added for another order of summation, and, as a few
-elements are no statistics, what the roundings of n elements may be off by chance: 1/sqrt(n) of a unit or two.
-Of a program all in f64 the reference is no better than the results, and both computations mostly agree bit for bit:
-64 units of f64 are added instead, which sums of 16,000 products reach, and no step rounded to f32.
+- The first factor is 1.1 times the error of the plain computation, plus a slack.
+- The second factor accounts for sums over ranks: sqrt(1 + s), where each sum over R ranks adds to s. A sum rounds every
+  partial sum to the dtype. Rounding errors are independent, so their squares add up. A sum that is computed in f32, as
+  on the CPU, adds 1. NCCL's ring also rounds every sum of the first j partial sums, of size sqrt(j/R), and so adds
+  (R + 1) / 2.
+- The slack has two parts. Half a unit of f32 allows for another order of summation. For n elements, 1.5/sqrt(n) units
+  of the dtype allow for chance, because the norm over a few elements varies.
 
-An output of partial sums is compared as their sum in float64, not rounded again. Where they nearly cancel, what
-rounded them is large beside it, and no bound would hold that still finds mistakes. For that alone up to one output in
-ten of a single element is called a mismatch, up to one in 40 of 4 elements; of 16, none in 1,800.
+If a program computes only in f64, the reference is as inexact as the results, and the plain computation mostly equals
+it bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. Sums of 16,000 products stay within
+64 units; a step that rounds to f32 does not.
 
-A host program of single ranks has no unsharded meaning. What it does on simulated ranks in program order stands for
-it, in float64 and in the program's own dtypes (see `hostir.cli.run`), with its sums over ranks, made in f32.
+If an output is a partial sum, its parts are added in float64 without another rounding, and the sum is compared. When
+the parts nearly cancel, their rounding errors are large relative to the sum. A bound that allowed for this would miss
+real mistakes. So correct outputs are sometimes called mismatches: up to 1 in 10 of the outputs with one element, up to
+1 in 40 with 4 elements, and 0 in 1,800 with 16 elements.
+
+A host program with statements for single ranks has no unsharded meaning. Its reference and its plain computation are
+runs on simulated ranks in program order, in float64 and in the program's own dtypes (see `hostir.cli.run`). They
+include the sums over ranks, computed in f32.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from hostir.ir.program import Program
 from hostir.kernels.dtypes import torch_dtype
 
 SLACK = 1.1
-CHANCE = 1.5  # units in the last place, by which one element's roundings may differ
+CHANCE = 1.5  # units in the last place by which the rounding of one element may differ
 
 
 @dataclass(frozen=True)
@@ -52,24 +58,24 @@ class Comparison:
 
 
 def of_single_ranks(source: Program) -> bool:
-    """Whether single ranks do different things in a program, so that whole tensors do not define its results.
+    """Return True if a program has statements for single ranks: unsharded tensors then do not define its results.
 
-    What a fusion computes does not depend on ranks, however it is lowered.
+    The results of a fusion never depend on ranks, however it is lowered.
     """
     return any(s.one_sided or s.per_rank for s in source.walk())
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """`|got - expected| / |expected|` in the Frobenius norm; NaN anywhere gives NaN."""
+    """Return `|got - expected| / |expected|` in the Frobenius norm; NaN if a tensor holds NaN."""
     difference = torch.linalg.vector_norm(got.to(expected.dtype) - expected)
     norm = torch.linalg.vector_norm(expected)
     return float(difference / norm) if norm else float(difference)
 
 
 def reductions(program: Program, *, ring: bool = False) -> float:
-    """Return what a host program's sums over ranks add to the square of the error, relative to one rounding.
+    """Return the growth of the squared error by a host program's sums over ranks, in units of one squared rounding.
 
-    `ring`: they are made by NCCL, in the dtype, hop by hop.
+    `ring`: True if NCCL computes the sums in the dtype, hop by hop.
     """
     return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in program.walk() if s.addends)
 
@@ -79,8 +85,8 @@ def bound(
 ) -> float:
     """Return the largest error allowed; `plain` is the unsharded computation in the program's own dtypes.
 
-    `dtype` is the result's; None: that of `plain`, which a sum of partial sums need not have. `exact`: every step that
-    leads to the result is in f64.
+    `dtype` is the dtype of the result; None for the dtype of `plain`. They may differ if `plain` is a sum of partial
+    sums. `exact`: True if every step that leads to the result is in f64.
     """
     chance = CHANCE * torch.finfo(dtype or plain.dtype).eps / sqrt(max(plain.numel(), 1))
     slack = chance + (64 * torch.finfo(torch.float64).eps if exact else torch.finfo(torch.float32).eps / 2)
@@ -96,9 +102,9 @@ def compare(
     ring: bool = False,
     summed: bool = False,
 ) -> list[Comparison]:
-    """Compare the outputs of a host program with the reference, on whole tensors, with partial sums unrounded.
+    """Compare the unsharded outputs of a host program with the reference; sums of partial sums are not rounded.
 
-    `ring` as for `reductions`; `summed`: `plain` has rounded the sums over ranks too, as on a CPU.
+    `ring` is as for `reductions`. `summed`: True if the sums over ranks in `plain` were rounded too, as on a CPU.
     """
     sums = reductions(program, ring=ring)
     if summed:

@@ -1,4 +1,4 @@
-"""Executors run host programs: under torchrun on this process's rank, elsewhere on simulated ranks."""
+"""Executors run host programs: on this process's rank under torchrun, on simulated ranks elsewhere."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hostir.call.arguments import (
-    check_apart,
-    written_inputs,
-)
+from hostir.call.arguments import check_apart, written_inputs
 from hostir.call.bound import Plan, untraced
 from hostir.call.parts import assemble, shard
 from hostir.call.sizes import bind_sizes
@@ -42,7 +39,7 @@ MACHINES = "local", "gloo", "cuda"
 
 
 def _without_self(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a method as its callers see it."""
+    """Return the signature of a method without `self`, as its callers see it."""
     signature = inspect.signature(function)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -62,47 +59,49 @@ class Executor:
     share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
     replayed from a CUDA graph; docs/calls.md has the details.
 
-    Symmetric buffers and flags last from call to call. Sizes of one kind share them, with room for the largest seen, so
-    that smaller ones need no rendezvous; docs/memory-model.md says which are of one kind. Executors of equal programs
-    share them, and their calls run one after another, whatever streams they are made on.
+    Symmetric buffers and flags last from call to call. Sizes of one kind share them: the buffers have room for the
+    largest sizes so far, so that smaller sizes need no rendezvous. docs/memory-model.md defines the kinds of sizes.
+    Executors of equal programs share buffers and flags, too. Their calls run one after another, on any streams.
 
-    Gradients do not pass through: inputs that require them are refused, unless the call is under `torch.no_grad()`. An
-    input that the program only computes with may have any strides; one that it communicates must be contiguous.
+    Executors compute no gradients. Inputs that require gradients are refused, unless the call is under
+    `torch.no_grad()`. An input that the program only computes with may have any strides. An input that it communicates
+    must be contiguous.
 
     Args:
-        program: a host program, which says how many ranks it runs on. Further ranks of the job hold None.
+        program: a host program, which fixes the number of ranks. Further ranks of the job pass and get None.
         sizes: values for symbols that do not follow from the shapes of the inputs.
         kernels: the kernels that compute: `auto`, `triton`, `cublas` or `aten`; see the knob HOSTIR_KERNELS.
-        machine: `local`, `gloo` or `cuda`. By default, under torchrun the one for the session's device, else `local`.
-            Outside torchrun `gloo` and `cuda` run programs of one rank.
-        group: the ranks that run it, numbered as in the group: a process group of torch's, its name, or a DeviceMesh of
-            one dimension. By default those of the job. Only its members make the executor and its calls.
+        machine: `local`, `gloo` or `cuda`. The default is `gloo` or `cuda` under torchrun, by the session's device, and
+            `local` elsewhere. Outside torchrun `gloo` and `cuda` run programs of one rank.
+        group: the ranks that run the program, numbered as in the group: a torch process group, its name, or a
+            DeviceMesh of one dimension. The default is all ranks of the job. Only members make the executor and calls.
         seed: selects one of the orders that the rules allow, on the local machine; 0 is program order.
         trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
-        check: whether to refuse a program that is not proved free of races, deadlocks and misuse of memory. It is
-            proved for the sizes of each new call; at once if all sizes are known.
-        timeout: seconds that `synchronize` waits; by default the group's, or else the knob HOSTIR_TIMEOUT.
-        graphs: whether calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures none.
-        compare_calls: whether ranks compare each call, and the thread that makes it, before it runs; on gloo they
+        check: True to refuse a program that is not proved free of races, deadlocks and misuse of memory. The proof is
+            made at once if all sizes are known, else before the first call with new sizes.
+        timeout: seconds that `synchronize` waits. The default is the timeout of `group`; without a group, the knob
+            HOSTIR_TIMEOUT.
+        graphs: True if calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures no graphs.
+        compare_calls: True if ranks compare each call, and the thread that makes it, before it runs. On gloo they
             always do. See the knob HOSTIR_COMPARE_CALLS.
         symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
             HOSTIR_SYMMETRIC_LIMIT.
 
     Fields:
         machine: the name of the machine.
-        plans: the latest 16 plans, by the shapes, strides and dtypes of their inputs.
-        choice: what chose this program, and why; None if nothing did.
+        plans: the 16 most recently used plans, by the shapes, strides and dtypes of their inputs.
+        choice: the strategy that was chosen for this program, and the reason; None for a program of the caller.
 
-    Raises HostIRError, on every rank, if ranks run different programs, or if the job or the group has too few ranks.
+    Raises HostIRError on every rank if ranks run different programs, or if the job or the group has too few ranks.
     """
 
     machine: str
-    calls: Calls  # the calls of these ranks; simulated ranks have none
+    calls: Calls  # the calls of these ranks; missing for simulated ranks
 
     @untraced
     def __new__(cls, *arguments: Any, **options: Any) -> Executor:
         """Make a `LocalExecutor` or a `RankExecutor`, depending on the machine."""
-        made: type[Executor] = cls
+        executor_class: type[Executor] = cls
         if cls is Executor:
             from hostir.call.local import LocalExecutor
             from hostir.call.rank import RankExecutor
@@ -110,8 +109,8 @@ class Executor:
             machine, group = options.get("machine"), options.get("group")
             here = machine is None and group is None and not launched()
             simulated = here or (isinstance(machine, str) and machine == "local")
-            made = LocalExecutor if simulated else RankExecutor
-        return object.__new__(made)
+            executor_class = LocalExecutor if simulated else RankExecutor
+        return object.__new__(executor_class)
 
     @untraced
     def __init__(
@@ -156,53 +155,53 @@ class Executor:
         self.trace = trace
         self.timeout = TIMEOUT.get(timeout)
         self.compare_calls = COMPARE_CALLS.get(compare_calls)
-        self.plans: dict[tuple[Any, ...], Plan] = {}  # the latest used last
+        self.plans: dict[tuple[Any, ...], Plan] = {}  # by tensors key, the most recently used last
         self.session: Session | None = None
         self.watchdog: Watchdog | None = None
-        self.choice: Any = None  # a hostir.choice.Choice, set by that layer, which this one must not import
+        self.choice: Any = None  # a hostir.choice.Choice, set by hostir.choice, which this module must not import
         self._written = written_inputs(program)
 
-    __signature__ = _without_self(__init__)  # and not the signature of `__new__`
+    __signature__ = _without_self(__init__)  # inspect would show the signature of `__new__`
 
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
         """Run the program once.
 
-        Raises HostIRError for tensors that do not fit, before anything runs, and for a statement that fails.
+        Raises HostIRError before anything runs if tensors do not fit, and later if a statement fails.
 
         Args:
-            inputs: this rank's part of each input, in order, None where it holds none; on the local machine a list of
-                parts for each.
-            out: the tensor to write to, or one for each output; by default new ones are allocated.
+            inputs: this rank's part of each input, in order; None for an input that it holds no part of. On the local
+                machine, a list of all ranks' parts for each input.
+            out: the tensor to write to, or one tensor for each output; by default new tensors are allocated.
 
         Returns:
-            this rank's part of each output; on the local machine a list of parts for each.
+            This rank's part of each output. On the local machine, a list of all ranks' parts for each output.
         """
         raise NotImplementedError
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
-        """Start a call that runs beside the caller's own work; `.wait()` of what this returns gives the outputs.
+        """Start a call that runs beside the caller's own work; `.wait()` on the returned handle gives the outputs.
 
             started = executor.start(x)
             y = w @ v  # meanwhile
             (z,) = started.wait()
 
-        Arguments and errors are those of a call. On CUDA the call runs on a stream of the executor's own, behind all
-        earlier work of the current stream; it may be started and waited for within a capture into a CUDA graph. On CPU,
-        and on simulated ranks, it has ended when this returns.
+        Arguments and errors are the same as for a plain call. On CUDA the call runs on a separate stream of the
+        executor, after all earlier work of the current stream. It may be started and waited for within a capture into a
+        CUDA graph. On CPU and on simulated ranks, the call has ended when `start` returns.
 
-        Started calls and plain ones count alike: all ranks make the same in the same order, and they run in it. Until
-        the wait, the inputs must not be written, nor the tensors of `out` used. A handle may be dropped without a wait.
+        All ranks must make the same plain and started calls in the same order. The calls run in that order. Before the
+        wait, do not write the inputs and do not use the tensors of `out`. A handle may be dropped without a wait.
         """
         raise NotImplementedError
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        """Return for each input the symmetric memory that the program copies it to, or None if there is none.
+        """Return the symmetric buffer that the program copies each input to; None for an input that it does not copy.
 
-        An input that is this very tensor is not copied: compute it in place. The memory belongs to the executor, and
-        keeps what the caller writes to it until the program writes there. All ranks must call this.
+        If a call's input is the returned tensor itself, the copy is left out. So compute inputs in place. The memory
+        belongs to the executor. It keeps the caller's data until the program overwrites it. All ranks must call this.
         """
         raise NotImplementedError
 
@@ -210,7 +209,8 @@ class Executor:
     def symmetric_bytes(self) -> int | None:
         """The bytes of symmetric memory that the program takes on this rank, for the sizes of the latest call.
 
-        Before a call, and on simulated ranks, for the sizes that are known; None unless all are.
+        Before the first call, and on simulated ranks, for the sizes that the executor was made with; None unless it was
+        made with all of them.
         """
         if self.latest is not None:
             return self.latest.plan.unrolled.memory[1]
@@ -220,19 +220,19 @@ class Executor:
 
     @property
     def graph_refusal(self) -> str | None:
-        """The reason why calls with `out=` like the latest call are not replayed from CUDA graphs; None if they are."""
+        """The reason why calls like the latest, with `out=`, are not replayed from CUDA graphs; None if they are."""
         raise NotImplementedError
 
     @untraced
     def synchronize(self) -> None:
         """Wait for everything issued so far; on CUDA at most `timeout` seconds.
 
-        Raises HostIRError if a kernel reports a problem, or with the communications that are not finished in time.
+        Raises HostIRError if a kernel reports a problem, and after `timeout`, naming the unfinished communications.
         """
         raise NotImplementedError
 
     def _check_limit(self, needed: int, sizes: Mapping[str, int]) -> None:
-        """Raise if the program takes more symmetric memory than it may."""
+        """Raise if the program takes more symmetric memory than its limit."""
         if self.symmetric_limit is None or needed <= self.symmetric_limit:
             return
         bound = "".join(f", {name}={size}" for name, size in sorted(sizes.items()))
@@ -240,15 +240,16 @@ class Executor:
             f"@{self.program.name} takes {amount(needed)} ({needed} bytes) of symmetric memory on a rank{bound}",
             expected=f"at most {self.symmetric_limit} bytes: the limit that symmetric_limit= or HOSTIR_SYMMETRIC_LIMIT "
             "sets",
-            hint="hi.compile with the strategy 'auto' takes one that fits; 'sequential' takes none",
+            hint="hi.compile with the strategy 'auto' picks a program that fits; 'sequential' uses no symmetric memory",
         )
 
 
 def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Run a host program once on whole tensors, on any machine, and return whole tensors.
+    """Run a host program once on unsharded tensors, on any machine, and return unsharded tensors.
 
-    Under torchrun every rank passes the same inputs and gets the same outputs: it takes its own parts of the inputs,
-    and at the end all ranks exchange their outputs. Meant for tests and small runs. `options` are those of Executor.
+    Under torchrun every rank passes the same inputs and gets the same outputs. Each rank cuts its parts out of the
+    inputs, and at the end all ranks exchange their outputs. This is meant for tests and small runs. `options` are
+    passed to Executor.
     """
     executor = Executor(program, **options)
     sizes = bind_sizes(program, inputs, executor.sizes)
@@ -256,7 +257,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     if executor.machine == "local":
         outputs = executor(*inputs)
     else:
-        check_apart(program, written_inputs(program), inputs)  # here, as the parts are copies and never overlap
+        check_apart(program, written_inputs(program), inputs)  # here: the parts are copies, which never overlap
         parts = executor(
             *[shard(x, v.tensor, executor.rank, sizes) for v, x in zip(program.inputs, inputs, strict=True)]
         )
@@ -265,7 +266,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
 
 
 def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
-    """Return the parts of every rank of a job, on all ranks."""
+    """Gather the parts of all ranks of a job on every rank; `[parts]` without a session."""
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size

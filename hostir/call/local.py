@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hostir.call.arguments import check_given, check_local, check_out_apart, sequence_of, sizes_of
+from hostir.call.arguments import check_local, check_out_apart, check_out_tensors, sequence_of, sizes_of
 from hostir.call.bound import untraced
 from hostir.call.executor import Executor
 from hostir.call.parts import shard
@@ -24,7 +24,7 @@ from hostir.machines.simulated.rank import Parts
 from hostir.machines.trace import Trace
 from hostir.plan.unroll import unroll
 
-Inputs = Sequence[torch.Tensor | Parts]  # of one call: whole tensors, or of each input what every rank holds
+Inputs = Sequence[torch.Tensor | Parts]  # of one call: unsharded tensors, or for each input the parts of all ranks
 
 
 def rehearse(
@@ -36,16 +36,16 @@ def rehearse(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LocalMachine:
-    """Plan consecutive calls of a host program; `run(seed)` of the result executes them.
+    """Plan consecutive calls of a host program on a simulated machine; its method `run(seed)` executes them.
 
     Args:
-        program: a host program that checks.
-        calls: the inputs of each call: whole CPU tensors, or for each input what every rank holds (None where it holds
-            none). The caller's memory is the same in every call, so shapes are too.
-        sizes: of symbols that do not follow from the inputs' shapes.
-        kernels: what computes: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a table.
-        dtype: what all tensors but flags are computed in, and rounded to, instead of what the program declares.
-        device: where the inputs are.
+        program: a host program that passes the checks.
+        calls: the inputs of each call: unsharded tensors, or for each input a list with the part of every rank (None
+            for a rank without a part). All calls use the same memory of the caller, so their shapes are equal.
+        sizes: values of symbols that do not follow from the inputs' shapes.
+        kernels: the kernels that compute: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a kernel table.
+        dtype: the dtype of all tensors except flags; None for the dtypes that the program declares.
+        device: the device of the inputs.
 
     Raises HostIRError for inputs that do not fit, and for a statement that cannot be planned.
     """
@@ -55,11 +55,11 @@ def rehearse(
     bound: dict[str, int] = {}
     with memory_for(f"@{program.name} on {program.ranks} simulated ranks"):
         for number, inputs in enumerate(calls):
-            parts, found = _distribute(program, inputs, sizes or {}, device)
-            if number and found != bound:
-                expected = f"those of call 1, {bound}"
+            parts, call_sizes = _distribute(program, inputs, sizes or {}, device)
+            if number and call_sizes != bound:
+                expected = f"the sizes of call 1, {bound}"
                 raise error(f"call {number + 1} of @{program.name} has other sizes", expected=expected)
-            bound = found
+            bound = call_sizes
             for rank in machine.ranks:
                 rank.plan(bound, [part[rank.rank] for part in parts])
     return machine
@@ -75,21 +75,21 @@ def run_calls(
     watch: bool = False,
     trace: Trace | None = None,
 ) -> list[list[Parts]]:
-    """Run consecutive calls of a host program, on as many simulated ranks as its meshes name.
+    """Run consecutive calls of a host program on simulated ranks.
 
-    After a call the caller reads the outputs and overwrites inputs and outputs; then it writes the next call's inputs.
-    Nothing else separates calls: streams, teams, flags and symmetric buffers persist.
+    After each call the simulated caller reads the outputs, overwrites inputs and outputs, and then writes the next
+    call's inputs. Streams, teams, flags and symmetric buffers persist from call to call.
 
     Args:
         program, calls, sizes, kernels: as for `rehearse`.
         seed: selects the order: 0 is program order, any other number an order that the memory model allows.
-        watch: whether to raise for unordered accesses and reads of undefined memory, as `LocalMachine.run` does.
-        trace: gets an event for each statement that ran.
+        watch: True to raise for unordered accesses and reads of undefined memory, as in `LocalMachine.run`.
+        trace: receives an event for each executed statement.
 
     Returns:
         The part of every rank for each call and output, `outputs[call][i][rank]`.
 
-    Raises HostIRError for inputs that do not fit, and as `LocalMachine.run` does.
+    Raises HostIRError for inputs that do not fit, and the errors of `LocalMachine.run`.
     """
     machine = rehearse(program, calls, sizes, kernels)
     outputs = machine.run(seed, watch=watch)
@@ -109,33 +109,34 @@ def run_local(
     trace: Trace | None = None,
     out: Any = None,
 ) -> list[Parts]:
-    """Run one call as `run_calls` does; return the part of every rank for each output, `outputs[i][rank]`.
+    """Run one call with `run_calls`; return the part of every rank for each output, `outputs[i][rank]`.
 
-    `out` are tensors of the caller for them, in the same form or for the only output; these are then returned.
+    `out`: tensors of the caller that receive the outputs and are returned: a list of parts for each output, or one list
+    if there is one output.
     """
     (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
     return outputs if out is None else _deliver(program, inputs, outputs, out)
 
 
 def _deliver(program: Program, inputs: Inputs, outputs: list[Parts], out: Any) -> list[Parts]:
-    """Copy outputs to the caller's tensors. Raises HostIRError, and writes nothing, if those do not fit."""
-    given = sequence_of(out)
-    if len(outputs) == 1 and not isinstance(given[0] if given else None, list | tuple):
-        given = (given,)
-    if any(not isinstance(parts, list | tuple) or len(parts) != program.ranks for parts in given):
+    """Copy outputs to the caller's tensors. Raises HostIRError before any copy if the tensors do not fit."""
+    targets = sequence_of(out)
+    if len(outputs) == 1 and not isinstance(targets[0] if targets else None, list | tuple):
+        targets = (targets,)
+    if any(not isinstance(parts, list | tuple) or len(parts) != program.ranks for parts in targets):
         raise error(
             f"out= of @{program.name} does not hold lists of parts", expected=f"{program.ranks} for each output"
         )
     for rank in range(program.ranks):
-        check_given(program, rank, [x[rank] for x in given], [x[rank] for x in outputs], torch.device("cpu"))
-    whole = all(isinstance(x, torch.Tensor) for x in inputs)
-    by_rank = [inputs] if whole else list(zip(*inputs, strict=True))
-    check_out_apart(program, _flat(zip(*given, strict=True)), _flat(by_rank))
-    for mine, parts in zip(given, outputs, strict=True):
+        check_out_tensors(program, rank, [x[rank] for x in targets], [x[rank] for x in outputs], torch.device("cpu"))
+    unsharded = all(isinstance(x, torch.Tensor) for x in inputs)
+    by_rank = [inputs] if unsharded else list(zip(*inputs, strict=True))
+    check_out_apart(program, _flat(zip(*targets, strict=True)), _flat(by_rank))
+    for mine, parts in zip(targets, outputs, strict=True):
         for x, part in zip(mine, parts, strict=True):
             if part is not None:
                 x.copy_(part)
-    return [list(parts) for parts in given]
+    return [list(parts) for parts in targets]
 
 
 def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
@@ -143,22 +144,22 @@ def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _distribute(
-    program: Program, inputs: Inputs, given: Mapping[str, int], device: torch.device | str
+    program: Program, inputs: Inputs, known_sizes: Mapping[str, int], device: torch.device | str
 ) -> tuple[list[Parts], dict[str, int]]:
-    """Return what every rank holds of each input, and the sizes."""
+    """Return the parts of all ranks for each input, and all sizes."""
     ranks = range(program.ranks)
-    whole = [x for x in inputs if isinstance(x, torch.Tensor)]
-    if len(whole) == len(inputs):
-        sizes = bind_sizes(program, whole, given, device=device)
-        pairs = zip(program.inputs, whole, strict=True)
+    unsharded = [x for x in inputs if isinstance(x, torch.Tensor)]
+    if len(unsharded) == len(inputs):
+        sizes = bind_sizes(program, unsharded, known_sizes, device=device)
+        pairs = zip(program.inputs, unsharded, strict=True)
         return [[shard(x, v.tensor, rank, sizes) for rank in ranks] for v, x in pairs], sizes
     parts = [x for x in inputs if not isinstance(x, torch.Tensor)]
-    if whole or any(not isinstance(part, list | tuple) or len(part) != len(ranks) for part in parts):
+    if unsharded or any(not isinstance(part, list | tuple) or len(part) != len(ranks) for part in parts):
         raise error(
             f"the inputs of @{program.name} are neither all whole nor all in parts",
-            expected=f"tensors, or lists of {len(ranks)} parts",
+            expected=f"only tensors, or only lists of {len(ranks)} parts",
         )
-    sizes = dict(given)
+    sizes = dict(known_sizes)
     for rank in ranks:
         sizes = solve_sizes(program, [part[rank] for part in parts], sizes, rank=rank, device=device)
     program.check_sizes(sizes)
@@ -195,10 +196,10 @@ class LocalExecutor(Executor):
 
     @untraced
     def synchronize(self) -> None:
-        """Return at once: a call has ended when it returns."""
+        """Return at once: calls on simulated ranks have ended when they return."""
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
-        """Raise for sizes of a call on simulated ranks for which the program is not proved, or takes too much."""
+        """Raise if the program has no proof for these sizes, or takes more symmetric memory than its limit."""
         if self.check:
             prove(self.program, sizes)
         if self.symmetric_limit is not None:

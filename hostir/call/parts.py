@@ -1,4 +1,4 @@
-"""Parts of sharded tensors: cutting a tensor into them, and assembling it."""
+"""Parts of sharded tensors: cut a tensor into parts, and assemble it from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hostir.kernels.dtypes import BITS
 
 
 def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
-    """Return one rank's part of a whole tensor, dense in its own memory; None for a rank outside the mesh.
+    """Return a contiguous copy of one rank's part of an unsharded tensor; None for a rank outside the mesh.
 
-    Of a partial sum each rank along the partial axes holds every n-th element and zeros elsewhere, so that the parts
-    add up to `tensor` without rounding.
+    For a partial sum, each of the n ranks along a partial axis gets every n-th element, and zeros elsewhere. So the
+    parts add up to `tensor` without rounding.
     """
     mesh = type.mesh
     if mesh is None:
@@ -28,9 +28,9 @@ def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str,
     part = torch.empty(bind_shape(type.local_shape, sizes), dtype=tensor.dtype, device=tensor.device)
     part.copy_(tensor.reshape(split)[at].reshape(part.shape))
     for axis in type.partial:
-        flat, mine = part.view(-1), mesh.coordinate(rank, axis)
+        flat, place = part.view(-1), mesh.coordinate(rank, axis)
         for other in range(mesh.size(axis)):
-            if other != mine:
+            if other != place:
                 flat[other :: mesh.size(axis)] = 0
     return part
 
@@ -38,10 +38,10 @@ def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str,
 def assemble(
     parts: Sequence[torch.Tensor | None], type: TensorType, sizes: Mapping[str, int], *, rounded: bool = True
 ) -> torch.Tensor:
-    """Return the whole tensor from every rank's part (`parts[rank]`): the inverse of `shard`.
+    """Return the unsharded tensor from every rank's part (`parts[rank]`): the inverse of `shard`.
 
-    Partial sums are added in float64, in the order of the ranks, and rounded once; unless `rounded`, not at all, and
-    their whole is of float64. Raises HostIRError where a part is missing or has the wrong shape, or where parts that
+    Partial sums are added in float64, in the order of the ranks. With `rounded` the sum is rounded once to the parts'
+    dtype; else the result is float64. Raises HostIRError if a part is missing or has the wrong shape, or if parts that
     must be copies of each other differ in a bit.
     """
     mesh = type.mesh
@@ -51,7 +51,7 @@ def assemble(
     held = {rank: _part(parts, rank, type, shape) for rank in mesh.devices}
     first = held[mesh.devices[0]]
     dtype = first.dtype if rounded or not type.partial else torch.float64
-    whole = first.new_empty(bind_shape(type.shape, sizes), dtype=dtype)
+    unsharded = first.new_empty(bind_shape(type.shape, sizes), dtype=dtype)
     sharding = {mark for axis in type.axes for mark in axis.marks if mark in mesh.axes}
     loose = [axis for axis in mesh.axes if axis not in sharding]
     for place in product(*(range(mesh.size(axis)) if axis in sharding else (0,) for axis in mesh.axes)):
@@ -65,13 +65,13 @@ def assemble(
             _agree(ranks, held, type)
         block = _added([held[ranks[0]] for ranks in copies.values()])
         split, at = _split(type, mesh, sizes, where.__getitem__)
-        target = whole.view(split)[at]
+        target = unsharded.view(split)[at]
         target.copy_(block.reshape(target.shape))
-    return whole
+    return unsharded
 
 
 def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]) -> None:
-    """Raise HostIRError unless a whole tensor has the shape that the type gives it."""
+    """Raise HostIRError unless an unsharded tensor has the shape of its type."""
     expected = bind_shape(type.shape, sizes)
     if tuple(tensor.shape) != expected:
         raise error(f"a tensor of shape {list(tensor.shape)} is not {type}", expected=f"shape {list(expected)}")
@@ -80,7 +80,7 @@ def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]
 def _split(
     type: TensorType, mesh: Mesh, sizes: Mapping[str, int], coordinate: Callable[[str], int]
 ) -> tuple[list[int], tuple[int | slice, ...]]:
-    """Return the shape with each sharded factor split into ranks and the rest, and a rank's index in it."""
+    """Return the shape with each sharded factor split into (ranks, elements of a rank), and a rank's index in it."""
     shape: list[int] = []
     at: list[int | slice] = []
     for axis in type.axes:
@@ -108,13 +108,13 @@ def _device(mesh: Mesh, where: Mapping[str, int]) -> int:
 def _part(parts: Sequence[torch.Tensor | None], rank: int, type: TensorType, shape: tuple[int, ...]) -> torch.Tensor:
     part = parts[rank] if rank < len(parts) else None
     if part is None or tuple(part.shape) != shape:
-        found = "none" if part is None else f"shape {list(part.shape)}"
-        raise error(f"the part of rank {rank} of a tensor {type}: {found}", expected=f"shape {list(shape)}")
+        problem = "is missing" if part is None else f"has shape {list(part.shape)}"
+        raise error(f"the part of rank {rank} of a tensor {type} {problem}", expected=f"shape {list(shape)}")
     return part
 
 
 def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum in float64, with one temporary of that size; of a single block, the block itself."""
+    """Return the sum of blocks in float64, with one float64 temporary; a single block is returned as it is."""
     if len(blocks) == 1:
         return blocks[0]
     total = blocks[0].to(torch.float64, copy=True)
@@ -124,12 +124,12 @@ def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _agree(ranks: Sequence[int], held: Mapping[int, torch.Tensor], type: TensorType) -> None:
-    """Raise HostIRError unless these ranks hold the same bits; NaN equals itself here."""
+    """Raise HostIRError unless these ranks hold the same bits; equal NaNs count as equal."""
     bits = BITS[held[ranks[0]].element_size()]
     first = held[ranks[0]].contiguous().view(bits)
     if odd := [rank for rank in ranks[1:] if not torch.equal(held[rank].contiguous().view(bits), first)]:
         raise error(
             f"copies of a tensor {type} differ: ranks {', '.join(map(str, odd))} from rank {ranks[0]}",
             expected="the same bits on every rank that holds a copy",
-            hint="a rank read what was not ready: look for a missing wait or synchronize",
+            hint="a rank read data that was not ready: look for a missing wait or synchronize",
         )

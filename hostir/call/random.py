@@ -16,10 +16,10 @@ from hostir.machines.simulated.scheduler import check_seed
 def random_inputs(
     program: Program, sizes: Mapping[str, int], seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """Return whole random inputs, normal with mean 0, the same for the same seed and kind of device.
+    """Return unsharded random inputs, normal with mean 0; equal for the same seed and device type.
 
-    Their standard deviation is 1, or 1/sqrt(K) for an input that reaches the right side of a matmul or linear with K
-    contracted elements: products are then about 1 as well, and f16 does not overflow.
+    Their standard deviation is 1. It is 1/sqrt(K) for an input that becomes the right side of a matmul or linear with K
+    contracted elements: the products then have a standard deviation of about 1, and f16 does not overflow.
     """
     generator = torch.Generator(device).manual_seed(check_seed(seed) % (1 << 64))  # torch takes 64 bits
     scales = _scales(program, sizes)
@@ -35,8 +35,8 @@ def random_inputs(
 
 
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the standard deviation of each input, by name, that is the right side of a contraction."""
-    origin: dict[str, str] = {}  # by name: the value that it is a view of, or is computed from alone
+    """Return the standard deviations, by name, of inputs that become the right side of a contraction."""
+    origin: dict[str, str] = {}  # by name: the value that it is a view of, or the only value that it is computed from
     scales: dict[str, float] = {}
 
     def root(name: str) -> str:

@@ -77,13 +77,13 @@ class RankExecutor(Executor):
         **options: Any,
     ) -> None:
         super().__init__(program, machine=machine, group=group, trace=trace, timeout=timeout, graphs=graphs, **options)
-        self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # the latest used last
+        self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # the most recently used last
         self._graphs: Graphs | None = None
-        self._order: CallOrder | None = None  # orders its calls, whatever streams they are made on
+        self._order: CallOrder | None = None  # orders its calls on any streams
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
-        self._ended = ""  # the reason why it makes no more calls
+        self._ended = ""  # the reason why it makes no more calls; empty while it may
         self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
         self._machine = self._join(machine, group, timeout)
         self.calls = self._agreement.calls
@@ -117,7 +117,9 @@ class RankExecutor(Executor):
                 )
             device = torch.device("cuda", torch.cuda.current_device())
         if size < self.program.ranks:
-            hint = f"torchrun --nproc-per-node {self.program.ranks} starts as many; without it ranks are simulated"
+            hint = (
+                f"torchrun --nproc-per-node {self.program.ranks} starts as many; without torchrun, ranks are simulated"
+            )
             raise error(
                 f"rank {self.rank}: @{self.program.name} runs on {self.program.ranks} ranks, and there are {size}",
                 hint=hint if group is None else "the ranks of a program are those of its group",
@@ -190,7 +192,7 @@ class RankExecutor(Executor):
                 torch._C._set_grad_enabled(True)
         self._agreement.made += 1
         if not self._compare:
-            self.calls.went(call.kind)
+            self.calls.went(call.checksum)
         return outputs
 
     def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
@@ -240,8 +242,8 @@ class RankExecutor(Executor):
             # The call may be on another stream than this one, to which a new plan issues copies.
             if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._machine.device).synchronize()
-        found = places(plan.unrolled, plan.memory)
-        return tuple(None if register == NONE else plan.registers[register] for register in found)
+        registers = places(plan.unrolled, plan.memory)
+        return tuple(None if register == NONE else plan.registers[register] for register in registers)
 
     @property
     def graph_refusal(self) -> str | None:
@@ -263,7 +265,9 @@ class RankExecutor(Executor):
         while not (reached.query() and (started is None or started.query())):
             self._raise_problem()  # a kernel may have timed out, and work after it may wait for ever
             dog = self.watchdog
-            if dog is not None and (dog.died is not None or dog.misaligned):  # what needs no more of a rank ends soon
+            if dog is not None and (
+                dog.died is not None or dog.misaligned
+            ):  # work that needs nothing more from a rank ends soon
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if time.monotonic() > deadline:
                 if dog is not None and dog.misaligned:
@@ -273,7 +277,7 @@ class RankExecutor(Executor):
         self._raise_problem()
 
     def _raise_problem(self) -> None:
-        """Raise what the device has reported so far, and if a call was abandoned, which the device may wait for."""
+        """Raise the device's error report, or an error if a call was abandoned, for which the device may wait."""
         if self.session is not None and self.session.has_lost_call:
             raise self.session.lost_call()
         if abandoned := self._machine.groups.abandoned:
@@ -284,7 +288,7 @@ class RankExecutor(Executor):
             raise self._blamed(self._noted(problem))
 
     def _noted(self, late: HostIRError) -> HostIRError:
-        """Add to the error of a wait that took too long what else it may be due to."""
+        """Add notes with other possible causes to the error of a wait that took too long."""
         first, *others = late.diagnostics
         notes = self.session.crossing() if self.session is not None else ()
         return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
@@ -300,7 +304,7 @@ class RankExecutor(Executor):
         return failure
 
     def _interrupted(self, problem: BaseException) -> None:
-        """Report to the other ranks, which may run this call, that an exception other than HostIRError has ended it."""
+        """Report to ranks that may run this call that an exception other than HostIRError has ended it here."""
         calls, groups = self.calls, self._machine.groups
         if calls.broken or not calls.visible:
             return
@@ -312,7 +316,7 @@ class RankExecutor(Executor):
         self._blamed(error(what))
 
     def _resume(self) -> None:
-        """Go on after a failure on some rank; if a call was abandoned, raise or, once all have raised, begin anew."""
+        """Begin the call on this rank, and return the plan for inputs with this key; make it if it is missing."""
         assert self.session is not None
         assert self.watchdog is not None
         self.calls.broken = self.calls.broken or self.watchdog.misaligned
@@ -325,7 +329,7 @@ class RankExecutor(Executor):
             raise
 
     def _begin_anew(self, session: Session) -> None:
-        """Raise for a call that another rank has abandoned, or if all ranks have raised, renew what they share."""
+        """Raise for a call that another rank has abandoned; if all ranks have raised, renew their shared state."""
         if session.has_lost_call:
             raise session.lost_call()
         if not (abandoned := self._machine.groups.abandoned):
@@ -352,19 +356,20 @@ class RankExecutor(Executor):
 
     def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
         """Begin the call on this rank, and return the bound call for these tensors; make one if it is missing."""
-        given = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
-        tensors, kind, outs = (*inputs, *given), cache_key(inputs), cache_key(given)
+        outs = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        tensors, tensors_key, outs_key = (*inputs, *outs), cache_key(inputs), cache_key(outs)
         where = addresses(tensors) if out is not None or self._written else None
-        name = None if kind is None or outs is None else (kind, out is None, outs, *(where or ()))
-        call = None if name is None or unwritable(given) else self.bound.pop(name, None)
-        if call is None or kind is None:
-            plan = self._choose(kind, inputs, out)
+        unsupported = tensors_key is None or outs_key is None
+        name = None if unsupported else (tensors_key, out is None, outs_key, *(where or ()))
+        call = None if name is None or unwritable(outs) else self.bound.pop(name, None)
+        if call is None or tensors_key is None:
+            plan = self._choose(tensors_key, inputs, out)
             call = BoundCall(plan, tensors, where, self._agreement.call.digest)
         else:
             self._refuse_elsewhere()
             self._agreement.begin(call.plan.unrolled.sizes, planned=True)
-            self.plans.pop(kind, None)
-            self.plans[kind] = call.plan
+            self.plans.pop(tensors_key, None)
+            self.plans[tensors_key] = call.plan
         if out is not None and self._graphs is not None and self._order is None:
             self._order = CallOrder(self._machine.device)  # graphs share their workspaces
         if name is not None:
@@ -376,10 +381,12 @@ class RankExecutor(Executor):
         self.latest = call
         return call
 
-    def _choose(self, kind: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False) -> Plan:
-        """Begin the call on this rank, and return the plan for inputs of this kind; make one if there is none."""
+    def _choose(
+        self, tensors_key: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False
+    ) -> Plan:
+        """Begin the call on this rank, and return the plan for inputs with this key; make a missing plan."""
         self._refuse_elsewhere()
-        plan = self.plans.get(kind) if kind is not None else None
+        plan = self.plans.get(tensors_key) if tensors_key is not None else None
         if plan is None:
             self._refuse_in_capture()
             began, symmetric = time.perf_counter(), self._machine.symmetric
@@ -399,20 +406,20 @@ class RankExecutor(Executor):
                     self._agreement.refuse(refusal)
                 raise
             self._agreement.begin(plan.unrolled.sizes, planned=True, places=places)
-        if kind is not None:
-            self.plans.pop(kind, None)
-            self.plans[kind] = plan
+        if tensors_key is not None:
+            self.plans.pop(tensors_key, None)
+            self.plans[tensors_key] = plan
         if len(self.plans) > MAX_PLANS:
             oldest = next(iter(self.plans.values()))
             self._drop(lambda plan: plan is oldest)
         return plan
 
     def _drop(self, gone: Callable[[Plan], bool]) -> None:
-        """Drop the plans for which `gone` is true, and the calls that are bound to them."""
+        """Drop the plans for which `gone` returns True, and the calls that are bound to them."""
         if self.latest is not None and gone(self.latest.plan):
             self.latest = None
-        for kind in [kind for kind, plan in self.plans.items() if gone(plan)]:
-            del self.plans[kind]
+        for key in [key for key, plan in self.plans.items() if gone(plan)]:
+            del self.plans[key]
         for name in [name for name, call in self.bound.items() if gone(call.plan)]:
             del self.bound[name]
 
@@ -460,7 +467,7 @@ class RankExecutor(Executor):
             )
 
     def _check(self, unrolled: UnrolledProgram, inputs: Sequence[Part], out: Any) -> None:
-        """Raise if tensors of a call share memory, or cannot hold the outputs. No rank has begun the call by then."""
+        """Raise if tensors of a call share memory, or cannot hold the outputs, before any rank begins the call."""
         check_apart(self.program, self._written, inputs)
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
@@ -479,48 +486,51 @@ class RankExecutor(Executor):
         except HostIRError as refusal:
             self._agreement.refuse(refusal)
             raise
-        kind = tuple(sorted(sizes.items())) if proof is None else proof.sizes_key
-        self._agreement.begin(sizes, planned=kind in self._agreement.agreed, places=places)
-        self._agreement.reach(sizes, kind)
+        sizes_class = tuple(sorted(sizes.items())) if proof is None else proof.sizes_key
+        self._agreement.begin(sizes, planned=sizes_class in self._agreement.agreed, places=places)
+        self._agreement.reach(sizes, sizes_class)
         warn_of_copies(unrolled)
         # Ranks that measure candidates have no watchdog during a first call: they tell each other of its refusal.
         together = self.session is not None and self.watchdog is not None and self.session.size > 1
         if waited_for := self._communicates and together:
             self.calls.visible = True  # the others ask this rank nothing more
         try:
-            return self._plan(unrolled, kind if proof is not None and proof.resizable else None, inputs)
+            return self._plan(unrolled, sizes_class if proof is not None and proof.resizable else None, inputs)
         except (AlikeError, MisalignedError):
             raise
         except HostIRError as failure:
             groups = machine.groups
-            if not waited_for or groups.abandoned:  # which the others know
+            if not waited_for or groups.abandoned:  # the others know this failure
                 raise
             groups.abandoned = headline(failure)
             raise self._blamed(failure) from failure.__cause__
 
-    def _plan(self, unrolled: UnrolledProgram, kind: KindOfSizes, inputs: Sequence[Part]) -> Plan:
-        """Bind an unrolled program to this rank's machine; `kind`: of the sizes that share its symmetric memory."""
+    def _plan(self, unrolled: UnrolledProgram, sizes_class: KindOfSizes, inputs: Sequence[Part]) -> Plan:
+        """Bind an unrolled program to this rank's machine.
+
+        `sizes_class`: sizes of this class share symmetric memory; None if these sizes share it with no others.
+        """
         if self._order is not None:
-            self._order.follow()  # the plan writes tables where dropped plans had theirs, which calls may still read
+            self._order.follow()  # new tables may reuse the memory of dropped plans, which calls may still read
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             machine = self._machine
             if isinstance(machine, GlooMachine):
-                return machine.plan(unrolled, self.trace, kind, self.symmetric_limit)
+                return machine.plan(unrolled, self.trace, sizes_class, self.symmetric_limit)
             timeline = Timeline(unrolled, self.trace) if self.trace is not None else None
-            return machine.plan(unrolled, timeline, kind, self.symmetric_limit, inputs)
+            return machine.plan(unrolled, timeline, sizes_class, self.symmetric_limit, inputs)
 
     def _log(self, plan: Plan, seconds: float) -> None:
-        """Log a new plan, and why no CUDA graph of it is captured if that is so."""
+        """Log a new plan, and the reason if no CUDA graph of it is captured."""
         if not LOG.isEnabledFor(logging.INFO):
             return
         unrolled, name = plan.unrolled, self.program.name
         sizes = "".join(f" {size}={value}" for size, value in sorted(unrolled.sizes.items()))
         allocated, symmetric = unrolled.memory
-        made = (
+        message = (
             "@%s: planned%s in %.1f ms; a call allocates %d bytes, and %d bytes of symmetric memory stay, of %d in all"
         )
         total = self._machine.symmetric.bytes
-        LOG.info(made, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric, total)
+        LOG.info(message, name, f" for{sizes}" if sizes else "", seconds * 1e3, allocated, symmetric, total)
         if isinstance(plan, CudaPlan) and (self._graphs is None or plan.eager_only):
             LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
@@ -534,13 +544,13 @@ class RankExecutor(Executor):
 
 
 def is_stale(plan: Plan) -> bool:
-    """Whether a plan's symmetric memory was released to make room."""
+    """Return True if a plan's symmetric memory was released to make room."""
     return plan.memory is not None and plan.memory.gone
 
 
 _with_threads: weakref.WeakSet[RankExecutor] = (
     weakref.WeakSet()
-)  # or with connections or a GPU: a forked child has none
+)  # executors with threads, connections or a GPU, which a forked child lacks
 
 
 def _forked() -> None:

@@ -1,9 +1,7 @@
-"""Compute the reference results of a program on whole tensors, and the error that a result may have.
+"""The reference results of a program: its statements run one after another on unsharded tensors.
 
-Defines what a program computes: its statements run one after another, each at once, on whole tensors.
-
-Here a sharded axis is an axis, a partial sum is the sum, and every communication copies. Nothing is fast, and nothing
-depends on ranks, streams or order, so that all other machines can be compared with it.
+A sharded axis is a plain axis here, a partial sum is the sum, and every communication is a copy. Results do not depend
+on ranks, streams or order, so all other machines can be compared with them.
 """
 
 from __future__ import annotations

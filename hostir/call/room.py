@@ -1,7 +1,4 @@
-"""Bytes of memory that a call needs and that there are.
-
-The memory that a program takes, and the error if there is less.
-"""
+"""The memory that a program needs, the memory that the host has, and the error if it is too small."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 class Room:
-    """The bytes that a host program takes for some sizes: those of its whole inputs, and those that ranks hold.
+    """The bytes that a host program takes for some sizes: the bytes of its unsharded inputs, and of each rank.
 
-    Ranks hold their parts of inputs and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep all
-    buffers, and inputs twice: as the caller gives them, and as the call finds them. What `dense` copies is not counted:
-    only the caller knows whether it does.
+    A rank holds its parts of the inputs, and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep
+    all buffers, and two copies of the inputs. Copies by `dense` are not counted: they depend on the caller's strides.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], *, frees: bool = True) -> None:
@@ -95,19 +91,19 @@ def free_here() -> int:
 
 def _limits() -> Iterator[int]:
     for file in LIMITS:
-        with suppress(OSError, ValueError):  # a word instead of a number: there is none
+        with suppress(OSError, ValueError):  # the file holds a word: there is no limit
             yield int(Path(file).read_text())
 
 
 def lacks_memory(problem: BaseException) -> bool:
-    """Whether an exception of Python or torch means that it could not allocate."""
+    """Return True if an exception of Python or torch means that an allocation failed."""
     return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in SIGNS)
 
 
 def out_of_memory(problem: BaseException, what: str = "it") -> HostIRError:
     """Return the diagnostic for an exception for which `lacks_memory` is true."""
-    said = f": {str(problem).splitlines()[0]}" if str(problem) else ""
-    return error(f"there is not enough memory for {what}{said}", hint=SMALLER)
+    reason = f": {str(problem).splitlines()[0]}" if str(problem) else ""
+    return error(f"there is not enough memory for {what}{reason}", hint=SMALLER)
 
 
 @contextmanager

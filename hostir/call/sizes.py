@@ -23,9 +23,9 @@ def bind_sizes(
     rank: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """Return the value of every symbol of the program, from the shapes of a call's inputs and those `given`.
+    """Return the value of every symbol of the program, from the shapes of a call's inputs and the sizes `given`.
 
-    `inputs` are this rank's parts, or whole tensors where `rank` is None. Raises HostIRError for an input of the wrong
+    `inputs` are this rank's parts, or unsharded tensors if `rank` is None. Raises HostIRError for an input of the wrong
     number, shape, dtype or device (`device` None: any), and for a symbol that neither inputs nor `given` bind.
     """
     sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
@@ -49,8 +49,8 @@ def solve_sizes(
     held = [(v, t) for v, t in zip(program.inputs, inputs, strict=True) if _check_input(v, t, rank, device)]
     sizes, origin = dict(given), dict.fromkeys(given, "given")
     equations = [(v, s, e) for v, t in held if t is not None for s, e in zip(_shape(v, rank), t.shape, strict=True)]
-    while found := next(((v, n) for v, s, e in equations if (n := _solve(s, e, sizes))), None):
-        value, (name, extent) = found
+    while solution := next(((v, n) for v, s, e in equations if (n := _solve(s, e, sizes))), None):
+        value, (name, extent) = solution
         sizes[name], origin[name] = extent, f"from {value}"
     program.check_whole(sizes)
     for value, tensor in held:
@@ -66,7 +66,7 @@ def _shape(value: Value, rank: int | None) -> tuple[Size, ...]:
 def _check_input(
     value: Value, tensor: torch.Tensor | None, rank: int | None, device: torch.device | str | None
 ) -> bool:
-    """Whether the rank holds the input; raises if it should not, and for a wrong dtype, device or number of axes."""
+    """Return True if the rank holds the input; raise for an input that does not fit, apart from its extents."""
     type, mesh = value.tensor, value.tensor.mesh
     if rank is not None and mesh is not None and rank not in mesh.devices:
         if tensor is not None:
@@ -92,7 +92,7 @@ def _same_device(got: torch.device, expected: torch.device) -> bool:
 
 
 def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the one unbound symbol of `size`, and its value if `size` is `extent`; None unless just one is unbound."""
+    """Return the only unbound symbol of `size` and its value if `size` is `extent`; None if it has 0 or several."""
     unbound = [(name, power) for name, power in size.symbols if name not in sizes]
     if len(unbound) != 1 or unbound[0][1] < 1:
         return None

@@ -38,12 +38,12 @@ class StartedCall(Started):
     """A call on a stream beside the caller's.
 
     Args:
-        outputs: of the call.
-        device: of the streams.
-        caller, side: the stream that it was started on, and the one that it runs on.
-        done: recorded behind the call.
+        outputs: the outputs of the call.
+        device: the device of the streams.
+        caller, side: the stream that it was started on, and the stream that it runs on.
+        done: an event that is recorded after the call.
         held: the tensors of the caller that it uses.
-        own: outputs that it has allocated.
+        allocated: the outputs that it has allocated.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class StartedCall(Started):
         side: torch.cuda.Stream,
         done: torch.cuda.Event,
         held: Sequence[torch.Tensor],
-        own: Sequence[torch.Tensor],
+        allocated: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(outputs)
         self._device, self._caller, self._side, self._done = device, caller, side, done
-        self._held, self._own = held, own
+        self._held, self._allocated = held, allocated
         self._capture = _capture(caller)  # its number; 0 if outside
         self._waiting: torch.cuda.Stream | None = None  # the stream that waited last
 
@@ -74,7 +74,7 @@ class StartedCall(Started):
             inside = "within that capture" if self._capture else "outside any capture"
             raise error(f"a started call is waited for {where}", user_span(), expected=f"a wait {inside}")
         self._done.wait(now)
-        for x in self._own:  # of the allocator's memory for the other stream
+        for x in self._allocated:  # in the allocator's memory for the side stream
             x.record_stream(now)
         if now == self._caller:
             self._held = ()
@@ -92,19 +92,19 @@ class StartedCall(Started):
 
 
 def _capture(now: torch.cuda.Stream) -> int:
-    """Return the number of the capture that the current stream is part of; 0 if of none."""
+    """Return the number of the capture that the current stream is part of; 0 outside captures."""
     return capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
 
 
 class SideStreams:
     """The streams on which an executor's started calls run: one within captures, one outside.
 
-    What is issued to a stream that is part of a capture is captured, whichever thread does so.
+    What is issued to a stream that is part of a capture is captured, whichever thread issues it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.last: torch.cuda.Event | None = None  # behind the latest call outside captures
+        self.last: torch.cuda.Event | None = None  # recorded after the latest call outside captures
 
     @cached_property
     def outside(self) -> torch.cuda.Stream:

@@ -1,7 +1,4 @@
-"""Tensors that cannot be used: without plain memory, or sharing it.
-
-Arguments that are not tensors, or tensors whose memory hostir cannot use directly.
-"""
+"""Tests for tensors that hostir cannot use: without plain strided memory, or overlapping in memory."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def without_plain_memory(x: torch.Tensor) -> Odd | None:
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two plain tensors of one device have a byte in common."""
+    """Return True if two plain tensors of one device have a byte in common."""
     (low, high), (bottom, top) = _stretch(x), _stretch(y)
     if high <= bottom or top <= low:
         return False
@@ -49,7 +46,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether elements may share memory: unless each stride is longer than all that the shorter ones reach."""
+    """Return True if elements may share memory: a stride is not longer than the reach of all shorter strides."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach and x.numel():

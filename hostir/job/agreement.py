@@ -1,7 +1,4 @@
-"""Agreements: what all ranks must pass alike, and where they meet to compare it.
-
-Ranks of an executor compare what they are about to run before they run it.
-"""
+"""Agreements: the ranks of an executor compare a call before they run it, at a meeting or through the store."""
 
 from __future__ import annotations
 
@@ -43,17 +40,18 @@ READ = "read "  # before a refusal that another rank has read
 
 
 class Meetings:
-    """The meetings of a job's ranks, one before each call with sizes of a kind that is new to an executor.
+    """The meetings of a job's ranks: they meet before each call with a kind of sizes that is new to an executor.
 
-    Every rank posts its call in a slot of its own, and waits for the others'. A rank that refuses a call posts the
-    refusal instead, and may replace that by a call until another rank, in the call that was refused, has read it: from
-    then on the meeting has failed for all. Nobody reads a refusal of an earlier call, which the others have run.
+    Each rank posts its call in its slot, and waits for the calls of the others. A rank that refuses a call posts the
+    refusal instead. It may replace the refusal by a call until another rank that makes the refused call has read it.
+    From then on the meeting has failed for all ranks. Refusals of earlier calls, which the others have run, are not
+    read.
 
-    Where all calls are compared, and so have numbers, each has a meeting of its own: a refusal stays.
+    If all calls are compared, calls have numbers, and each call has its own meeting. A refusal is then final.
 
     Fields:
-        number: of the next meeting.
-        refusal: this rank's in that meeting; empty if it has refused nothing.
+        number: the number of the next meeting.
+        refusal: this rank's refusal in the next meeting; empty if it has refused nothing.
     """
 
     def __init__(self, session: SessionRanks) -> None:
@@ -66,7 +64,7 @@ class Meetings:
         self.number, self.refusal = number, ""
 
     def meet(self, call: Call, where: str, concerns: Callable[[Call], bool], numbered: bool) -> list[Call]:
-        """Return every rank's call, or its refusal; `concerns` tells whether a refusal is one of this call.
+        """Return every rank's call, or its refusal; `concerns` returns True for a refusal of this call.
 
         Raises HostIRError for ranks that do not arrive.
         """
@@ -116,12 +114,12 @@ class Meetings:
 
 
 class Agreement:
-    """The agreement of all ranks on what an executor runs: before its first run at sizes of a kind they compare it.
+    """The agreement of all ranks on an executor's calls: they compare the first call with each kind of sizes.
 
-    With `compare`, also each call. Without a session there is nobody to agree with.
+    With `compare` they compare every call. Without a session there are no other ranks, and nothing is compared.
 
     Fields:
-        made: the executor's calls so far, where calls are not compared.
+        made: the number of the executor's calls so far, if calls are not compared.
     """
 
     def __init__(self, session: SessionRanks | None, program: Program, kernels: str, compare: bool) -> None:
@@ -141,9 +139,9 @@ class Agreement:
         self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Raise if ranks that have reached this call make another one; the caller holds the lock of the calls.
+        """Raise if another rank that has reached this call makes a different one; the caller holds the calls' lock.
 
-        `planned`: this one then runs without meeting them.
+        `planned`: True if the call has a plan, so that this rank runs it next without a meeting.
         """
         if not self.compare:
             return
@@ -160,9 +158,10 @@ class Agreement:
         self._announce(refusal)
 
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
-        """Raise on every rank if one refuses, or if programs, sizes or kernels differ; once for each kind of sizes.
+        """Meet the other ranks; raise on every rank if one refuses, or if programs, sizes or kernels differ.
 
-        Other sizes that are new are compared with what the ranks have told that were earlier.
+        Ranks meet once for each kind of sizes. Sizes new to this rank, but not to the group, are compared with the
+        calls that earlier ranks posted.
         """
         if self.session is None:
             return
@@ -176,20 +175,20 @@ class Agreement:
         meetings, what = self.session.meetings, f"rank {self.session.rank} does not run @{self.program.name}"
         call, self.failed = self._counted(self.of(sizes)), (self._made(), self._tries() + 1)
         while True:
-            given = meetings.meet(call, where, partial(self._concerns, call), self.compare)
-            most = max(it.tries for it in given)
-            calls = [replace(it, tries=0, thread="") for it in given]
-            if (refused := next((rank for rank, it in enumerate(given) if it.refusal), None)) is not None:
-                raise error(f"{what}, because rank {refused} does not: {given[refused].refusal}")
+            posted = meetings.meet(call, where, partial(self._concerns, call), self.compare)
+            most = max(it.tries for it in posted)
+            calls = [replace(it, tries=0, thread="") for it in posted]
+            if (refused := next((rank for rank, it in enumerate(posted) if it.refusal), None)) is not None:
+                raise error(f"{what}, because rank {refused} does not: {posted[refused].refusal}")
             if all(it == calls[0] for it in calls):
                 break
-            if len({it.made for it in given}) > 1 or all(it.tries == most for it in given):
-                said = describe(dict(enumerate(calls)))
-                raise error(f"{what}: {said}", expected=ALIKE, hint=PAGE)
+            if len({it.made for it in posted}) > 1 or all(it.tries == most for it in posted):
+                difference = describe(dict(enumerate(calls)))
+                raise error(f"{what}: {difference}", expected=ALIKE, hint=PAGE)
             if call.tries < most:
-                first = next(rank for rank, it in enumerate(given) if it.tries == most)
+                first = next(rank for rank, it in enumerate(posted) if it.tries == most)
                 raise error(f"{what}, because rank {first} does not: it has refused that call, and makes another")
-            # else the others were in a call that this rank has refused: it meets them in their next
+            # the others were in a call that this rank has refused: it meets them again in their next call
         if self.call.executor is None:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.session.groups.prepare(teams_of(self.program))
@@ -208,7 +207,7 @@ class Agreement:
             self.failed = self._made(), self._tries() + 1
 
     def _concerns(self, mine: Call, refusal: Call) -> bool:
-        """Whether another rank refuses the call that this rank makes, and not one that has failed here as well."""
+        """Return True if a refusal is of the call that this rank makes, not of one that has failed here as well."""
         same = refusal.made == mine.made and (self.compare or refusal.is_by(mine))
         return same and refusal.tries >= mine.tries
 
@@ -216,10 +215,10 @@ class Agreement:
         return replace(call, made=self._made(), tries=self._tries())
 
     def _tries(self) -> int:
-        """Return how often the executor's call has failed that is next."""
+        """Return the number of failed attempts at the executor's next call."""
         number, times = self.failed
         return times if number == self._made() else 0
 
     def _made(self) -> int:
-        """Return how many calls of the job came before this one, or where they are not compared, of the executor."""
+        """Return the number of earlier calls: of the job if calls are compared, else of the executor."""
         return self.calls.number - 1 if self.compare else self.made

@@ -1,6 +1,4 @@
-"""Calls of an executor on a session: numbered, and compared between ranks.
-
-The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
+"""The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
 
 Executors share their team's process groups, which match operations of ranks by their order alone. So the rank that
 gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
@@ -32,7 +30,7 @@ from hostir.ir.source import error
 from hostir.job.links import ALIKE, PAGE, MisalignedError
 from hostir.job.threads import ThreadPairs, common_name, is_foreign, running
 
-SLOTS = 512  # of the store: no rank is as many calls ahead of another
+SLOTS = 512  # of the store: no rank gets so many calls ahead of another
 SHOWING = 1.0  # seconds that a thread has to make a call that its namesake on another rank has made
 
 
@@ -42,11 +40,11 @@ class Call:
 
     Fields:
         executor: the number of its executor's first call; None before that.
-        made: where ranks meet for it: how many calls came before it.
-        tries: where ranks meet for it: how often this rank has refused it before, or has heard that another does.
-        refusal: why this rank does not make it; empty if it does.
+        made: the number of calls before it, if ranks meet for it; else 0.
+        tries: the number of earlier refusals of it by this or another rank, if ranks meet for it; else 0.
+        refusal: the reason why this rank does not make it; empty if it does.
         operator: the name of the operator of hostir.torch that makes it; empty for a caller of the executor itself.
-        backward: whether autograd makes it, in a backward pass.
+        backward: True if autograd makes it, in a backward pass.
         thread: the common name of the thread that makes it; empty where calls are not compared.
     """
 
@@ -69,7 +67,7 @@ class Call:
         return Call(**{**fields, "sizes": tuple(map(tuple, fields["sizes"]))})
 
     def is_by(self, other: Call) -> bool:
-        """Whether the other is a call of the same executor, made or refused."""
+        """Return True if the other is a call of the same executor, made or refused."""
         return (self.digest, self.executor) == (other.digest, other.executor)
 
     @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
@@ -111,7 +109,7 @@ def describe(by_rank: Mapping[int, Call]) -> str:
 
 @lru_cache(maxsize=1024)
 def _number(name: str) -> int:
-    """Return a number of a name, the same on all ranks."""
+    """Return the CRC-32 of a name, which is the same on all ranks."""
     return crc32(name.encode())
 
 
@@ -119,7 +117,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs this thread."""
+    """Return True if autograd runs a backward pass in this thread."""
     return _graph_task() != -1
 
 
@@ -133,22 +131,22 @@ class Calls:
     Args:
         store: a store that the ranks share; None for a rank alone.
         rank, ranks: this rank, and all of the team.
-        timeout: seconds to wait for what another rank must do first.
-        check: raises, while this rank waits at a place, if another is lost or has abandoned a call.
-        report: tells all ranks why one may run a call that another does not make; returns the first such report.
+        timeout: seconds to wait for another rank that is too many calls behind.
+        check: raises an error while this rank waits, if another rank is lost or has abandoned a call.
+        report: reports to all ranks that calls may differ between ranks; returns the first such report.
 
     Fields:
         lock: held by the thread whose call runs.
-        inside: the thread whose call runs; None if none does.
-        visible: whether other ranks may know of that call, and run it: this rank has begun to post it, or its peers
-            may notice what it has issued.
-        entered, latest: how many calls have begun, and the thread that made the latest.
+        inside: the thread whose call runs; None between calls.
+        visible: True if other ranks may know of that call and run it, because this rank has begun to post it, or has
+            issued work that peers may notice.
+        entered, latest: the number of calls that have begun, and the thread that made the latest.
         caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
             belongs to the thread that waits for them.
         callers: all threads that have called.
-        operator: the name of the operator of hostir.torch that is calling an executor; empty if none is.
-        number: of the next call.
-        made, trail: how many calls that are not compared were made, and a number that follows from which these were.
+        operator: the name of the operator of hostir.torch that is calling an executor; empty for other callers.
+        number: the number of the next call.
+        made, trail: the number of calls that were not compared, and a hash of their sequence.
     """
 
     def __init__(
@@ -200,7 +198,7 @@ class Calls:
 
     @contextlib.contextmanager
     def turn(self, program: str) -> Iterator[None]:
-        """Make a call of a program in this thread, whatever it is that counts as one."""
+        """Count the block as one call of a program by this thread."""
         thread, entered = threading.current_thread(), self.entered
         if (other := self.inside) is not None:
             self.refuse_overlap(program, other)
@@ -212,7 +210,9 @@ class Calls:
                 self.inside = None
 
     def enter(self, thread: threading.Thread, entered: int, program: str) -> None:
-        """Begin a call of a program in a thread that holds the lock; `entered` of them had begun when it asked for it.
+        """Begin a call of a program in a thread that holds the lock.
+
+        `entered` is the number of calls that had begun when the thread asked for the lock.
 
         Raises MisalignedError on every rank if another thread has begun one since.
         """
@@ -273,11 +273,13 @@ class Calls:
         if theirs.refusal and call.is_by(theirs):
             what = f"rank {self.rank} does not run @{call.program}, because rank {first} does not"
             raise error(f"{what}: {theirs.refusal}")
-        said = describe({first: theirs, self.rank: call})
+        difference = describe({first: theirs, self.rank: call})
         if theirs is call:
-            said = f"rank {first} calls @{call.program} in thread '{call.thread}', which was another thread here before"
-        said = f"the calls of the ranks do not line up: {said}"
-        raise self._misaligned(said) if running else error(said, expected=ALIKE, hint=PAGE)
+            difference = (
+                f"rank {first} calls @{call.program} in thread '{call.thread}', which was another thread here before"
+            )
+        message = f"the calls of the ranks do not line up: {difference}"
+        raise self._misaligned(message) if running else error(message, expected=ALIKE, hint=PAGE)
 
     def refuse(self, call: Call) -> None:
         """Report that this rank does not make a call; the caller holds the lock.
@@ -292,10 +294,10 @@ class Calls:
         if running:
             self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
 
-    def went(self, kind: int) -> None:
-        """Count a call that was not compared; `kind` is a number of its program and sizes."""
+    def went(self, checksum: int) -> None:
+        """Count a call that was not compared; `checksum` is a hash of its program and sizes."""
         self.made, self.asked = self.made + 1, 0
-        self.trail = hash((self.trail, kind, _number(self.operator), in_backward()))
+        self.trail = hash((self.trail, checksum, _number(self.operator), in_backward()))
 
     def compare_new(self, call: Call) -> None:
         """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
@@ -317,11 +319,11 @@ class Calls:
             raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
         if (trail, text) == (str(self.trail), str(call)):
             return
-        said = describe({int(first): Call.of(text), self.rank: call})
+        difference = describe({int(first): Call.of(text), self.rank: call})
         if text == str(call):
-            said = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
+            difference = f"ranks {first} and {self.rank} have made other calls before their call {self.made}"
         hint = f"{PAGE}; HOSTIR_COMPARE_CALLS=1 compares each before it runs"
-        raise self._misaligned(f"the calls of the ranks do not line up: {said}", hint)
+        raise self._misaligned(f"the calls of the ranks do not line up: {difference}", hint)
 
     def check_order(self) -> None:
         """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
@@ -345,23 +347,23 @@ class Calls:
             if self.number % (SLOTS // 2) == 0:
                 self._keep_up()
             word = f"{self.number} {self.rank} {int(planned)} {mine}"
-            said = self.store.compare_set(f"call/{slot}", self.slots[slot], word).decode()
+            slot_text = self.store.compare_set(f"call/{slot}", self.slots[slot], word).decode()
         except dist.DistError as problem:
             raise error(f"rank {self.rank} cannot reach the other ranks: {problem}") from problem
-        _, first, running, text = said.split(" ", 3)
-        self.said = said
+        _, first, running, text = slot_text.split(" ", 3)
+        self.slot_text = slot_text
         return int(first), running == "1", text
 
     def _move(self) -> None:
         """Go on to the next call."""
-        self.slots[self.number % SLOTS] = self.said
+        self.slots[self.number % SLOTS] = self.slot_text
         self.number += 1
 
     def _same_thread(self, rank: int, theirs: str) -> bool:
-        """Return whether the thread that makes this call on another rank, of this common name, can be this one here.
+        """Return True if the thread that makes this call on another rank can correspond to the current thread.
 
-        It is not if a thread of that name calls this team here as well. One that has not yet done so gets some time;
-        then it has to have called another team.
+        `theirs` is that thread's common name. The threads do not correspond if the thread of that name on this rank
+        calls this team, too. If it has not called yet, it gets SHOWING seconds, and must then have called another team.
         """
         if rank == self.rank or self.paired == (rank, theirs, self.name):
             return True
@@ -384,7 +386,7 @@ class Calls:
         return self.threads.add(rank, theirs, self.name)
 
     def _keep_up(self) -> None:
-        """Wait until every rank has read the slots that are used next, half of all."""
+        """Wait until every rank has read the half of the slots that is used next."""
         turn = self.number // (SLOTS // 2)
         self.store.set(f"turn/{self.rank}", str(turn))
         deadline = time.monotonic() + self.timeout

@@ -63,15 +63,15 @@ class Guest(Session):
     def crossing(self) -> tuple[tuple[None, str], ...]:
         """Return a note on the other groups that this rank has called, on this device.
 
-        They need have no other rank in common with this one: the circle may go on through groups of other ranks.
+        The cycle of waiting ranks may pass through groups that this rank is not in.
         """
         others = [(name, guest) for name, guest in list(_guests.items()) if guest is not self]
-        found = [
+        crossing = [
             f"'{name}'" for name, guest in others if guest.device == self.device and registered(name) is guest.group
         ]
-        if not found:
+        if not crossing:
             return ()
-        groups = f"group{'s' * (len(found) > 1)} {', '.join(found)}"
+        groups = f"group{'s' * (len(crossing) > 1)} {', '.join(crossing)}"
         what = f"this rank, of group '{self.name}', has made executors of {groups}, too"
         return ((None, f"{what}: if ranks call the groups in different orders, their calls wait for each other"),)
 
@@ -108,7 +108,7 @@ def session_of(group: object = None, device: str | None = None) -> Session | Non
 
 
 def resolved(group: object) -> ProcessGroup:
-    """Return the process group that is meant. Raises HostIRError if there is none, or this process is not in it."""
+    """Return the process group for a `group=` argument. Raises HostIRError unless this process is a member."""
     if not dist.is_initialized():
         raise error(f"group={described(group)}, and torch has no process groups here", user_span(), expected=KINDS)
     if group is dist.GroupMember.NON_GROUP_MEMBER:

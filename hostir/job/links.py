@@ -1,6 +1,4 @@
-"""Connections between the watchdogs of ranks.
-
-Connections by which ranks notice that one of them has ended, and report events to all others.
+"""Connections between watchdogs: ranks notice that one of them has ended, and report events to all others.
 
 Rank 0 listens, and every other rank connects to it. The kernel keeps a connection open as long as the process lives,
 busy, stopped or holding the GIL as it may be, and closes it however the process ends. A host that is lost with its
@@ -24,13 +22,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hostir.ir.source import Diagnostic, HostIRError
-
-if TYPE_CHECKING:
-    pass
-
 
 LONGEST = 4000  # characters of an event's words
 ALIKE = "the same calls, in the same order, on every rank"
@@ -80,7 +74,7 @@ class Link:
             self.socket.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def receive(self) -> tuple[list[bytes], str]:
-        """Return the lines received so far, and why no more will follow; that is empty while the connection is open."""
+        """Return the lines received so far, and the reason why no more follow; empty while the connection is open."""
         ended = ""
         try:
             while True:
@@ -180,7 +174,7 @@ class Links:
         self.await_own(event)
 
     def complete(self) -> bool:
-        """Return whether this rank is connected; rank 0, whether all others are."""
+        """Return True if this rank is connected to rank 0; on rank 0, if all others are connected to it."""
         with self.changing:
             return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
@@ -198,7 +192,6 @@ class Links:
                 each.close()
         self.listener, self.links, self.store = None, [], None
 
-    # Connecting ---------------------------------------------------------------------------------------------------
     def connect(self) -> None:
         """Connect to rank 0, if it can be reached yet."""
         try:

@@ -43,12 +43,12 @@ class BufferInfo:
         return self.name, self.rounds
 
     @property
-    def kind(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         return TORCH[self.dtype]
 
     @property
     def bytes(self) -> int:
-        return -(-max(prod(self.shape) * self.kind.itemsize, self.room) // ALIGNMENT) * ALIGNMENT
+        return -(-max(prod(self.shape) * self.torch_dtype.itemsize, self.room) // ALIGNMENT) * ALIGNMENT
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -64,11 +64,11 @@ class Offer:
         path: path by which peers open the memory.
         buffers: the buffers in it, one after another.
         uses: the places of peers' buffers that it accesses, with the peer.
-        reads: those of them that it copies from.
-        touches: the ranges of them that it copies from or to.
-        notes: further data for this kind of machine on the other ranks.
-        drops: the numbers of memories that are released when this has been made; those of rank 0 count.
-        pinned: those that a graph of this rank's caller uses: they stay on all ranks.
+        reads: the places in `uses` that it copies from.
+        touches: the ranges of peers' buffers that it copies from or to.
+        notes: further data for the same machine on the other ranks.
+        drops: the numbers of memories to release once the new memory exists; all ranks follow rank 0's numbers.
+        pinned: the numbers of memories that a graph of this rank's caller uses: they stay on all ranks.
         refusal: the reason if this rank offers nothing.
     """
 
@@ -155,7 +155,7 @@ def _allocation(program: Program, name: str) -> Span | None:
     return next((s.span for s in program.walk() if s.symmetric and s.buffer and s.buffer.name == name), None)
 
 
-def first_refusal(said: Sequence[str]) -> HostIRError | None:
+def first_refusal(reasons: Sequence[str]) -> HostIRError | None:
     """Return the error of the first rank that cannot share memory; None if all of them can."""
-    rank, why = next(((rank, why) for rank, why in enumerate(said) if why), (0, ""))
+    rank, why = next(((rank, why) for rank, why in enumerate(reasons) if why), (0, ""))
     return error(f"rank {rank} cannot share memory with the others: {why}") if why else None

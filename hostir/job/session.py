@@ -1,6 +1,4 @@
-"""Sessions: this process as one rank of a job, agreement between ranks, and the order of their calls.
-
-This process as one rank of a torchrun job: its device, its process groups, its watchdog.
+"""Sessions: this process as one rank of a torchrun job, with its device, process groups and watchdog.
 
     with hi.session():      # or nothing: the first executor opens one until the process ends
         outputs = Executor(program)(a_local, b)
@@ -43,7 +41,7 @@ from hostir.knobs import KEEPALIVE, TIMEOUT
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls of what the other ranks gave: mostly they arrive together
+MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls for the other ranks, which mostly arrive together
 
 _current: Session | None = None
 _parents: Session | None = None  # of the rank that this process was forked from
@@ -56,7 +54,7 @@ _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 
 
 def launched() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several ranks."""
+    """Return True if a launcher such as torchrun started this process as one of several ranks."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
@@ -64,7 +62,7 @@ class Member(Protocol):
     """An executor as its session knows it."""
 
     def _leave(self, reason: str) -> None:
-        """Let go of what the ranks share, and refuse further calls."""
+        """Release the resources that the ranks share, and refuse further calls."""
 
     def _drop_stale(self) -> None:
         """Drop the plans whose symmetric memory was released."""
@@ -74,9 +72,9 @@ class Member(Protocol):
 
 
 class Session:
-    """This process as one of the ranks that run programs together: what `with hi.session() as job` gives.
+    """This process as one of the ranks that run programs together: the object of `with hi.session() as job`.
 
-    They are those of the job, or of a process group (`hostir.job.guest`).
+    The ranks are all ranks of the job, or the members of a process group (`hostir.job.guest`).
 
     Fields:
         rank: of this process, from 0.
@@ -140,9 +138,9 @@ class Session:
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
-        """Return what every rank gave for this key, by rank. Using a key again starts another exchange.
+        """Return the texts of all ranks for this key, by rank. Using a key again starts another exchange.
 
-        Raises HostIRError naming the ranks that do not arrive, and `where`: at the key, unless given.
+        Raises HostIRError naming the ranks that do not arrive, and `where` they are missing; by default the key.
         """
         self.exchanges[key] += 1
         keys = [f"{key}/{self.exchanges[key]}/{rank}" for rank in range(self.size)]
@@ -208,7 +206,6 @@ class Session:
             raise self.lost_call()
         self.check(where)
 
-    # Calls that end midway --------------------------------------------------------------------------------------------
     # After a rank has abandoned a call, all ranks raise once. At their next calls they renew their shared state.
     #
     # A call is abandoned if it fails on a rank after peers may have noticed its beginning. The peers may wait for the
@@ -219,7 +216,7 @@ class Session:
 
     @property
     def has_lost_call(self) -> bool:
-        """Whether another rank has abandoned a call, and this rank's caller does not know yet."""
+        """True if another rank has abandoned a call, and this rank's caller does not know yet."""
         watchdog = vars(self).get("watchdog")  # it is missing while the session begins
         return watchdog is not None and watchdog.abandoned is not None and not self.groups.abandoned
 
@@ -231,10 +228,10 @@ class Session:
         return self.watchdog.blame(self.watchdog.lost_call(event), abandoned=True)
 
     def renew(self) -> None:
-        """Meet all ranks, and give what they share its first state again; each has raised because of the same call.
+        """Meet all ranks, and reset their shared state, once each has raised an error for an abandoned call.
 
-        Raises HostIRError if they do not come or a device does not end; then this rank makes no more calls. After any
-        other exception no rank makes more calls.
+        If ranks do not come, or a device does not become idle, raises HostIRError, and this rank makes no more calls.
+        After any other exception no rank makes more calls.
         """
         if broken := self.groups.broken:
             raise error(f"rank {self.rank} makes no more calls: {broken}", hint=ANEW)
@@ -256,7 +253,7 @@ class Session:
         except HostIRError as problem:
             self.groups.broken = self.groups.broken or headline(problem)
             raise
-        except BaseException as problem:  # what the ranks share is renewed in part
+        except BaseException as problem:  # the shared state is renewed only in part
             self.calls.end(f"rank {self.rank} did not begin anew after a call that ended midway: {headline(problem)}")
             raise
         LOG.info("renewed what the ranks share, after a call that ended midway")
@@ -266,7 +263,7 @@ class Session:
         return ()
 
     def first(self, what: str) -> bool:
-        """Whether no rank has asked this before, for messages that one rank prints for all."""
+        """Return True on the first rank that asks with this text: for messages that one rank prints for all."""
         with contextlib.suppress(RuntimeError):  # the store may have gone
             return bool(self.first_store.add(f"said/{what}", 1) == 1)
         return True
@@ -330,7 +327,7 @@ def session(
     not come, there is no such device, and in a process that was forked from a rank.
 
     Args:
-        device: `cpu` or `cuda`; CUDA where there is any, unless given.
+        device: `cpu` or `cuda`; by default CUDA if torch sees a GPU.
         timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
     """
     return _session(_known_device(device), TIMEOUT.get(timeout))
@@ -352,7 +349,7 @@ def _session(device: str, timeout: float) -> Iterator[Session | None]:
 
 
 def joined(device: str | None = None) -> Session:
-    """Return this process's session; if there is none, open one until the process ends."""
+    """Return this process's session; without a session, open one until the process ends."""
     with _opening:
         if _current is None:
             refuse_in_child()
@@ -396,7 +393,7 @@ os.register_at_fork(before=_forks, after_in_parent=_has_forked, after_in_child=_
 
 
 def detach(left: Session) -> None:
-    """Release, in a process forked from a rank, what belongs to the rank; it can begin no session."""
+    """Release the rank's resources in a process that was forked from it; that process cannot begin a session."""
     global _parents
     left.watchdog.forget()
     for kept in (left, dist.group.WORLD):  # never destroyed: gloo would join threads that are not here

@@ -1,19 +1,19 @@
 """Symmetric memory: buffers, flags and barrier counters that the ranks of one host can access on each other.
 
-Ranks meet once for each program and kind of sizes that they run it with: each allocates one piece of memory that holds
-its buffers, its flags and its barriers, and maps the pieces of the others. The machine defines how (`Sharing`). Flags
-are 0 and numbers NaN at first.
+Ranks meet once for each program and kind of sizes. At this rendezvous each rank allocates one piece of memory for its
+buffers, flags and barriers, and maps the pieces of the others by the machine's mechanism (`Sharing`). Flags are 0 at
+first, and numbers are NaN.
 
-Sizes are of one kind if one proof holds for all, and says that calls may differ in the sizes of their buffers
-(`hostir.check.Proof`). Each call then uses the beginnings of the buffers, and ranks meet again only for sizes that have
-no room in them. They find room for more the next time, if there is memory for it, so that sizes that grow step by step
-need few rendezvous. Every rank decides so by the program and the sizes alone, as all others do.
+Sizes are of one kind if one proof holds for all of them, and allows calls with different buffer sizes
+(`hostir.check.Proof`). Each call then uses the beginnings of the buffers. Ranks meet again only for sizes that do not
+fit. Then they allocate more than these sizes need, if there is memory for it. So sizes that grow step by step need few
+rendezvous. Every rank decides by the program and the sizes alone, so all ranks decide alike.
 
-The memory belongs to the process group. Executors of equal programs share it at sizes of one kind: their calls run one
-after another, so that they are like calls of one executor. Plans go on in the memory that they were made for. Memory is
-released when ranks meet anyway: what no plan uses any more, and what was not used longest: of all programs, if they
-would take more than HOSTIR_SYMMETRIC_LIMIT together; without that limit, of the program that needs more, if its sizes
-take too much. What CUDA graphs of the caller use stays.
+The memory belongs to the process group. Executors of equal programs share it at sizes of one kind, because their calls
+run one after another, like calls of one executor. A plan keeps the memory that it was made for. Memory is released
+only at a rendezvous. First, memory that no plan uses is released. Then the least recently used memory is released: of
+all programs, if together they would exceed HOSTIR_SYMMETRIC_LIMIT; without that limit, of the program at the
+rendezvous, if its memory would exceed KEPT_BYTES. Memory that CUDA graphs of the caller use stays.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from hostir.knobs import SYMMETRIC_LIMIT
 from hostir.plan.operations import SymmetricOp
 from hostir.plan.unrolled import UnrolledProgram
 
-GROWTH = 1.5  # times the bytes that are needed are allocated where sizes had no room in what there was
+GROWTH = 1.5  # factor for new buffers when sizes have outgrown the old ones
 KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless HOSTIR_SYMMETRIC_LIMIT says otherwise
 
 
 class Sharing(Protocol):
     """The mechanism by which the ranks of one kind of machine access each other's memory.
 
-    Methods raise OSError or RuntimeError where they cannot.
+    Methods raise OSError or RuntimeError if they fail.
     """
 
     def offering(self, size: int) -> AbstractContextManager[str]:
@@ -77,19 +77,19 @@ class Sharing(Protocol):
         """Wait until nothing that this rank has issued uses any memory."""
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """Do the same after a call that ended midway: give up on what peers have not sent, and `abort` the groups.
+        """Do the same after a call that ended midway: stop waiting for peers' data, and `abort` the groups.
 
-        Takes less than `seconds`. Returns why something still uses memory; empty if nothing does.
+        Takes less than `seconds`. Returns the reason why something still uses memory; empty if nothing does.
         """
 
     def close(self) -> None:
         """Close what this rank holds open besides the memory: the session ends."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Derive from new memory what the machine keeps as long as that."""
+        """Add to new memory the machine's data that lives as long as the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
-        """Prepare this rank's memory for the first call, before any peer touches it; all else in it is cleared."""
+        """Prepare this rank's memory for the first call, before peers touch it; the buffers are already cleared."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
         """Return the buffers that the machine adds for its own use."""
@@ -99,13 +99,13 @@ class Sharing(Protocol):
 
 
 def shares_memory(program: Program) -> bool:
-    """Whether the ranks of a program must meet before they run it: the same on every rank."""
+    """Return True if the ranks of a program must meet before they run it; the same on every rank."""
     return any(s.one_sided for s in program.walk())
 
 
 @dataclass(frozen=True)
 class Rooms:
-    """The symmetric buffers of a program, with the bytes of each that a rank has, the same on all ranks.
+    """The symmetric buffers of a program, and the bytes of each on a rank; the same on all ranks.
 
     Fields:
         buffers: as the program declares them.
@@ -117,7 +117,7 @@ class Rooms:
 
     @staticmethod
     def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
-        """Return what a program needs for some sizes."""
+        """Return the bytes that a program needs for some sizes."""
         buffers = tuple(s.buffer for s in program.walk() if s.symmetric and s.buffer is not None)
         bytes = dict[str, int]()
         for value in buffers:  # ranks may allocate one of this name in different statements
@@ -125,11 +125,11 @@ class Rooms:
         return Rooms(buffers, bytes)
 
     def hold(self, sizes: Mapping[str, int]) -> bool:
-        """Whether there is room for other sizes of the program."""
+        """Return True if the buffers have room for other sizes of the program."""
         return all(_bytes(value, sizes) <= self.bytes[value.name] for value in self.buffers)
 
     def grown(self) -> Rooms:
-        """Return more room, but for flags, whose number follows from the program."""
+        """Grow every buffer by GROWTH; flags keep their size, which the program fixes."""
         fixed = {value.name for value in self.buffers if value.tensor.dtype == FLAG}
         return replace(self, bytes={name: n if name in fixed else int(n * GROWTH) for name, n in self.bytes.items()})
 
@@ -146,13 +146,13 @@ class SharedMemory:
         offers: of all ranks.
         rooms: the bytes of each buffer.
         buffers: by place and rank, for the sizes at the rendezvous.
-        read: the places, with their ranks, that a peer reads.
-        plans: those that use it.
-        captured: those of them that graphs of the caller's use.
-        used: when a call of it was last bound, in seconds of this rank's clock.
-        calls: the runs of all plans, where the machine numbers them; the same on every rank.
-        gone: it was released; plans that hold it must be dropped.
-        kept: what the machine keeps as long as this.
+        read: the places that a peer reads, with their ranks.
+        plans: the plans that use it.
+        captured: the plans among them that the caller's graphs use.
+        used: the time when a call in it was last bound, in seconds of this rank's clock.
+        calls: the number of runs of all plans, if the machine numbers them; the same on every rank.
+        gone: True once it was released; plans that hold it must be dropped.
+        kept: the machine's data that lives as long as this memory.
     """
 
     def __init__(self, number: int, offers: Sequence[Offer], rooms: Rooms, maps: Mapping[int, torch.Tensor]) -> None:
@@ -170,7 +170,7 @@ class SharedMemory:
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
-                whole = self.whole[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.kind)
+                whole = self.whole[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.torch_dtype)
                 self.buffers[buffer.place, rank] = whole[: prod(buffer.shape)].view(buffer.shape)
                 at += buffer.bytes
 
@@ -207,12 +207,12 @@ class SymmetricMemory:
 
     Args:
         rank: this rank.
-        exchange: gives a text under a key, and gets those of all ranks.
-        sharing: how ranks of this machine see each other's memory.
+        exchange: posts this rank's text under a key, and returns the texts of all ranks.
+        sharing: the mechanism by which ranks of this machine access each other's memory.
 
     Fields:
-        met: all that there is, with the same keys on every rank.
-        released: how much there was that has gone.
+        met: all memory that exists, with the same keys on every rank.
+        released: the number of memories that were released.
     """
 
     def __init__(self, rank: int, exchange: ExchangeTexts, sharing: Sharing) -> None:
@@ -223,7 +223,7 @@ class SymmetricMemory:
         self.meetings = self.released = 0
 
     def end(self) -> None:
-        """Release the memory of all programs: the session ends. What graphs of the caller use stays as long as they."""
+        """Release the memory of all programs: the session ends. The caller's graphs keep what they use."""
         self.met.clear()
         self.sharing.close()
 
@@ -235,13 +235,13 @@ class SymmetricMemory:
     def of(
         self, unrolled: UnrolledProgram, plan: object, kind: KindOfSizes = None, limit: int | None = None
     ) -> SharedMemory | None:
-        """Return the memory for a plan; ranks meet if there is none with room for its sizes. None if it needs none.
+        """Return the memory for a plan; ranks meet if none has room for its sizes. None if it shares no memory.
 
         Args:
-            kind: of its sizes; None if they share memory with no others.
-            limit: of the program's bytes; with one, sizes get no more room than they need.
+            kind: the kind of its sizes; None if they share memory with no other sizes.
+            limit: the program's limit of bytes; if it is set, buffers get no more room than the sizes need.
 
-        Raises HostIRError on every rank where they cannot share memory, or disagree on what they share.
+        Raises HostIRError on every rank if the ranks cannot share memory, or disagree on the buffers.
         """
         if not shares_memory(unrolled.program):
             return None
@@ -259,21 +259,21 @@ class SymmetricMemory:
     def all_of(self, key: ProgramKey) -> list[SharedMemory]:
         """Return the memory of a program and kind of sizes, the oldest first.
 
-        Sizes run in the oldest that has room for them, whenever their plans are made: a rank may make some later than
-        others do, as for tensors of other strides.
+        A plan uses the oldest memory that has room for its sizes. So ranks agree even if one of them makes a plan later
+        than the others, for example for tensors with other strides.
         """
         digest, kind = key
-        found = [m for (its, of), m in self.met.items() if its == digest and of in (kind, (m.number, kind))]
-        return sorted(found, key=lambda memory: memory.number)
+        memories = [m for (its, of), m in self.met.items() if its == digest and of in (kind, (m.number, kind))]
+        return sorted(memories, key=lambda memory: memory.number)
 
     def renew(self, abort: Callable[[], None], seconds: float) -> None:
         """Give all memory its first contents again, after a call that ended midway; all ranks call it.
 
-        No rank begins before nothing uses the memory any more, on any rank, and none calls before all have ended.
+        A rank clears its memory only when no rank uses any memory. It returns only when all ranks have cleared theirs.
 
         Args:
             abort: ends the communications of this rank that are under way.
-            seconds: how long the other ranks wait for this one.
+            seconds: the time that the other ranks wait for this one.
         """
         where, memories = "the symmetric memory after a call that ended midway", list(self.met.values())
         if refused := first_refusal(self.exchange(f"{where}, idle", self.sharing.release(memories, abort, seconds))):
@@ -289,20 +289,20 @@ class SymmetricMemory:
         self.sharing.prepare(memory)
 
     def meet(self, unrolled: UnrolledProgram, *, larger: bool) -> SharedMemory:
-        """Allocate this rank's memory, and map that of the ranks that it exchanges data with.
+        """Allocate this rank's memory, and map the memory of the ranks that it exchanges data with.
 
-        `larger`: whether with room for larger sizes than these, if there is memory for it on all ranks.
+        `larger`: True to allocate room for larger sizes than these, if all ranks have the memory for it.
         """
         rooms = Rooms.of(unrolled.program, unrolled.sizes)
-        made = self.made(unrolled, rooms.grown() if larger else rooms)
-        if larger and isinstance(made, HostIRError):
-            made = self.made(unrolled, rooms)
-        if isinstance(made, HostIRError):
-            raise AlikeError(*made.diagnostics)
-        return made
+        memory = self.allocate(unrolled, rooms.grown() if larger else rooms)
+        if larger and isinstance(memory, HostIRError):
+            memory = self.allocate(unrolled, rooms)
+        if isinstance(memory, HostIRError):
+            raise AlikeError(*memory.diagnostics)
+        return memory
 
-    def made(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
-        """Return the memory of all ranks with so much room; or why there is none, the same on every rank."""
+    def allocate(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
+        """Return the memory of all ranks with this room, or the error if a rank failed; the same on every rank."""
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
             offer = self.offer(unrolled, rooms, until_all_have_mapped)
@@ -320,7 +320,7 @@ class SymmetricMemory:
             if refused := first_refusal(self.exchange(f"{where}, mapped", why)):
                 return refused
         for key in [key for key, memory in self.met.items() if memory.number in drops]:
-            self.met.pop(key).gone = True  # since they said that theirs is made, no rank has used it
+            self.met.pop(key).gone = True  # no rank has used it since all ranks reported new memory
             self.released += 1
         assert memory is not None
         return memory
@@ -344,25 +344,25 @@ class SymmetricMemory:
             return Offer(refusal=str(problem))
 
     def surplus(self, program: Program, size: int) -> tuple[int, ...]:
-        """Return what goes: all that no plan uses, and what was not used longest, to make room for `size` bytes."""
+        """Return the numbers of memories to release: unused ones, and the least recently used, to free `size` bytes."""
         limit = SYMMETRIC_LIMIT.get()
-        found = [memory.number for memory in self.met.values() if not memory.plans]
+        surplus = [memory.number for memory in self.met.values() if not memory.plans]
         held = [
             memory
             for (digest, _), memory in self.met.items()
-            if memory.number not in found and (limit is not None or digest == program.digest)
+            if memory.number not in surplus and (limit is not None or digest == program.digest)
         ]
         excess = (
             sum(memory.offers[self.rank].bytes for memory in held) + size - (KEPT_BYTES if limit is None else limit)
         )
         for memory in sorted(held, key=lambda memory: memory.used):
             if excess > 0 and not memory.captured:
-                found.append(memory.number)
+                surplus.append(memory.number)
                 excess -= memory.offers[self.rank].bytes
-        return tuple(found)
+        return tuple(surplus)
 
     def excess(self, program: Program, offer: Offer, drops: Set[int]) -> str:
-        """Return why this rank's memory would be more than the limit; empty if it is not, or if there is none."""
+        """Return the error text if this rank's memory would exceed HOSTIR_SYMMETRIC_LIMIT; else an empty text."""
         limit = SYMMETRIC_LIMIT.get()
         kept = sum(memory.offers[self.rank].bytes for memory in self.met.values() if memory.number not in drops)
         if limit is None or kept + offer.bytes <= limit:
@@ -371,7 +371,7 @@ class SymmetricMemory:
         return f"@{program.name} needs {offer.bytes} bytes{others}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
 
     def reserve(self, offers: Sequence[Offer]) -> str:
-        """Allocate this rank's memory, or return why it cannot, so that no rank waits for it."""
+        """Reserve this rank's memory; return the error text if that fails, so that no rank waits for it."""
         try:
             self.sharing.reserve(max(offer.bytes for offer in offers))
         except (OSError, RuntimeError) as problem:
@@ -379,9 +379,9 @@ class SymmetricMemory:
         return ""
 
     def map(self, unrolled: UnrolledProgram, offers: Sequence[Offer], rooms: Rooms) -> tuple[SharedMemory | None, str]:
-        """Return the mapped memory of this rank and its peers, initialised for the first call; or why there is none.
+        """Return the mapped memory of this rank and its peers, initialised for the first call; else the error text.
 
-        Its peers are the ranks whose memory it names, and those that name its own.
+        Peers are the ranks whose memory this rank accesses, and the ranks that access its memory.
         """
         users = (rank for rank, offer in enumerate(offers) if any(peer == self.rank for *_, peer in offer.uses))
         ranks = {self.rank, *users, *(peer for *_, peer in offers[self.rank].uses)}

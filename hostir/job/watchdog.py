@@ -1,21 +1,19 @@
 """End every rank when one of them is lost: no rank waits forever for a peer that died, raised or never arrived.
 
-Ends every rank when one of them is lost, so that no rank waits forever for a peer that died, raised or never arrived.
+Each rank has a thread that checks for four events: a rank has died, a rank makes no more calls after a failure, a
+communication of this rank makes no progress, or its device has reported an error. On any of them the thread prints one
+diagnostic that names this rank, its current statement and the cause. Then it ends the process at once, because a thread
+that is stuck in a collective cannot be stopped. Ranks notice a death by the connections of `hostir.job.links`, which
+live as long as the processes. So a process that is busy, stopped or holds the GIL does not count as dead. A warm call
+pays two comparisons: the thread reads the position of a run off its iterator.
 
-Each rank has a thread that checks for four things: a rank that has died, a rank that makes no more calls after one
-has failed, a communication of this rank's that makes no progress, and errors that its device has reported. On any of
-them it prints one diagnostic that names this rank, the statement it is at and the cause, and ends the process at
-once, since a thread stuck in a collective cannot be asked to stop. Ranks learn of each other by the connections
-above, which live as long as the processes: one that is busy, stopped or holds the GIL does not count as dead. The hot
-path pays two comparisons a call: the position of a run is read off its iterator.
+The caller of a failed call gets an error, and may try again. If the call has failed on every rank, nothing else
+happens. Otherwise each rank has HOSTIR_TIMEOUT seconds to make its next call. If a rank does not, all ranks end with
+the message of the first failure.
 
-A failed call is its caller's, who may try again. Where it has failed on every rank, all is as before. Else each rank
-has HOSTIR_TIMEOUT seconds to make its next call; if one of them does not, all end with the first failure's
-message.
-
-A call is abandoned if it ends on a rank when peers may have noticed its beginning and wait for the rest. Then the
-call under way on each other rank raises, or else its next call does. Once all ranks have raised, their next calls
-renew what they share: see `Session.renew`.
+A call is abandoned if it ends on a rank after peers may have noticed its beginning: they may wait for the rest. Then
+each other rank raises an error, in the call under way or in its next call. Once all ranks have raised, their next calls
+renew the shared state: see `Session.renew`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Watched(Protocol):
     """The watchdog's view of a plan."""
 
     def in_flight(self) -> list[Op]:
-        """Return the operations being executed, most informative first; none while nothing runs."""
+        """Return the operations being executed, most informative first; an empty list while nothing runs."""
 
     def describe(self, op: Op) -> str:
         """Describe an operation in flight: the statement, its round, and what it waits for if known."""
@@ -58,10 +56,10 @@ class Watched(Protocol):
         """Return a value that changes whenever the run progresses; None if that cannot be observed."""
 
     def reported_problem(self) -> str:
-        """Return what the device has reported that no call has raised yet; empty if nothing."""
+        """Return the device's error reports that no call has raised yet; empty if there was no report."""
 
     def give_up(self, problem: HostIRError) -> None:
-        """Raise this error from the run under way, where it waits for a peer; what is on a device cannot be stopped."""
+        """Raise this error in the run under way, where it waits for a peer. Work on a device cannot be stopped."""
 
 
 class Watchdog:
@@ -150,7 +148,7 @@ class Watchdog:
         return self.misaligned or why
 
     def resume(self) -> None:
-        """Report to all ranks, if any waits for that, that this one makes another call."""
+        """Report to all ranks that this one makes another call, if a failure is not over yet."""
         with self.links.changing:  # a report that has just come is for the next call
             self.disturbed, self.raised = bool(self.misaligned), None
         if self.first is not None:
@@ -187,7 +185,6 @@ class Watchdog:
         os.close(self.signalled)
         self.wake = self.signalled = -1
 
-    # Watching -----------------------------------------------------------------------------------------------------
     def watch(self) -> None:
         last = time.monotonic()
         while not self.closing.is_set():
@@ -245,7 +242,7 @@ class Watchdog:
         self.disturbed = True
 
     def end_lost_run(self) -> None:
-        """Raise from the run under way if it stands still since another rank has abandoned a call."""
+        """Raise in the run under way if it makes no progress and another rank has abandoned a call."""
         event, plan = self.abandoned, self.plan
         if event is None or event.rank == self.rank or plan is None or not plan.in_flight():
             return
@@ -258,7 +255,7 @@ class Watchdog:
         return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 
     def cause(self) -> str:
-        """Return why this rank must end because of another; empty if it need not."""
+        """Return the reason why this rank must end because of another rank; empty to continue."""
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
@@ -275,7 +272,7 @@ class Watchdog:
             self.plan.give_up(MisalignedError(self.misaligned, at))
 
     def loss(self) -> str:
-        """Return which rank has died, and how that is known; empty if none has."""
+        """Return a message with the rank that has died and the evidence; empty if all ranks live."""
         return f"rank {self.died.rank} died: {self.died.words}" if self.died is not None else ""
 
     def standstill(self) -> str:
@@ -294,13 +291,12 @@ class Watchdog:
         return f"it {what}"
 
     def reported(self) -> str:
-        """Return what the device has reported of this rank's run, unless its caller already knows."""
-        found = self.plan.reported_problem() if self.plan is not None and not self.acknowledged else ""
-        if found:
-            self.links.announce("failed", found)
-        return found
+        """Return the device's error reports for this rank's run; empty if the caller already knows them."""
+        problem = self.plan.reported_problem() if self.plan is not None and not self.acknowledged else ""
+        if problem:
+            self.links.announce("failed", problem)
+        return problem
 
-    # Ending -------------------------------------------------------------------------------------------------------
     def end(self, cause: str) -> None:
         """Print the diagnostic and end the process."""
         self.report(cause)
@@ -323,7 +319,6 @@ class Watchdog:
         message = f"rank {self.rank} is ended at {plan.describe(ops[0])}: {cause}"
         return Diagnostic(message, ops[0].place.statement.span, notes=notes)
 
-    # Signals ------------------------------------------------------------------------------------------------------
     def install_handler(self) -> None:
         """Make SIGTERM wake the thread, even while the main thread is stuck outside Python.
 
@@ -345,7 +340,7 @@ class Watchdog:
         os.kill(os.getpid(), number)
 
     def heard(self) -> bytes:
-        """Return the signals received, and forward them to whoever had asked for them before."""
+        """Return the received signals, and forward them to the file descriptor that the user had set before."""
         try:
             heard = os.read(self.wake, 64)
         except BlockingIOError:
@@ -371,17 +366,17 @@ class Watchdog:
         os._exit(128 + signal.SIGTERM)
 
     def forget(self) -> None:
-        """Release, in a process that was forked from the rank, what belongs to the rank."""
+        """Release the rank's handlers, pipes and connections in a process that was forked from it."""
         self.before = -1
         self.restore_handlers()
         self.drop()
 
 
 class GuestWatchdog(Watchdog):
-    """The thread of one rank of a process group: it raises in a call where the job's ends the process.
+    """The watchdog thread of one rank of a process group: it raises in a call, and never ends the process.
 
-    It installs no handlers. A rank that makes no calls, or fails in one, concerns the others only when they wait for
-    it. One that has died ends the calls of all.
+    It installs no signal handlers. A rank that makes no calls, or fails in a call, matters to the others only when they
+    wait for it. The death of a rank ends the calls of all.
     """
 
     limit = "the group's timeout"
@@ -407,8 +402,8 @@ class GuestWatchdog(Watchdog):
     def standstill(self) -> str:
         if self.gave_up:
             return ""
-        found = super().standstill()
-        return self.loss() or found if self.clock - self.stood[1] >= LAST_WORDS else found
+        problem = super().standstill()
+        return self.loss() or problem if self.clock - self.stood[1] >= LAST_WORDS else problem
 
     def reported(self) -> str:
         """Return nothing: the next call raises what the device has reported."""

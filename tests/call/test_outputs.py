@@ -126,7 +126,7 @@ program @p(%a: f32[8@x, 4]) -> (%c) {
     assert output[0] is None
     assert output[1] is c
     assert torch.equal(c, a)
-    assert "out= for %c on rank 0, which holds none of it" in said(lambda: Executor(p)(parts, out=[c.clone(), c]))
+    assert "out= for %c on rank 0, which holds no part of it" in said(lambda: Executor(p)(parts, out=[c.clone(), c]))
     assert "out= for %c of rank 1 is None" in said(lambda: Executor(p)(parts, out=[None, None]))
 
 
@@ -219,7 +219,7 @@ def test_out_that_shares_memory_with_an_input_or_another_output_is_refused_in_ev
     flat, before = memory.view(-1), memory.clone()
     for out, message in [
         ([memory[1], memory[0]], "out= for %d shares memory with input %a"),
-        ([memory[1], flat[33:65].view(4, 8)], "out= for %d shares memory with that for %c"),
+        ([memory[1], flat[33:65].view(4, 8)], "out= for %d shares memory with out= for %c"),
         ([flat[31:63].view(4, 8), memory[2]], "out= for %c shares memory with input %a"),
     ]:
         assert message in said(lambda out=out: call(executor, [memory[0]], out))

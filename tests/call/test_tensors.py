@@ -159,7 +159,7 @@ def test_an_output_made_in_inference_mode_is_refused_in_other_calls() -> None:
             torch.testing.assert_close(c, (a @ b).relu())
         message = said(lambda: executor(a, b, out=c))
         assert "out= for %c of rank 0 was made in inference mode" in message
-        assert "hint: call under torch.inference_mode(), or make it outside" in message
+        assert "hint: call under torch.inference_mode(), or allocate the tensor outside it" in message
 
 
 def test_an_output_made_in_inference_mode_is_refused_at_the_address_of_a_plain_one(executor: Executor) -> None:

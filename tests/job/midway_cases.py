@@ -72,7 +72,7 @@ INTERRUPTED = "rank 1 was interrupted in @{} by KeyboardInterrupt"
 
 
 def interrupted_where_it_waits_for_its_threads(name: str, text: str) -> None:
-    """What its threads have begun cannot be taken back: no rank makes another call."""
+    """An interrupt while a rank waits for its threads: their work cannot be undone, so no rank makes another call."""
     executor = called(text)
     if RANK == 1:
         vars(plan_of(executor))["execute"] = interrupt
