@@ -31,7 +31,7 @@ from hostir.job.links import ALIKE, PAGE, MisalignedError
 from hostir.job.threads import ThreadPairs, common_name, is_foreign, running
 
 SLOTS = 512  # of the store: no rank gets so many calls ahead of another
-SHOWING = 1.0  # seconds that a thread has to make a call that its namesake on another rank has made
+SHOWING = 5.0  # seconds that a thread has to make a call that its namesake on another rank has made
 
 
 @dataclass(frozen=True)
