@@ -31,7 +31,8 @@ from hostir.job.links import ALIKE, PAGE, MisalignedError
 from hostir.job.threads import ThreadPairs, common_name, is_foreign, running
 
 SLOTS = 512  # of the store: no rank gets so many calls ahead of another
-SHOWING = 5.0  # seconds that a thread has to make a call that its namesake on another rank has made
+SHOWING = 1.0  # seconds that a thread has to make a call that its namesake on another rank has made
+STARTING = 5.0  # seconds that it has to make any call: its program may still be compiled
 
 
 @dataclass(frozen=True)
@@ -363,24 +364,27 @@ class Calls:
         """Return True if the thread that makes this call on another rank can correspond to the current thread.
 
         `theirs` is that thread's common name. The threads do not correspond if the thread of that name on this rank
-        calls this team, too. If it has not called yet, it gets SHOWING seconds, and must then have called another team.
+        calls this team, too. If it has not called yet, it gets SHOWING seconds. It must then have called another team, or
+        do so within STARTING seconds.
         """
         if rank == self.rank or self.paired == (rank, theirs, self.name):
             return True
         if self.threads.known(rank, theirs, self.name):
             self.paired = rank, theirs, self.name
             return True
-        deadline = time.monotonic() + SHOWING
+        begun = time.monotonic()
         while theirs != self.name and (other := running(theirs)) is not None:
             self.check_order()
             if other in self.callers:
                 return False
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > SHOWING:
                 with _joining:
                     teams = [*_teams]
-                if not any(other in team.callers for team in teams):
+                if any(other in team.callers for team in teams):
+                    break
+                if waited > STARTING:
                     return False
-                break
             time.sleep(0.005)
         self.check_order()  # it may have called, been refused and ended
         return self.threads.add(rank, theirs, self.name)
