@@ -364,8 +364,8 @@ class Calls:
         """Return True if the thread that makes this call on another rank can correspond to the current thread.
 
         `theirs` is that thread's common name. The threads do not correspond if the thread of that name on this rank
-        calls this team, too. If it has not called yet, it gets SHOWING seconds. It must then have called another team, or
-        do so within STARTING seconds.
+        calls this team, too. If it has not called yet, it gets SHOWING seconds. It must then have called another team,
+        or do so within STARTING seconds.
         """
         if rank == self.rank or self.paired == (rank, theirs, self.name):
             return True
