@@ -67,8 +67,8 @@ class Proof:
 
     Fields:
         sizes_key: the signature of all sizes that the proof covers. Other sizes have other signatures.
-        resizable: True if calls with any of these sizes may use the same symmetric memory in any order. Then successive
-            calls use each buffer one after another on all ranks, whichever part of the buffer each call uses.
+        resizable: True if calls with any of these sizes may use the same symmetric memory in any order. This is
+            so if successive calls use each buffer one after another on all ranks, even if they use different parts.
     """
 
     sizes_key: SizesKey

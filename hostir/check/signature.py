@@ -281,7 +281,10 @@ def sizes_of(program: Program) -> Iterator[Size]:
 
 @lru_cache(maxsize=256)
 def _proved(form: SizesKey) -> dict[SizesKey, bool]:
-    """Return the proved signatures of programs of a form, which callers add to; True if buffers are resizable."""
+    """Return the proved signatures of programs of a form. Callers add to them.
+
+    The value of a signature is True if the buffers are resizable.
+    """
     return {}
 
 

@@ -75,7 +75,7 @@ class Platform:
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """Return a platform that is known only by its constants."""
+    """Return the platform of hardware that is not at hand: only its constants are known."""
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 

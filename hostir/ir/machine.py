@@ -40,7 +40,7 @@ class Move:
 class Exchange:
     """A communication: the statement's keyword, the ordered team, and the messages.
 
-    None for a collective of the team.
+    `moves` is None for a collective of the whole team.
     """
 
     communication: str

@@ -40,7 +40,7 @@ class Call:
     """The data of a call that ranks compare.
 
     Fields:
-        executor: the number of its executor's first call; None before that.
+        executor: the number of the executor's first call, which identifies the executor; None until that call.
         made: the number of calls before it, if ranks meet for it; else 0.
         tries: the number of earlier refusals of it by this or another rank, if ranks meet for it; else 0.
         refusal: the reason why this rank does not make it; empty if it does.

@@ -59,7 +59,7 @@ def launched() -> bool:
 
 
 class Member(Protocol):
-    """An executor as its session knows it."""
+    """The methods of an executor that its session calls."""
 
     def _leave(self, reason: str) -> None:
         """Release the resources that the ranks share, and refuse further calls."""

@@ -71,7 +71,7 @@ class Sharing(Protocol):
         """Reserve address space or files on this rank for `map`: as many bytes as the rank that needs most."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Return the memory of some ranks, this one included, as bytes; 0 at first. All ranks call it."""
+        """Map the memory of some ranks, this one included; return it as bytes, initially 0. All ranks call this."""
 
     def synchronize(self) -> None:
         """Wait until nothing that this rank has issued uses any memory."""

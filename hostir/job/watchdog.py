@@ -250,7 +250,7 @@ class Watchdog:
             plan.give_up(self.lost_call(event))
 
     def lost_call(self, event: RankEvent) -> HostIRError:
-        """Return the error for this rank's calls that may wait for one that another rank has abandoned."""
+        """Return the error for a call that ended midway on another rank: this rank's calls may wait for its rest."""
         what = f"a call ended midway on another rank, and what rank {self.rank} has issued may wait for its rest"
         return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 

@@ -38,7 +38,7 @@ def users_of(program: Program) -> dict[str, list[Statement]]:
 
 
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
-    """Return two extents of an axis: outside its Stream part, and of the Stream part; None without one."""
+    """Return the extent of the factors outside the Stream factor, and its extent; None without a Stream factor."""
     outer = Size()
     for factor in axis.factors:
         if factor.on == STREAM:

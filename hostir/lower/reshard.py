@@ -216,7 +216,7 @@ def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) 
 
 
 def _in_line(type: TensorType, mesh: Mesh) -> bool:
-    """Return True if a tensor has only unsplit axes on a mesh of one axis, as gather and scatter need it."""
+    """Return True if the mesh has one axis and no axis of the tensor is split: gather and scatter need this."""
     return len(mesh.axes) == 1 and all(len(axis.factors) == 1 for axis in type.axes)
 
 

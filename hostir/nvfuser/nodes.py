@@ -150,7 +150,7 @@ class CommunicationNode(Node):
 
 @dataclass(frozen=True)
 class WaitNode(Node):
-    """Wait(Communication number)."""
+    """A wait for the communication with this number, printed as `Wait(Communication number)`."""
 
     number: str
 

@@ -95,7 +95,11 @@ class Types:
         return TensorType(tensor.dtype, axes, mesh, over)
 
     def axis(self, group: LogicalAxis, mesh: Mesh, sliced: bool, unprinted: str = "") -> Axis:
-        """Return the axis of a logical axis; `unprinted`: the mesh axis that it lies on, if that is not printed."""
+        """Convert a logical axis of nvFuser to an axis of a tensor type.
+
+        `sliced`: True if a Stream axis counts as one element. `unprinted`: the mesh axis that the axis lies on, if the
+        dump does not print it.
+        """
         factors = []
         for domain in group.domains:
             on = self.mark(domain.on, mesh, domain.span) if domain.on in ("x", "y") else None

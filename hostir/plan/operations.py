@@ -171,7 +171,8 @@ class SymmetricOp(Op):
 class ViewOp(Op):
     """Sets `registers[out]` to a view of the buffer `x` that begins at element `offset`.
 
-    If the view is `x[i]`, `index` is i: torch makes such a view in two thirds of the time. Else `index` is None.
+    If the view is `x[i]`, `index` is i: torch makes such a view in two thirds of the time that another view takes.
+    Else `index` is None.
     """
 
     out: DefinedRegister

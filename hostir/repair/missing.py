@@ -112,7 +112,11 @@ def _after_issues(outline: Outline) -> Iterator[tuple[BodyPosition, Statement]]:
 
 
 def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPosition]:
-    """Return places before these statements, before blocks around them, and at the ends of earlier conditions."""
+    """Return places for an insertion that comes before these statements.
+
+    They are the places before each statement, before each block around it, and at the end of the body of each
+    conditional statement that comes earlier in one of these blocks.
+    """
     places: dict[BodyPosition, None] = {}
     for s in users:
         place = outline.place(s)

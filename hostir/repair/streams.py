@@ -110,9 +110,11 @@ def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[
 
 
 def forks(outline: Outline, order: Order, second: Event) -> Iterator[Edits]:
-    """Yield edits that make every pool stream wait for the caller's stream, or for one that waited for other ranks.
+    """Yield edits that make every pool stream wait for one stream.
 
-    The waits stand before the loop of the second event, or before the first loop.
+    That stream is the caller's stream, or a pool stream that waits for other ranks. The waits stand before the
+    top-level statement that contains the second event, or before the first unconditional top-level statement that may
+    change the current stream.
     """
     if not outline.program.streams:
         return

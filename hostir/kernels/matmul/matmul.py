@@ -2,7 +2,7 @@
 
 Each program loops over tiles of the output. Tiles are grouped so that neighbours share operands in L2; the grouped
 order and the persistent loop follow Triton's tutorials. Each of the last tiles may be split along K among several
-programs, and each tile of the first blocks of rows among two (hostir.kernels.matmul.kernel).
+programs. Each tile of the first blocks of rows may be split between two programs (hostir.kernels.matmul.kernel).
 
 On Hopper and later, tiles move through TMA descriptors. A large tile is stored in two halves: that halves the staging
 buffer, which leaves shared memory for one more pipeline stage. If a tensor breaks TMA's rules, the kernel uses masked

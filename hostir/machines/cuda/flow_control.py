@@ -95,7 +95,7 @@ class FlowControl:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> FlowControl:
-        """Derive the flow control from the notes that all ranks exchanged; all ranks find the same pairs and teams."""
+        """Derive the flow control from the notes in all ranks' offers; all ranks find the same pairs and teams."""
         me = unrolled.rank
         all_notes = [json.loads(offer.notes) for offer in offers]
         raised: dict[Slot, int] = {}

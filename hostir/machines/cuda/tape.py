@@ -130,7 +130,7 @@ class Segment:
 
 
 class Launched(Protocol):
-    """A compiled kernel that is launched."""
+    """The interface of a kernel object that a tape can record: it has a `kernel_launch`."""
 
     @property
     def kernel_launch(self) -> KernelLaunch:

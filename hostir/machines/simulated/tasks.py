@@ -77,7 +77,10 @@ class Task:
         return self
 
     def held_by(self, others: Iterable[Task]) -> Task:
-        """Add an edge from each of `others` that only some machines have; programs must not rely on it."""
+        """Add a holding edge from each of `others`; return the task.
+
+        Only some machines have these edges, so programs must not rely on them.
+        """
         for other in others:
             other.holds.append(self)
             self.held += 1

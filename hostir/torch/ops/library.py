@@ -133,7 +133,7 @@ class TakenOver(Operator):
         return leave_to_torch(self.name, args[self.group_index], why, lambda: torchs(*args, **options))
 
     def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-        """Call the operator where autograd does not record; skip the dispatcher as other operators do."""
+        """Make a call that autograd does not record. Skip the dispatcher if `needs_no_dispatcher` allows it."""
         if tensors[0].device.type not in MACHINES or not needs_no_dispatcher(tensors):
             return self.packet(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():

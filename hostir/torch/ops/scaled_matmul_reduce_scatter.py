@@ -54,7 +54,7 @@ class FusedArguments(NamedTuple):
 
 
 def _with_shape(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function with the shape of the product, if a call leaves it out."""
+    """Wrap a function of torch: if a call passes no output shape, the wrapper passes the shape of the product."""
 
     def call(*args: Any) -> Any:
         it = FusedArguments(*args)

@@ -53,11 +53,11 @@ class ScaledProduct:
 
     Fields:
         b: the dtype of its right side, by its name in programs.
-        columns: of the right side.
-        dtype: of the result, which may be fp8.
+        columns: the number of columns of the right side.
+        dtype: the dtype of the result, which may be fp8.
         bias: the dtype of its bias; empty without a bias.
-        scaled: whether the result, which is fp8, is multiplied by a scale before it is rounded.
-        fast: whether tensor cores may accumulate.
+        scaled: True if the result is fp8 and is multiplied by a scale before it is rounded.
+        fast: True if tensor cores may accumulate.
     """
 
     b: str
