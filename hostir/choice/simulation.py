@@ -358,7 +358,7 @@ class Simulation:
         return last_end
 
     def _start(self, task: CostTask) -> None:
-        """Begin a task after its dependencies have ended, or schedule it if it begins some time after their end."""
+        """Begin a task whose dependencies have all ended; schedule it if its earliest time is later than now."""
         if self.earliest[task] > self.now:
             heapq.heappush(self.later, (self.earliest[task], self.order[task], task))
         else:

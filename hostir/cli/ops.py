@@ -164,7 +164,13 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
     fields: dict[str, str] = {}
     for name, codec in sorted(codecs_of(cls).items(), key=lambda field: field[0] in optional):
         default = defaults_of(cls).get(name)
-        aside = "" if name not in optional else " (may be left out)" if default is None else f" ({default} unless said)"
+        aside = (
+            ""
+            if name not in optional
+            else " (may be left out)"
+            if default in (None, "")
+            else f" ({default} unless said)"
+        )
         before = fields.get(codec.value)
         fields[codec.value] = f"{before}, `{name}`{aside}" if before else f"`{name}`{aside}"
     return fields

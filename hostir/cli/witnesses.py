@@ -23,7 +23,9 @@ TaskKey = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 def witnesses(
     program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
 ) -> dict[int, tuple[int, str]]:
-    """Find runs that show findings. Return a seed and the problem of its run, by the index of the finding.
+    """Search simulated schedules for runs that show the findings.
+
+    Returns the seed and the failure of such a run, by the index of its finding.
 
     `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats the run. A run shows a race if it hangs or
     raises, or if its results are wrong and the second access came first. A finding that no seed shows has no entry.

@@ -203,7 +203,7 @@ class _Sending:
 
 
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
-    """Make the last product of a sum of partial sums add to the other terms: then one product makes the sum's rows.
+    """Replace the sum of a matmul and other partial sums by `matmul ... plus`, so that one product finishes the rows.
 
     Also return a map from each tensor that a product adds to (by name) to the sum that shares its memory.
     """

@@ -115,7 +115,10 @@ class ScatteredBlocks:
         return Turns(index, Size(sent), to), self.blocks(full, block, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return block number `block` of `full`: a rank's rows, a piece of them, or its rows in each outer block."""
+        """Return the views, the flag and the wait with which block number `block` of `full` is sent.
+
+        A block is one rank's rows, a piece of these rows, or the rank's rows in each outer block.
+        """
         host, s, team, pieces = self.host, self.scatter, self.team, self.pieces
         assert isinstance(s, ReduceScatter)
         views: list[ViewStatement] = []

@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class StreamNode(Node):
-    """`verb` is get, set or synchronize."""
+    """GetCurrentStream, SetCurrentStream or Synchronize; `verb` is get, set or synchronize."""
 
     verb: str
     stream: Formula

@@ -262,7 +262,10 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs that copy while a waiting kernel, issued next, runs; 0 without such copies."""
+    """Return the number of SMs of the copies that end `ops` on this stream; 0 if `ops` does not end with copies by SMs.
+
+    A waiting kernel that is issued next runs beside these copies.
+    """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)
     if isinstance(last, SignalOp) and not last.sms and last.stream == stream:

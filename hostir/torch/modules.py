@@ -469,7 +469,7 @@ class SharingLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(nn.Module):
-    """The projections of attention behind one gather: returns q, k and v of all tokens, this rank's heads of each.
+    """The q, k and v projections of attention, which share one gather; returns all tokens of this rank's heads.
 
     Its layers `q`, `k` and `v` are ColumnParallelLinear; state dicts have those names.
 

@@ -346,7 +346,10 @@ def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[Gathe
 
 
 def check_dtype(*nodes: Node, fp8: bool = False) -> None:
-    """Raise LeftAlone unless all tensors have one dtype that hostir computes with; with `fp8`, a dtype of fp8 each."""
+    """Raise LeftAlone unless all tensors share one dtype that hostir computes with.
+
+    With `fp8`, each tensor must have an fp8 dtype; they may differ.
+    """
     dtypes = {value(node).dtype for node in nodes}
     if not (dtypes <= FP8.keys() if fp8 else len(dtypes) == 1 and dtypes <= DTYPES.keys()):
         raise LeftAlone(f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
@@ -423,7 +426,10 @@ def _used_otherwise(full: Node, products: set[Node]) -> bool:
 
 
 def _replace_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
-    """Replace a matmul and its views by the output `y` of the fused operator, which may have more axes."""
+    """Replace a matmul and its views by the output `y` of the fused operator.
+
+    `y` may have more axes than the matmul's result. The remaining users get a view in the shape of that result.
+    """
     if product.added is not None and product.scales is None:
         if len(shape_of(product.added)) > 1:  # a matrix, while `y` may have more axes
             y = viewed(graph, y, shape_of(product.node))

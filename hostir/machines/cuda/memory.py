@@ -140,7 +140,10 @@ class PeerMemory:
         """Do nothing: the memory goes with the plans that use it."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Keep torch's handle, and derive the flow control."""
+        """Set up new symmetric memory: keep torch's handle and the flow control with it.
+
+        The first time, also create the side stream and the page of NaN bytes.
+        """
         memory.kept["handle"], self.handle = self.handle, None
         flow_control_of(unrolled, memory)
         if self.aside is None:  # now: a GPU that waits might not make it

@@ -46,7 +46,7 @@ def merged(x: Tensor, first: int, end: int) -> Tensor | None:
 
 
 def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
-    """Return gathered rows with all axes of a rank's `part`, which is gathered along `axis`; a view."""
+    """View gathered rows with the axes of the gathered tensor: those of `part`, with `axis` `ranks` times as long."""
     if part.ndim == 2:
         return rows
     others = [n for k, n in enumerate(part.shape[:-1]) if k != axis]
