@@ -28,9 +28,10 @@ from hostir.machines.cuda import driver as cuda_driver
 from hostir.machines.cuda.tape import Segment, TapeWriter
 from hostir.machines.cuda.taped import Tapes
 from tests.kernels.hopper import Hopper, hopper, inputs_of
-from tests.machines.cuda.test_native import FakeDriver, driver, module
+from tests.machines.cuda.test_native import NO_COMPILER, FakeDriver, driver, module
 
 __all__ = ["driver", "module"]  # fixtures
+pytestmark = NO_COMPILER
 LETTERS = {"i1": "b", "i32": "i", "i64": "l", "fp32": "f", "nvTmaDesc": "m"}
 
 
