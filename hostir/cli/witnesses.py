@@ -25,7 +25,7 @@ def witnesses(
 ) -> dict[int, tuple[int, str]]:
     """Search simulated schedules for runs that show the findings.
 
-    Returns the seed and the failure of such a run, by the index of its finding.
+    Returns a seed and the failure of its run, by the index of the finding.
 
     `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats the run. A run shows a race if it hangs or
     raises, or if its results are wrong and the second access came first. A finding that no seed shows has no entry.

@@ -193,6 +193,8 @@ class Watchdog:
             if self.closing.is_set():
                 return
             if ASKED in heard or (signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) == self.on_sigterm):
+                if self.raised is not None and self.closing.wait(LAST_WORDS):
+                    return  # this rank ends by the error that it raises, which says more
                 self.terminated()
             now = time.monotonic()
             self.clock += min(now - last, 2 * PERIOD)

@@ -582,8 +582,8 @@ def matmul_kernel(
     own_rows,  # the rows of block `first`, if they are elsewhere; then each block consists of complete batches
     bias,  # a Bias, or None
     scales,  # Scales, with SCALES only
-    first,  # the block to begin with: of READY, else of DONE; None without both
-    height,  # the rows of such a block
+    first,  # the block to begin with, of READY or else of DONE; None if neither is set
+    height,  # rows of a block
     flags,  # from flags to polls: with READY only, fields of ReadyFlags, and blocks, the number of flags
     timeouts,
     epoch,

@@ -28,13 +28,14 @@ from hostir.kernels.dtypes import torch_dtype
 from hostir.kernels.layout import Words
 from hostir.kernels.repeats import Kernel
 from hostir.kernels.table import kernels_for
+from hostir.knobs import NATIVE
 from hostir.machines.binding import MAX_PLANS, Step
 from hostir.machines.cuda.binder import CudaBinder
 from hostir.machines.cuda.context import PlanContext
 from hostir.machines.cuda.cublas import CublasStreams
 from hostir.machines.cuda.graphs import uniform_only
 from hostir.machines.cuda.memory import PeerMemory
-from hostir.machines.cuda.native import DriverError
+from hostir.machines.cuda.native import DriverError, launcher
 from hostir.machines.cuda.streams import current, workers
 from hostir.machines.cuda.taped import IssuedSteps, Tapes
 from hostir.machines.cuda.timeline import Timeline
@@ -73,6 +74,7 @@ class CudaMachine:
             self.streams = groups.streams.setdefault(program.digest, self.streams)
             self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}
+        self.launcher = launcher() if NATIVE.get() else None  # None: Python issues all steps
 
     def kernel(self, op: ComputeOp) -> Kernel:
         """Return the kernel of a computation, for its stream."""
@@ -147,7 +149,7 @@ class CudaPlan:
         self.steps = binder.steps
         self.cursor: Iterator[Step] = iter(self.steps)  # its position says how many steps the latest run has begun
         self.issuing = self.in_python = IssuedSteps.of(self.steps)  # what the latest run issues
-        self.tapes = Tapes.here() if timeline is None else None  # None: Python issues all steps
+        self.tapes = Tapes(machine.launcher) if machine.launcher is not None and timeline is None else None
         self.in_captures = binder.in_captures  # by position: the steps that a capture issues instead
         self.ops = binder.ops  # the operation of each step
         self.switches = binder.switches  # the steps that only make another stream the current one

@@ -35,7 +35,7 @@ HIGHEST = -100
 
 
 class PeerMemory:
-    """Allocates this rank's symmetric memory and maps that of its peers.
+    """Allocates this rank's symmetric memory and maps its peers' memory.
 
     Args:
         device: this rank's device.
@@ -160,7 +160,7 @@ class PeerMemory:
         return (BufferInfo(*CREDITS, (1,), FLAG.name),)
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """Return what peers must know about this rank's calls, as text."""
+        """Return the facts about this rank's calls that peers need, as text."""
         return notes(unrolled)
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hostir.knobs import NATIVE
 from hostir.machines.binding import Step
-from hostir.machines.cuda.native import launcher, native
+from hostir.machines.cuda.native import native
 from hostir.machines.cuda.tape import Memory, Segment, TapeEntry, TapeWriter
 from hostir.plan.operations import CALLER, AllocateOp, Op, ViewOp
 
@@ -59,12 +58,6 @@ class Tapes:
         self.module = module
         self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
 
-    @staticmethod
-    def here() -> Tapes | None:
-        """Return an empty set of tapes; None if HOSTIR_NATIVE is off, or the launcher cannot be built."""
-        module = launcher() if NATIVE.get() else None
-        return None if module is None else Tapes(module)
-
     def steps(self, plan: CudaPlan) -> IssuedSteps:
         """Return the steps of a run whose tensors are in the plan's registers."""
         registers = (*plan.unrolled.inputs, *(home for home, _ in plan.placed))
@@ -88,7 +81,7 @@ class Tapes:
 
 
 class TapedRun:
-    """Records a run of a plan, and makes steps of what it issues.
+    """Records a run of a plan, and makes native steps from its driver calls.
 
     Args:
         plan: the plan, with the tensors of a call in its registers.

@@ -133,8 +133,8 @@ def gpu(module: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 StridedCopy = copies.StridedCopy
-STREAMS = [Stream() for _ in range(3)]  # of the caller
-CALLERS = [STREAMS[0]]  # the one of the next call
+STREAMS = [Stream() for _ in range(3)]  # callers' streams
+CALLERS = [STREAMS[0]]  # the stream of the next call
 FUSIONS = {
     "gathered": lambda: patterns.allgather_matmul(2, S=2, M=4096, K=8192, N=3584, dtype="bf16"),
     "scattered": lambda: patterns.row_parallel_scattered(2, S=2, M=4096, K=7168, N=8192, dtype="bf16"),
