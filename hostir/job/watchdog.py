@@ -193,8 +193,8 @@ class Watchdog:
             if self.closing.is_set():
                 return
             if ASKED in heard or (signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) == self.on_sigterm):
-                if self.raised is not None and self.closing.wait(LAST_WORDS):
-                    return  # this rank ends by the error that it raises, which says more
+                if self.ends_by_itself():
+                    return
                 self.terminated()
             now = time.monotonic()
             self.clock += min(now - last, 2 * PERIOD)
@@ -207,7 +207,13 @@ class Watchdog:
                 if not cause:
                     self.end_lost_run()
             if cause:
+                if self.ends_by_itself():
+                    return
                 self.end(cause)
+
+    def ends_by_itself(self) -> bool:
+        """Return True if this rank ends within LAST_WORDS by an error that it raises: its traceback says more."""
+        return self.raised is not None and self.closing.wait(LAST_WORDS)
 
     def learn(self) -> None:
         """Process new events of the ranks."""
