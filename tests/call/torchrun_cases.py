@@ -98,9 +98,14 @@ def product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def product_by_ranks(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the sum of the ranks' products; each product is rounded to its dtype."""
-    parts = [x @ y for x, y in zip(a.chunk(SIZE, -1), b.chunk(SIZE, 0), strict=True)]
-    return (torch.stack(parts).sum(0),)
+    """Return the sum of the ranks' products. Each is computed in f32 or better, as hostir does, and rounded once.
+
+    torch's products of f16 tensors are less exact by default, and a less exact one can be lucky in its rounding:
+    once in 300 calls the largest error of 3,072 sums was then less than 1/1.1 of hostir's.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    parts = [x.to(wide) @ y.to(wide) for x, y in zip(a.chunk(SIZE, -1), b.chunk(SIZE, 0), strict=True)]
+    return (torch.stack([part.to(a.dtype) for part in parts]).sum(0),)
 
 
 def contains(text: str, *pieces: str) -> None:
