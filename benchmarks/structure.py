@@ -1,10 +1,12 @@
-"""Figures on hostir's structure: lines of each package, hand-kept lists of classes, long signatures, files that a new
-statement changes, and functions of a warm call.
+"""Figures on hostir's structure: lines of each package, long functions and classes, import circles, globals, hand-kept
+lists of classes, long signatures, files that a new statement changes, and functions of a warm call.
 
     python -m benchmarks.structure
     python -m benchmarks.structure --root ../before --out benchmarks/results/structure
 
-Lines are code, docstrings, comments, imports or blank. A hand-kept list of classes is an `isinstance`, a `case`, or the
+Lines are code, docstrings, comments, imports or blank. Kernels may be longer than other functions. An import circle is
+a set of modules of which each imports each other, directly or through others; an import within a function counts, one
+for a type checker does not. A hand-kept list of classes is an `isinstance`, a `case`, or the
 keys and items of a literal that name classes of statements or of operations of an unrolled program. It counts in the
 packages that should ask for traits instead, `ROOMS`. The files that a new statement changes are taken
 from docs/extending.md, as in the test of that page. Parameters of a method do not include `self`. A warm call is the
@@ -20,7 +22,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from benchmarks.harness import table, write
@@ -36,6 +38,7 @@ ROOMS = (
     "choice",
 )  # packages that should keep no lists of classes
 LONG = 12  # parameters
+LONG_FUNCTION, LARGE_CLASS = 60, 12  # lines, methods
 CHANGE = re.compile(r"^```python (?:after|in|import) (\S+)$", re.MULTILINE)
 KINDS = ("code", "docstrings", "comments", "imports", "blank")
 WARM = """
@@ -81,11 +84,15 @@ def lines_of(text: str) -> Counter[str]:
             kinds[n] = "comments"
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            kinds |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), "imports")
+            kinds |= dict.fromkeys(range(node.lineno, _last_line(node) + 1), "imports")
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
             doc = node.body[0]
-            kinds |= dict.fromkeys(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1), "docstrings")
+            kinds |= dict.fromkeys(range(doc.lineno, _last_line(doc) + 1), "docstrings")
     return Counter(kinds.values())
+
+
+def _last_line(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
 
 
 def modules(root: Path) -> dict[str, str]:
@@ -159,6 +166,68 @@ def long_signatures(name: str, text: str) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {node.name}, {count}{' (Triton)' if kernel else ''}"
 
 
+def long_functions(name: str, text: str) -> Iterator[str]:
+    """Yield functions of more than LONG_FUNCTION lines."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and (lines := _last_line(node) - node.lineno + 1) > LONG_FUNCTION:
+            yield f"{name}:{node.lineno}: {node.name}, {lines}"
+
+
+def large_classes(name: str, text: str) -> Iterator[str]:
+    """Yield classes of more than LARGE_CLASS methods."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(member, ast.FunctionDef) for member in node.body)
+            if methods > LARGE_CLASS:
+                yield f"{name}:{node.lineno}: {node.name}, {methods}"
+
+
+def rebound_globals(name: str, text: str) -> Iterator[str]:
+    """Yield the module globals that functions bind anew."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Global):
+            yield f"{name}:{node.lineno}: {', '.join(node.names)}"
+
+
+def import_circles(texts: dict[str, str]) -> list[str]:
+    """Return the import circles: each a line of the modules that import each other."""
+    names = {_module(path): path for path in texts}
+    imported = {name: set(_imports(ast.parse(texts[path]), names)) - {name} for name, path in names.items()}
+    reached = {name: _reachable(name, imported) for name in names}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in names}
+    return sorted(", ".join(sorted(circle)) for circle in circles if len(circle) > 1)
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imports(node: ast.AST, names: Collection[str]) -> Iterator[str]:
+    """Yield the modules of `names` that the code below a node imports, but for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module in names:
+            yield from (
+                f"{child.module}.{a.name}" if f"{child.module}.{a.name}" in names else child.module for a in child.names
+            )
+        elif isinstance(child, ast.Import):
+            yield from (a.name for a in child.names if a.name in names)
+        else:
+            yield from _imports(child, names)
+
+
+def _reachable(name: str, imported: dict[str, set[str]]) -> set[str]:
+    """Return the modules that a module imports, directly or through others."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        more = imported[waiting.pop()] - seen
+        seen |= more
+        waiting += more
+    return seen
+
+
 def statements_of(root: Path) -> dict[str, str]:
     """Return the sections of docs/extending.md that add a statement, by title."""
     page = (root / "docs/extending.md").read_text()
@@ -199,21 +268,33 @@ def main() -> None:
     by_hand = [
         at for name, text in texts.items() if set(name.split("/")) & set(ROOMS) for at in lists(name, text, known)
     ]
+    outside = {name: text for name, text in texts.items() if "kernels" not in name.split("/")}
+    functions = [at for name, text in outside.items() for at in long_functions(name, text)]
+    large = [at for name, text in texts.items() for at in large_classes(name, text)]
+    rebound = [at for name, text in texts.items() for at in rebound_globals(name, text)]
+    circles = import_circles(texts)
     long = [at for name, text in texts.items() for at in long_signatures(name, text)]
     added = {title: touched(options.root, section) for title, section in statements_of(options.root).items()}
     chain, called = warm_call(options.root)
-    functions = f"{len(called)} functions of {len({f.partition(':')[0] for f in called})} files"
+    warm = f"{len(called)} functions of {len({f.partition(':')[0] for f in called})} files"
     sections = [
         table(["room", "files", *KINDS], rows),
+        f"{len(functions)} functions of more than {LONG_FUNCTION} lines outside kernels:\n" + "\n".join(functions),
+        f"{len(large)} classes of more than {LARGE_CLASS} methods:\n" + "\n".join(large),
+        f"{len(circles)} import circles:\n" + "\n".join(circles),
+        f"{len(rebound)} functions that bind globals of their module anew:\n" + "\n".join(rebound),
         f"{len(by_hand)} lists of classes kept by hand in {', '.join(ROOMS)}:\n" + "\n".join(by_hand),
         f"{len(long)} functions of more than {LONG} parameters:\n" + "\n".join(long),
         *(f"{title}: {len(files)} files\n" + "\n".join(files) for title, files in added.items()),
-        f"a warm call: {functions}; the deepest chain:\n" + "\n".join(chain),
+        f"a warm call: {warm}; the deepest chain:\n" + "\n".join(chain),
     ]
     print("\n\n".join(sections))
     if options.out is not None:
         text = "\n\n".join([sections[0], *(f"```\n{text}\n```" for text in sections[1:])])
-        data = {"rooms": rooms, "by_hand": by_hand, "long": long, "touched": added, "chain": chain, "called": called}
+        data = {
+            **{"rooms": rooms, "functions": functions, "large": large, "circles": circles, "globals": rebound},
+            **{"by_hand": by_hand, "long": long, "touched": added, "chain": chain, "called": called},
+        }
         write(options.out, "Structure", text, data)
 
 

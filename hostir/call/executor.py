@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,8 @@ class Executor:
     Raises HostIRError on every rank if ranks run different programs, or if the job or the group has too few ranks.
     """
 
+    on_simulated_ranks: ClassVar[type[Executor]]  # these two are set by `hostir.call`: their modules import this one
+    on_this_rank: ClassVar[type[Executor]]
     machine: str
     calls: Calls  # the calls of these ranks; missing for simulated ranks
 
@@ -103,13 +105,10 @@ class Executor:
         """Make a `LocalExecutor` or a `RankExecutor`, depending on the machine."""
         executor_class: type[Executor] = cls
         if cls is Executor:
-            from hostir.call.local import LocalExecutor
-            from hostir.call.rank import RankExecutor
-
             machine, group = options.get("machine"), options.get("group")
             here = machine is None and group is None and not launched()
             simulated = here or (isinstance(machine, str) and machine == "local")
-            executor_class = LocalExecutor if simulated else RankExecutor
+            executor_class = cls.on_simulated_ranks if simulated else cls.on_this_rank
         return object.__new__(executor_class)
 
     @untraced

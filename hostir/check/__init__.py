@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from hostir.check.limits import MAX_CALLS, check_calls
 from hostir.check.signature import Signature, SizesKey, forget_forms
 from hostir.check.structure import check_structure, verify
 from hostir.ir.op import Phase
 from hostir.ir.program import Program
-from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError, error, user_span
-
-MAX_CALLS = 32  # the most successive calls that one check covers
-
-
-def check_calls(calls: object, given_as: str) -> None:
-    """Raise unless `calls` is None or an integer from 1 to MAX_CALLS; the message begins with `given_as`."""
-    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or not 1 <= calls <= MAX_CALLS):
-        hint = "leave it out to check as many calls as show the errors of any number of calls, mostly 2"
-        raise error(given_as, user_span(), expected=f"an integer from 1 to {MAX_CALLS}", hint=hint)
+from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 
 
 def check(

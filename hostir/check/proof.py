@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hostir.check import MAX_CALLS
 from hostir.check.findings import Finding, FindingBuilder, in_program_order, leaks
+from hostir.check.limits import MAX_CALLS
 from hostir.check.one_rank.alike import Alike, alike
 from hostir.check.ordering.held_sms import calls_needed, kernels_in_the_way
 from hostir.check.ordering.order import Order

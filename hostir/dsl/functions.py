@@ -197,7 +197,7 @@ def _divide(x: Any, y: Any) -> Tensor:
     return mul(x, 1 / number)
 
 
-OPERATORS = {"@": matmul, "+": add, "*": mul, "-": _subtract, "/": _divide}
+Tensor.operators = {"@": matmul, "+": add, "*": mul, "-": _subtract, "/": _divide}
 
 
 def relu(x: Tensor) -> Tensor:

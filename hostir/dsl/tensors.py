@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hostir.dsl.mesh import DeviceMesh, ParallelType
 from hostir.ir.sizes import Size
@@ -63,6 +63,7 @@ class Tensor:
         partial_over: the mesh axes over which each rank holds one term of a sum.
     """
 
+    operators: ClassVar[Mapping[str, Callable[[Any, Any], Tensor]]]  # set by `hostir.dsl.functions`, which imports this
     __array_ufunc__ = None  # makes numpy use the operators below, which explain the mistake
 
     def __init__(self, fusion: Owner, name: str, dtype: DType, shape: Sequence[Size], span: Span | None) -> None:
@@ -234,6 +235,4 @@ class Tensor:
 
 def _operate(operator: str, *operands: Any) -> Tensor:
     """Add the statements of an arithmetic operator and return their result."""
-    from hostir.dsl.functions import OPERATORS  # functions take tensors
-
-    return OPERATORS[operator](*operands)
+    return Tensor.operators[operator](*operands)
