@@ -1,7 +1,8 @@
 """Define messages between two ranks of one mesh.
 
-A rank's messages within a team run one after another, in the order issued. Each ends when both sides have met. So two
-ranks that both send first wait for each other forever; `exchange` sends and receives at once:
+A rank's messages within a team run one after another, in the order in which the rank issues them. A message ends only
+after the peer has started the matching message. So two ranks that both send first wait for each other forever.
+`exchange` sends and receives at once:
 
     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
     wait %h
@@ -49,7 +50,7 @@ class Message(Statement):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh whose ranks exchange the message; raise unless it has the axis `over`."""
+        """The mesh of the ranks that exchange the message. Raises unless it has the axis `over`."""
         return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     @property
@@ -143,7 +144,7 @@ MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the 
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """Return the peer's rank; raise if it is this rank, which cannot be its partner."""
+    """Return the rank `peer`; raise if it is the rank `me`, because a rank cannot wait for itself."""
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",
