@@ -58,7 +58,7 @@ class Tensor:
 
     Fields:
         name: its name in the program's text, without `%`.
-        dtype: `str(t.dtype)` is `f64`, `f32`, `f16` or `bf16`.
+        dtype: the element type. `str(t.dtype)` is its name, such as `bf16`.
         shape: the shape of the unsharded tensor; splits do not change it.
         mesh: the `hi.DeviceMesh`; None until it is set.
         partial_over: the mesh axes over which each rank holds one term of a sum.

@@ -265,7 +265,7 @@ class Transfer(Communication):
 
     @cached_property
     def _exchanges(self) -> dict[int, Exchange]:
-        """The exchange of each rank that sends or receives."""
+        """A map from each rank that sends or receives to its `Exchange`."""
         moves: dict[int, list[Move]] = {}
         for move in self.moves(*self._meshes):
             for rank in {move.source, move.target}:
@@ -296,7 +296,7 @@ class Transfer(Communication):
     def sharded(self, type: TensorType, marks: tuple[Mark, ...]) -> bool:
         """Return True if exactly one axis is sharded, over a mesh of one axis.
 
-        In a host program it must be outermost.
+        In a host program, the sharded axis must also be outermost.
         """
         one = len(marks) == 1 and type.mesh is not None and len(type.mesh.axes) == 1
         return one and (self.handle is None or leads(type, type.mesh.axes[0] if type.mesh else ""))

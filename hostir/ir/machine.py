@@ -219,7 +219,10 @@ class Machine(OptionalMethods, Protocol):
         """Make the current stream wait until a flag of this rank has reached an epoch of this call."""
 
     def barrier(self, team: tuple[int, ...]) -> None:
-        """Make the current stream wait at its n-th barrier until every rank of the team is at its n-th barrier."""
+        """Make the current stream wait until every rank of the team has reached this barrier.
+
+        The n-th barriers of the ranks of a team are one barrier.
+        """
 
     def current_stream(self) -> Handle:
         """Return the current stream, to which statements are issued."""

@@ -350,10 +350,10 @@ class WaitSignal(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Barrier(Statement):
-    """The current stream waits until every rank along `over` has reached the same barrier.
+    """The current stream waits until every rank along `over` has reached this barrier.
 
-    The n-th barrier of a rank belongs to the n-th barriers of the other ranks. What comes before any of them on its
-    stream happens before everything that comes after any of them. The mesh of `x` determines the ranks that take part.
+    The n-th barriers of the ranks of a team are one barrier. The work that precedes the barrier on any rank's stream
+    happens before the work that follows it on any rank's stream. The mesh of `x` determines the ranks that take part.
     The memory of `x` is not accessed.
 
     Example: barrier of %x: f32[8@didx, 32] over didx

@@ -165,7 +165,10 @@ Shape = tuple[Size, ...]  # or strides
 
 
 class Sync(Flag):
-    """What a statement orders, if it does nothing else. Statements that compute or move data have NOTHING."""
+    """The order that a statement adds if it does nothing else: between streams of a rank, or between ranks.
+
+    Statements that compute or move data have NOTHING.
+    """
 
     NOTHING = 0
     STREAMS = auto()  # the current stream waits for another stream of its rank
@@ -253,7 +256,7 @@ class Traits:
 
     @property
     def sets_stream(self) -> Expr | None:
-        """The stream that it makes the current stream; None if it leaves the current stream as it is."""
+        """The stream to which it switches; None if it does not change the current stream."""
         return None
 
     @property
@@ -322,9 +325,9 @@ class Traits:
 
     @property
     def compared(self) -> tuple[Shape, ...]:
-        """The local shapes of a communication that must be equal on all its ranks.
+        """The local shapes that must be equal on all ranks of a communication.
 
-        A shape may have a single axis, for a number of elements.
+        If only the number of elements must be equal, a shape is this number as a single axis.
         """
         return ()
 

@@ -132,7 +132,10 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text, with `notes` as comments after statements. `printer` replaces the default printer."""
+    """Return the program's text. With `notes`, the notes of statements are comments after them.
+
+    `printer` replaces the default printer.
+    """
     printer = printer or Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"

@@ -178,8 +178,8 @@ def is_dense(shape: Extents, strides: Extents) -> bool:
 def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | None:
     """Return the strides of a strided tensor seen in the shape `new`; None if only a copy can have this shape.
 
-    The rules are those of torch's `Tensor.view`. An axis merges with the axes inside it if one step along it leads just
-    past all their elements. The new axes must split the merged axes.
+    The result is the same as with torch's `Tensor.view`. An axis merges with its inner axes if one step along the axis
+    leads just past all elements of the inner axes. The new axes must split the merged axes.
     """
     if prod(shape) != prod(new):
         return None
@@ -212,7 +212,7 @@ class Near(Generic[T]):
     """An index of the regions of one buffer, each with a value. It finds the regions that meet a queried region.
 
     Regions are grouped into classes by extent. The longest extent doubles from class to class. Within a class, regions
-    are sorted by offset. So a query skips all regions that begin too far before it for the longest extent of the class.
+    are sorted by offset. A query looks only at regions that begin at most the longest extent of their class before it.
 
     A region with gaps may lie in the gaps of another region, as the columns of a matrix do. So such regions are also
     grouped by their outermost stride. In these classes, offsets and extents are taken modulo the stride.
@@ -244,7 +244,7 @@ class Near(Generic[T]):
 def _extent(region: Region, stride: int) -> int:
     """Return the distance from a region's first to its last element.
 
-    If `stride` is not 0, steps by multiples of `stride` do not count.
+    If `stride` is not 0, axes along which the region steps by a multiple of `stride` do not count.
     """
     return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 

@@ -107,7 +107,7 @@ class OperandScales:
     def forms(self, groups: Size) -> Iterator[ScaleShapes]:
         """Yield the shapes that both scales may have, for each granularity.
 
-        Tensor-wise and row-wise scales may be one or `groups` along K.
+        Along K, there may be one tensor-wise or row-wise scale, or `groups` of them.
         """
         *rows, K = self.a.tensor.shape
         N = self.b.tensor.shape[1]

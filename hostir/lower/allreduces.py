@@ -136,7 +136,10 @@ class _TwoSteps:
         self.gathered: set[str] = set()
 
     def replace(self, s: AllReduce) -> None:
-        """Add the two collectives of an allreduce, and between them the statements that can run on a rank's rows."""
+        """Add the reduce_scatter and the allgather that replace an allreduce.
+
+        Between them, add the statements after the allreduce that can run on a rank's rows.
+        """
         k, type = shared_axis(s), s.out.tensor.host()
         assert k is not None
         axis = Axis((Factor(type.axes[k].extent, s.over),))

@@ -174,11 +174,11 @@ def _switches(s: Statement) -> bool:
 
 
 def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, bool]:
-    """Return the two truth values after statement `s`.
+    """Return the values of `on_worker` and `pending` after statement `s`.
 
     Args:
         on_worker: True if a worker stream is current before `s`.
-        pending: True if the caller's stream has not waited for all work on workers before `s`.
+        pending: True if the caller's stream has not yet waited for all earlier work on worker streams.
     """
     if s.bodies:
         for inner in (each for body in s.bodies for each in body):

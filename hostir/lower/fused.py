@@ -73,7 +73,10 @@ class Fused(Pass):
 
 @dataclass(frozen=True)
 class Push(Pass):
-    """Replaces collectives of rows by a kernel that copies to all ranks and a kernel that starts while it runs."""
+    """Replaces collectives of rows by a kernel that copies to all ranks and a kernel that waits for each block of rows.
+
+    The second kernel starts while the first kernel runs.
+    """
 
     name = "push"
     steps: AllReduceSteps = field(default_factory=AllReduceSteps)
@@ -87,7 +90,7 @@ def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: A
 
     Args:
         strategy: the name of the pass, for messages.
-        mover: what moves the bytes.
+        mover: the hardware that copies the blocks.
         pieces, steps: choose how many blocks a reduce_scatter or an allreduce has.
     """
 
@@ -192,7 +195,7 @@ class _Sending:
         """Add a computation or a view.
 
         If it reads gathered rows, it waits for them. If it makes rows that are summed up over ranks, it sets the flags
-        for which their copies wait.
+        that the copies of these rows wait for.
         """
         scatter = None
         if isinstance(s, Contraction) and (scatter_of := self.leaving.get(s.out.name)) is not None:
@@ -219,8 +222,8 @@ class _Sending:
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
     """Replace each addition of a product and another partial sum by `matmul ... plus`; return the new program.
 
-    So a single product finishes the rows, and can set their flags. Also return a map from the name of each tensor to
-    which a product is added to the sum. The tensor and the sum share memory.
+    So a single product finishes the rows, and can set their flags. The product is added to the other partial sum in
+    place. Also return a map from the name of each such partial sum to the result that takes over its memory.
     """
     makers, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
     body, onto = [*program.body], dict[str, Value]()

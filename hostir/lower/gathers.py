@@ -161,7 +161,7 @@ class SentColumns(SentRows):
         return Size(row_slices(self.gather))
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return this rank's parts of the slices."""
+        """Return the blocks that this rank sends: its part of each slice."""
         views: list[ViewStatement] = []
         index = self.host.index("s")
         mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)

@@ -140,7 +140,7 @@ class Scope:
 
     @abstractmethod
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
-        """Allocate a dense buffer of a type, and return it. `like` is the value whose place errors should point at."""
+        """Allocate a dense buffer of a type, and return it. Errors about the buffer point at the place of `like`."""
 
     def add(self, s: Statement) -> None:
         """Add a statement, and before it the copies or views of operands that need another memory layout."""

@@ -170,8 +170,8 @@ class Slices(Scope):
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
         """Return the memory for the slice of a partial sum that only an allreduce reads.
 
-        It is the memory of the allreduce's result, so that the sum is reduced in place. If that memory is not
-        contiguous, it is a buffer instead.
+        It is the memory of the allreduce's result, so that the sum is reduced in place. If the slice of that result is
+        not contiguous, it is a slice of another buffer.
         """
         target = self.slices[reduce.out.name] = self.destination(reduce.out)
         if target.name not in self.dense:

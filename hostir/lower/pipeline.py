@@ -213,8 +213,8 @@ def _needs_axis(s: Statement, place: SlicePlace) -> bool:
 def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
     """Remove from a group the statements that must be complete before the loop can run.
 
-    There are two cases: another statement of the group uses the result unsliced; or a statement outside the group needs
-    the result, and the group needs the result of that statement.
+    A statement S must be complete in two cases. Another statement of the group may read the unsliced result of S. Or a
+    statement outside the group may need the result of S, while the group needs the result of that outside statement.
     """
     while True:
         inside = {result_of(s).name for s in group.statements}

@@ -75,7 +75,7 @@ def splits_only(s: Reshape) -> bool:
 
 @dataclass(frozen=True)
 class Propagate(Pass):
-    """Gives each tensor without a mesh a sharding: inputs are replicated, results get theirs from their operands."""
+    """Gives each tensor without a mesh a sharding: inputs are replicated, results are sharded to fit their operands."""
 
     name = "propagate"
     explicit_reshards = False

@@ -315,9 +315,9 @@ Reduction = AllReduce | ReduceScatter
 
 
 def _reduced_once(program: Program) -> Program:
-    """Return the program with one reduction in the place of two, where both terms of an addition are reduced alike.
+    """Return the program with one reduction instead of two wherever both terms of an addition are reduced alike.
 
-    The partial sums are then added before the reduction.
+    There the partial sums are added first, and their sum is reduced once.
     """
     names, users = Names.of(program), users_of(program)
     reductions: dict[str, Reduction] = {}  # reductions with a single reader, by the name of their result

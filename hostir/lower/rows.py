@@ -35,7 +35,7 @@ class RowCollectives:
         moves: the allgathers and reduce_scatters of rows.
         reduces: the allreduces that run in one step, or in chunks.
         regathered: the names of results of allgathers that are the second step of an allreduce.
-        reasons: by the name of a communication's result, the reason why the communication does not overlap.
+        reasons: a map from the name of a communication's result to the reason why the communication does not overlap.
     """
 
     program: Program
@@ -89,7 +89,7 @@ class RowCollectives:
         return gather if alike and same and gather.out.name not in before else None
 
     def with_scales_first(self) -> RowCollectives:
-        """Return the program with each allgather of scales moved before the allgather of the rows of these scales."""
+        """Return the collectives with each allgather of scales moved before the allgather of the rows to scale."""
         rows = self
         for scale in self.scales:
             body = rows.program.body
@@ -165,9 +165,10 @@ class RowCollectives:
         )
 
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
-        """Return the collectives with tensors in block axes, `[blocks, ranks, ..., K]`, if `wanted` selects them.
+        """Return the collectives changed so that tensors have block axes, `[blocks, ranks, ..., K]`.
 
-        Matmuls of their gathered rows get the same axes. Reshapes lead back to the old axes.
+        This concerns the collectives for which `wanted` is true. Matmuls of their gathered rows get the same axes.
+        Reshapes lead back to the old axes.
         """
         names = Names.of(self.program)
         full: dict[str, Value] = {}  # by the name of gathered rows or scales: the tensor with block axes
@@ -208,7 +209,10 @@ class RowCollectives:
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
 
     def with_products_in_blocks(self) -> RowCollectives:
-        """Return the collectives with products that have the block axes of a reduce_scatter, if only it reads them."""
+        """Return the collectives with products changed to have block axes.
+
+        This concerns products that only a reduce_scatter reads, through a reshape to its block axes.
+        """
         program, names = self.program, Names.of(self.program)
         makers = {result_of(s).name: s for s in program.body}
         views = {s.x.name: makers.get(s.x.name) for s in self.scatters}
@@ -375,7 +379,7 @@ def first_matmul(program: Program, s: AllGather) -> Statement | None:
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Return True if a tensor is an output, or if a statement reads it that is not a matmul of these rows."""
+    """Return True if a tensor of rows is an output, or if any statement but a matmul of these rows reads it."""
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 

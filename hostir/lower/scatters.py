@@ -81,9 +81,9 @@ class ScatteredBlocks:
     def first(self) -> Expr:
         """The block with which the product of all rows begins.
 
-        It makes the product compute blocks in about the order in which they are sent. The product computes blocks in
-        memory order, and goes on with the first block after the last one. It ends with a block of this rank, which is
-        not sent.
+        With this choice, the product computes blocks in about the order in which they are sent. It computes blocks in
+        memory order, and goes on with block 0 after the last block. It ends with a block of this rank, which is not
+        sent.
 
         If the blocks for a rank are contiguous, or there are two ranks, the product begins with the first block for the
         next rank, because that block is sent first.
@@ -350,11 +350,11 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 
 
 def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:
-    """Find the addition and the activation that can be computed together with a sum; return result, addend, activation.
+    """Find an addition and an activation that directly follow a sum, so that the kernel of the sum can compute them.
 
-    `result` is the result of the sum. The returned result is that of the last of these statements. The addend is None,
-    and the activation is empty, if there is no such statement. Each statement must be the only reader of the previous
-    result. The added tensor, such as a bias or a residual, must already be computed.
+    Return the final result, the tensor to add (or None), and the name of the activation (or an empty string). Each of
+    these statements must be the only reader of the result before it. The tensor to add, such as a bias or a residual,
+    must already be computed. `result` is the result of the sum.
     """
     shape, addend, activation = result.tensor.shape, None, ""
     user = host.only_user(result)

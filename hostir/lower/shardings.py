@@ -26,10 +26,10 @@ def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> Ope
 
     The first of these rules that applies decides:
 
-    - if all operands of a contraction are sharded on the contracted axis, the result is a partial sum;
-    - the annotation of the result, `wanted`;
-    - the sharding of the right operand of a contraction, then of its left operand;
-    - for other computations, the sharding of the first operand that is sharded.
+    - If all operands of a contraction are sharded on the contracted axis, they stay so: the result is a partial sum.
+    - If the result is annotated (`wanted`), operands are sharded to fit the annotation.
+    - In a contraction, the sharding of the right operand decides, then the sharding of the left operand.
+    - In other computations, the sharding of the first sharded operand decides.
 
     If no rule applies, no axis is sharded, and sharded operands are gathered. Raises if ranks cannot compute on the
     resulting parts.
@@ -119,7 +119,10 @@ class _Computation:
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
-        """Remove from `homes` mesh axes of an axis of the result that their ranks cannot divide evenly."""
+        """Remove mesh axes from an axis of the result until the number of their ranks divides it.
+
+        `homes` maps each mesh axis to the axis of the result that it shards, and is changed.
+        """
         marks = [mark for mark in self.mesh.axes if homes[mark] == axis]
         while marks and self.from_annotation(axis, set(marks)) is None:
             if size.divisible_by(prod(self.mesh.size(mark) for mark in marks)):

@@ -61,7 +61,10 @@ class SlicePlace:
 
 @dataclass
 class SlicedGroup:
-    """Statements that one loop runs slice by slice, and by name of each sliced tensor the place of its slices."""
+    """Statements that one loop runs slice by slice.
+
+    `places` maps the name of each sliced tensor to the place of its slices.
+    """
 
     statements: list[Statement] = field(default_factory=list)
     places: dict[str, SlicePlace] = field(default_factory=dict)
@@ -77,12 +80,15 @@ class SlicedGroup:
         return any(self.places.get(name, at) != at for name, at in places.items())
 
     def add(self, s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> None:
-        """Add a statement. `place` is the place of the slices in its result, and `places` are those in its operands."""
+        """Add a statement.
+
+        `place` is the place of the slices in its result. `places` maps the names of its operands to their places.
+        """
         self.statements.append(s)
         self.places |= {**places, result_of(s).name: place}
 
     def keep_axes(self) -> None:
-        """Make slices keep the sliced axis even if they are one element of it."""
+        """Make slices keep the sliced axis even if each slice is a single element of it."""
         self.places = {name: replace(at, keep=True) for name, at in self.places.items()}
 
     @property
@@ -91,9 +97,9 @@ class SlicedGroup:
 
 
 def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
-    """Return, by name, the place of the slices of each operand that a statement needs for a slice of its result.
+    """Return the places of the slices in a statement's operands, by the names of the operands.
 
-    `place` is the place of the slices in the result. Operands that are used unsliced are left out.
+    `place` is the place of the slices in the statement's result. Operands that are used unsliced are left out.
     """
     if isinstance(s, Communication):
         return {s.x.name: place}

@@ -39,7 +39,7 @@ SIGNAL_STREAM = Lit(1)  # the worker stream of kernels that signal after these c
 
 @dataclass(frozen=True)
 class Mover:
-    """What moves the bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The hardware that copies blocks: copy engines on worker streams, or SMs with a kernel on the caller's stream.
 
     Several copies by copy engines use two worker streams, if `streams` allows it. A kernel on the second stream then
     sends the signal after each copy, because a signal by the copying stream itself would delay the next copy.
@@ -60,7 +60,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a rank sends in each turn: one block, or a loop over `count` blocks with the index `index`.
+    """The blocks that a rank sends in a turn: one block, or `count` blocks in a loop with the index `index`.
 
     Fields:
         source, target: the views from which and to which a block is copied.
