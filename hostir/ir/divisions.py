@@ -84,6 +84,7 @@ def _apart(size: Size) -> tuple[Size, Size]:
     """Return the dividend of a quotient, and the symbols of its divisor.
 
     The divisor's integer is left out. If the divisor has no symbols, the dividend's integer is left out as well.
+    Divisions with equal results are reported together.
     """
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)

@@ -148,7 +148,7 @@ class OptionalMethods(Protocol):
 
 
 class Machine(OptionalMethods, Protocol):
-    """The interface that executes statements. `rank` is None on a machine that holds unsharded tensors.
+    """The interface of a machine that executes statements. `rank` is None on a machine that holds unsharded tensors.
 
     A handle is the machine's object for a tensor, a stream or a communication.
     """

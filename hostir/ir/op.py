@@ -161,11 +161,11 @@ Name = Annotated[str, Codec.NAME]
 
 VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}
 
-Shape = tuple[Size, ...]  # or strides
+Shape = tuple[Size, ...]  # a shape, or the strides of a tensor
 
 
 class Sync(Flag):
-    """The order that a statement adds if it does nothing else: between streams of a rank, or between ranks.
+    """The kind of order that a statement adds, if the statement has no other effect.
 
     Statements that compute or move data have NOTHING.
     """
@@ -248,20 +248,20 @@ class Traits:
 
     @property
     def waits(self) -> int:
-        """The number of streams or ranks for which it makes the current stream wait.
+        """The number of streams or ranks for which the statement makes the current stream wait.
 
-        It is 0 unless the statement only orders (see `orders`).
+        It is 0 unless the statement does nothing but order (see `orders`).
         """
         return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
 
     @property
     def sets_stream(self) -> Expr | None:
-        """The stream to which it switches; None if it does not change the current stream."""
+        """The stream to which the statement switches; None if the statement does not change the current stream."""
         return None
 
     @property
     def place(self) -> tuple[Value, str] | None:
-        """The index that it sets to this rank's position along a mesh axis, and the mesh axis.
+        """The index that the statement sets to this rank's position along a mesh axis, and the mesh axis.
 
         None if the statement defines no such index.
         """
@@ -269,35 +269,38 @@ class Traits:
 
     @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
-        """The rows of flags that it signals or waits for."""
+        """The rows of flags that the statement signals or waits for."""
         return ()
 
     @property
     def peer_place(self) -> tuple[Expr, str] | None:
-        """The peer that it signals, or copies to or from: its position along a mesh axis, and the mesh axis.
+        """The position of the statement's peer along a mesh axis, and the mesh axis; None without a peer.
 
-        None if the statement has no peer.
+        The peer is the rank that the statement signals, or copies to or from.
         """
         return None
 
     @property
     def remote(self) -> Value | None:
-        """The view of a symmetric buffer that it reads or writes on a peer; None if it accesses no peer's memory."""
+        """The view of a symmetric buffer that the statement reads or writes on a peer.
+
+        None if the statement accesses no memory of a peer.
+        """
         return None
 
     @property
     def needs_reserved_sm(self) -> bool:
-        """True if it needs the SM that a kernel reserves while it waits for flags."""
+        """True if the statement needs the SM that waiting kernels leave free for signals."""
         return False
 
     @property
     def computed(self) -> Value | None:
-        """The result that it computes and rounds to the result's dtype; None if it computes nothing."""
+        """The result of a computation, which is rounded to the result's dtype; None for other statements."""
         return None
 
     @property
     def summed(self) -> Sequence[Size]:
-        """The extents, on one rank, of the axes that it sums over; empty if it sums over no axis."""
+        """The extents, on one rank, of the axes that a computation sums over; empty if there are no such axes."""
         return ()
 
     @property
@@ -310,17 +313,17 @@ class Traits:
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The teams of ranks that communicate in it, each in ascending order."""
+        """The teams of ranks of a communication, each in ascending order."""
         return ()
 
     @property
     def addends(self) -> int:
-        """The number of partial sums, one from each rank, that it adds up; 0 if it adds up no partial sums."""
+        """The number of partial sums of ranks that the statement adds up; 0 if it adds up no partial sums."""
         return 0
 
     @property
     def needs_dense(self) -> bool:
-        """True if the tensors that it reads and writes must be dense."""
+        """True if the tensors that the statement reads and writes must be dense."""
         return False
 
     @property
@@ -332,16 +335,16 @@ class Traits:
         return ()
 
     def strides(self, of: ViewStrides) -> Shape | None:
-        """Return the strides of its result if the result is a view, else None. `of` computes them."""
+        """Return the strides of the result if the statement is a view, else None. `of` computes the strides."""
         return None
 
     @property
     def repeats(self) -> Size:
-        """The maximum number of times that its body runs."""
+        """The maximum number of times that the body of the statement runs."""
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
-        """Yield once before each run of its body: `(index,)` for a loop, `()` for a condition.
+        """Yield once before each run of the statement's body: `(index,)` for a loop, `()` for a condition.
 
         A loop also stores the index in the frame.
         """
@@ -407,18 +410,18 @@ class Operands:
         return next(self.values(Codec.DEFINE, *([Codec.WRITE] if phase is Phase.FUSION else [])), None)
 
     def uses(self, phase: Phase) -> tuple[Value, ...]:
-        """Return every value that the statement needs: its operands, but not what it defines."""
+        """Return every value that the statement needs: all values in its fields, except the value that it defines."""
         written = [] if phase is Phase.FUSION else [Codec.WRITE]
         return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """The tensors that it reads, in the order in which `evaluate` gives them to a machine."""
+        """The tensors that the statement reads, in the order in which `evaluate` passes them to a machine."""
         return tuple(self.values(Codec.READ))
 
     @cached_property
     def named(self) -> tuple[Value, ...]:
-        """Every value in the fields of the statement, including values that it defines."""
+        """Every value in the fields of the statement, including the value that it defines."""
         return tuple(self.values(*VALUE_CODECS))
 
     @cached_property
@@ -427,17 +430,17 @@ class Operands:
 
     @cached_property
     def viewed(self) -> Value | None:
-        """The value that its result is a view of, if any."""
+        """The value that the statement's result is a view of; None if the result is not a view."""
         return next(self.values(Codec.ALIAS), None)
 
     @cached_property
     def freed(self) -> Value | None:
-        """The value whose buffer it frees, if any."""
+        """The value with the buffer that the statement frees; None for other statements."""
         return next(self.values(Codec.FREE), None)
 
     @cached_property
     def buffer(self) -> Value | None:
-        """In a host program, the value that it defines with new memory (not a view), if any."""
+        """The value with new memory that the statement defines in a host program; None for other statements."""
         defined = self.defines(Phase.HOST)
         if defined is None or not isinstance(defined.type, TensorType) or self.viewed is not None:
             return None
@@ -445,13 +448,13 @@ class Operands:
 
     @cached_property
     def started(self) -> Value | None:
-        """The handle of the communication that it starts, if any."""
+        """The handle of the communication that the statement starts; None for other statements."""
         defined = self.defines(Phase.HOST)
         return defined if defined is not None and defined.type is Kind.HANDLE else None
 
     @cached_property
     def awaited(self) -> Value | None:
-        """The handle of the communication that it waits for, if any."""
+        """The handle of the communication that the statement waits for; None for other statements."""
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
 
     def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Self:
@@ -488,23 +491,23 @@ class Statement(Traits, Operands):
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
 
     def infer(self) -> Type | None:
-        """Return the type of the value that it defines.
+        """Return the type of the value that the statement defines.
 
         Return None if the operands do not determine the type: then the text must declare it.
         """
         return None
 
     def verify(self) -> None:
-        """Raise if the operands do not fit each other."""
+        """Raise HostIRError if the operands do not fit each other."""
 
     def verify_layout(self) -> None:
-        """Raise if a rank's parts of the operands do not fit each other.
+        """Raise HostIRError if a rank's parts of the operands do not fit each other.
 
         The verifier skips this check while changes of sharding are still implicit, early in lowering.
         """
 
     def divisions(self) -> Iterator[Division]:
-        """Yield the divisions of sizes into equal parts that do not already follow from the types of its values."""
+        """Yield the divisions of sizes that the statement needs and that do not follow from the types of its values."""
         yield from ()
 
     def evaluate(self, frame: Frame) -> None:
@@ -512,7 +515,7 @@ class Statement(Traits, Operands):
         raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
 
     def in_place(self, operand: int) -> bool:
-        """Return True if its result may be the same view of memory as an operand.
+        """Return True if the result of the statement may be the same view of memory as an operand.
 
         `operand` is the operand's position in `reads`.
         """

@@ -48,7 +48,7 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that it needs: one more than the highest device of its meshes."""
+        """The number of ranks that the program needs: one more than the highest device in its meshes."""
         return 1 + max(device for mesh in self.meshes for device in mesh.devices)
 
     def walk(self) -> Iterator[Statement]:
@@ -73,7 +73,7 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the text without its comments, the same on every rank that runs the same program."""
+        """A hash of the program's text without comments. It is equal on all ranks that run the same program."""
         import hashlib  # seldom needed, and slow to load
 
         return hashlib.sha256(format_program(self, notes=False).encode()).hexdigest()[:16]
@@ -132,7 +132,7 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text. With `notes`, the notes of statements are comments after them.
+    """Return the program's text. With `notes`, each statement is followed by its note as a comment.
 
     `printer` replaces the default printer.
     """

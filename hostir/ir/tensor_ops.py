@@ -706,7 +706,7 @@ class Sum(ByBlocks, Unary):
 
     @property
     def addends(self) -> int:
-        """The number of sources if it waits for flags, because each source is then a rank's partial sum; else 0."""
+        """The number of sources if the sum waits for flags: each source is then a rank's partial sum. Otherwise 0."""
         return 0 if self.ready is None else self.x.tensor.shape[0].value or 0
 
     def options(self) -> dict[str, Any]:

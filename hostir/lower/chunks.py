@@ -67,7 +67,8 @@ class Chunks:
             later = Bin("/", Bin("+", index, Lit(self.count - 1)), last)
             add_up = If(later, Lit(1), tuple(self.add_up(previous)), span=self.reduce.span)
             host.body.append(self.each(index, self.count + 1, [send, add_up]))
-        # A peer signals its sums once this rank's copies to it have arrived: so copies end before the last gathers.
+        # A peer sums up a chunk after this rank's copies have arrived, and this rank gets the sums after that. So it
+        # is enough to wait for the stream that gets the sums.
         host.body.append(Synchronize(self.gathering))
         return self.workers
 

@@ -50,12 +50,12 @@ def _by_columns(s: ReduceScatter) -> bool:
 
 
 def _can_be_transposed(s: Contraction) -> bool:
-    """Return True if a product has no further operands, and its left side can be seen as a matrix.
+    """Return True if a product has only two operands, and its left operand is a matrix or can be reshaped to one.
 
-    A left side with more axes can be seen as a matrix if its rows are not sharded.
+    A left operand with more than two axes can be reshaped if its rows are not sharded.
     """
     rows = s.a.tensor.host().axes[:-1]
-    alone = len(operands_of(s)) == 2  # a linear has no bias here: with a sum over ranks the bias is added after it
+    alone = len(operands_of(s)) == 2  # the bias of a linear is already a separate addition, after the sum over ranks
     return alone and (len(rows) == 1 or (len(rows) > 1 and not any(axis.marks for axis in rows)))
 
 

@@ -151,9 +151,8 @@ class _Sending:
         self.sums: list[Reduction] = [*rows.scatters, *(s for s in rows.reduces if s not in chunked)]
         self.leaving = _sums_of_products(rows, self.sums)
         self.scattered: dict[Reduction, ScatteredRows] = {}
-        self.arriving: dict[
-            str, SentRows
-        ] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
+        # By the name of a gathered tensor: rows for which the caller's stream has not waited yet.
+        self.arriving: dict[str, SentRows] = {}
         self.workers = 0
 
     def add(self, s: Statement) -> None:

@@ -88,7 +88,7 @@ class SentRows:
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
 
     def copy_own(self) -> list[Statement]:
-        """Return the copy of the local rows to this rank's buffer, and the signals that the rows are there."""
+        """Return the statements that copy the local rows to this rank's buffer, and signal that they are there."""
         s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
         mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
         note = "the matmul begins with these rows" if self.multiplied else ""
@@ -179,7 +179,10 @@ class SentColumns(SentRows):
         return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
 
     def copy_own(self) -> list[Statement]:
-        """Return the copy of this rank's parts to its buffer. No signal is needed: the matmul comes after this copy."""
+        """Return the statements that copy this rank's parts to its buffer.
+
+        No signal is needed, because the matmul comes after this copy on the same stream.
+        """
         return [self.local_part, self.transfers.put(self.x, self.local_part.out, self.team.rank)]
 
     @property

@@ -108,7 +108,7 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
 
 
 class Team:
-    """The team of a collective. It has expressions for the position of this rank in the team, and of its peers."""
+    """The team of a collective, with expressions for the positions of this rank and of its peers in the team."""
 
     def __init__(self, host: Host, s: Collective, of: Value) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
@@ -174,7 +174,7 @@ class Scope:
         return value
 
     def communicate(self, s: Communication) -> None:
-        """Add a communication and the wait for it, with views and copies to give it the memory layout that it needs."""
+        """Add a communication and the wait for it. Also add the views and copies that its memory layout needs."""
         x, out = s.x, s.out
         if seen := fronts(s, x.tensor, out.tensor):
             x, out = self.see(x, seen[0]), self.see(out, seen[1])

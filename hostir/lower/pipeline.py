@@ -179,7 +179,7 @@ class _Groups:
         `seed` is the tensor with the Stream axis. If a statement outside the loop needs results of the loop, its
         result is available only after the loop. So readers of this result stay outside, too.
         """
-        outside: set[str] = set()  # computed outside the loop from its results, so available only after the loop
+        outside: set[str] = set()  # values that are computed from the loop's results outside it, so after the loop
         inside = {result_of(s).name for s in group.statements}
         for s in self.program.body:
             name, reads = result_of(s).name, operands_of(s)
@@ -224,7 +224,7 @@ def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
             for v in operands_of(s)
             if v.name in inside and v.name not in operand_places(s, group.places[result_of(s).name])
         }
-        feeds: dict[str, set[str]] = {}  # for each value made outside: the loop's values that it needs
+        feeds: dict[str, set[str]] = {}  # for each value computed outside the loop: the loop's results that it needs
         early = set(unsliced)
         for s in program.body:
             name, reads = result_of(s).name, [v.name for v in operands_of(s)]

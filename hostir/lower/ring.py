@@ -286,7 +286,7 @@ class Peers:
         return slices.body
 
     def sent(self, peer: Expr) -> Iterator[Statement]:
-        """Yield the copies of rows to the peer that sums them up, with their signals."""
+        """Yield the statements that copy rows to the peer that sums them up, and signal their arrival."""
         for s, scattered in self.scattered:
             blocks = scattered.blocks(self.host.values[s.x.name], peer)
             note = "to the rank that sums up these rows"
@@ -316,13 +316,16 @@ class GatheredShards:
             host.destination(gather.out)
 
     def kept_shard(self) -> list[Statement]:
-        """Return the copy of the local shard to the gathered tensor if all of this tensor is needed, else nothing."""
+        """Return the statement that copies the local shard to the gathered tensor, if all of this tensor is needed.
+
+        Otherwise return an empty list.
+        """
         note = f"copy: {self.gather.out} is wanted whole"
         copy = DenseCopy(out=self.local_rows, x=self.transfers.buffer, span=self.gather.span, note=note)
         return [copy] if self.kept else []
 
     def get(self, peer: Expr) -> tuple[Chunk | Select, Get]:
-        """Return a view of the memory for a peer's rows, and the copy of these rows from the peer."""
+        """Return two statements: a view of the memory for a peer's rows, and the copy of these rows from the peer."""
         shared = self.transfers.buffer
         rows = self.rows(shared, peer, "i")
         return rows, self.transfers.get(shared if self.kept else rows.out, rows.out, peer)

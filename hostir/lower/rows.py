@@ -304,7 +304,7 @@ def _of_one_rank(s: Communication) -> bool:
 
 
 def _left_collective(s: AllReduce) -> bool:
-    """Return True if an allreduce stays a collective: it has a single rank, or its tensor has no axes."""
+    """Return True if an allreduce is not lowered to one-sided form: it has a single rank, or its tensor has no axes."""
     return _of_one_rank(s) or not s.x.tensor.axes
 
 
@@ -334,7 +334,7 @@ def _why_not_overlapped(s: Communication, program: Program, strategy: str) -> st
 
 
 def by_columns(s: RowCollective) -> bool:
-    """Return True if a collective gathers or scatters columns: the last axis."""
+    """Return True if a collective gathers or scatters the last axis: then it moves columns, not rows."""
     return shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
 
 

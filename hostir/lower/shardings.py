@@ -119,7 +119,7 @@ class _Computation:
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
-        """Remove mesh axes from an axis of the result until the number of their ranks divides it.
+        """Remove mesh axes from an axis of the result until the number of ranks divides the axis.
 
         `homes` maps each mesh axis to the axis of the result that it shards, and is changed.
         """

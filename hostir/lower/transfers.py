@@ -115,11 +115,14 @@ class Transfers:
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
-        """Return the copy of a block to the rank at position `to`: by `sms` SMs, or by a copy engine if 0."""
+        """Return the statement that copies a block to the rank at position `to`.
+
+        `sms` is the number of SMs that copy; 0 for a copy engine.
+        """
         return Put(source, target, to, self.team.over, sms=sms, span=self.span, note=note)
 
     def get(self, source: Value, target: Value, peer: Expr) -> Get:
-        """Return the copy of a block from the rank at position `peer`."""
+        """Return the statement that copies a block from the rank at position `peer`."""
         return Get(source, target, peer, self.team.over, span=self.span)
 
     def wait(self, flag: Expr) -> WaitSignal:
@@ -127,11 +130,11 @@ class Transfers:
         return WaitSignal(self.flags, flag, ARRIVED, span=self.span)
 
     def put_and_signal(self, blocks: Blocks, to: Expr, note: str, sms: int = 0) -> tuple[Put, Signal]:
-        """Return the copy of a block to the rank at position `to`, and the signal that the block has arrived."""
+        """Return the statements that copy a block to the rank at position `to`, and signal that it has arrived."""
         return self.put(blocks.source, blocks.target, to, note=note, sms=sms), self.signal(blocks, to)
 
     def signal(self, blocks: Blocks, to: Expr) -> Signal:
-        """Return the signal to the rank at position `to` that a block has arrived."""
+        """Return the statement that signals to the rank at position `to` that a block has arrived."""
         return Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
 
     def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
