@@ -81,10 +81,9 @@ def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int
 
 
 def _apart(size: Size) -> tuple[Size, Size]:
-    """Return the dividend of a quotient, and the symbols of its divisor.
+    """Return the key under which divisions are reported together: the dividend, and the symbols of the divisor.
 
-    The divisor's integer is left out. If the divisor has no symbols, the dividend's integer is left out as well.
-    Divisions with equal results are reported together.
+    For `3*M/8` the key is `M` and 1. For `3*M/8/K` it is `3*M` and `K`.
     """
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)

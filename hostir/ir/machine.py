@@ -208,8 +208,8 @@ class Machine(OptionalMethods, Protocol):
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         """Copy `x` of rank `source` to `out` of rank `target` on the current stream: by `sms` SMs, if not 0.
 
-        This rank is `source` or `target`. The tensor on the other rank is symmetric. The argument for it is the same
-        view of this rank's copy of the symmetric tensor.
+        This rank is `source` or `target`. The tensor on the other rank is symmetric. The argument for this tensor is
+        the same view of the symmetric tensor on this rank.
         """
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:

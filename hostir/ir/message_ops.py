@@ -82,7 +82,7 @@ class Message(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Send(Message):
-    """Sends a tensor to a peer, which receives it. `peer` is a place along the mesh axis `over`.
+    """Sends a tensor to a peer, which receives it. `peer` is a position along the mesh axis `over`.
 
     Example: %h = send %x: f32[8@didx, 32] to 1 over didx
     """
@@ -98,7 +98,7 @@ class Send(Message):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Recv(Message):
-    """Receives a tensor from a peer, which sends it. `peer` is a place along the mesh axis `over`.
+    """Receives a tensor from a peer, which sends it. `peer` is a position along the mesh axis `over`.
 
     Example: %h = recv %y: f32[8@didx, 32] from 0 over didx
     """

@@ -86,7 +86,7 @@ class TensorOp(Statement):
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
-        """Return one Map for each operand."""
+        """Return a `Map` for each operand: for each axis of the operand, the axis of the result."""
         raise AssertionError(type(self).__name__)
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:
@@ -302,7 +302,7 @@ class ByBlocks(TensorOp):
     def pass_over(self, frame: Frame) -> None:
         """Wait for the flags of `ready`, and set the flags of `done`.
 
-        This keeps flags in step: they are also signalled and awaited for a result without elements.
+        All ranks signal and await flags also for a result without elements.
         """
         # A row of flags has length 0 if its length is the number of blocks of an empty tensor.
         if self.ready is not None and self.ready.tensor.shape[0].bind(frame.sizes):

@@ -1,4 +1,4 @@
-"""Build host programs: streams, buffers, places of ranks, names, and the layouts that communications need."""
+"""Build host programs: streams, buffers, positions of ranks, names, and the layouts that communications need."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class Host(Scope):
     def buffer(self, value: Value) -> Value:
         """Allocate a buffer for a value, and return it.
 
-        If only an allreduce reads the value, it gets the memory of the allreduce's result instead.
+        If only an allreduce reads the value, the value gets the memory of the allreduce's result instead.
         """
         host = replace(value, type=value.tensor.host())
         self.dense.add(host.name)

@@ -121,7 +121,7 @@ class _Computation:
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
         """Remove mesh axes from an axis of the result until the number of ranks divides the axis.
 
-        `homes` maps each mesh axis to the axis of the result that it shards, and is changed.
+        `homes` maps each mesh axis to the axis of the result that it shards. This method changes the map.
         """
         marks = [mark for mark in self.mesh.axes if homes[mark] == axis]
         while marks and self.from_annotation(axis, set(marks)) is None:
