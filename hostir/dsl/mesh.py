@@ -32,8 +32,8 @@ class DeviceMesh:
     Raises HostIRError for a rank that occurs twice, rows of different lengths, and names that do not fit.
 
     Args:
-        devices: the ranks, as a sequence such as `range(8)`, as rows of equal length such as
-            `[[0, 1, 2, 3], [4, 5, 6, 7]]`, or as an array of integers.
+        devices: the ranks: `range(8)` for one axis, `[[0, 1, 2, 3], [4, 5, 6, 7]]` for two axes. Arrays of integers
+            are accepted, too.
         names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`.
 
     Fields:

@@ -42,9 +42,8 @@ class LoopAxis:
 
         `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
 
-        Raises HostIRError if the tensor has no mesh yet, or the mesh has no such axis. Raises it also if the number of
-        ranks does not divide the axis, the axis is parallelized already, or another axis of the tensor is on the same
-        mesh axis.
+        Raises HostIRError in these cases: the tensor has no mesh yet; the mesh has no such axis; the number of ranks
+        does not divide the axis; the axis is parallelized already; another axis of the tensor is on the same mesh axis.
         """
         self.tensor._mark(self.position, on, user_span())
 

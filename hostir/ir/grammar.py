@@ -131,7 +131,7 @@ def _expected(unexpected: UnexpectedInput) -> list[str]:
 
 
 def _spell(terminal: str) -> str:
-    """Return how messages write a terminal: a description such as `a %name`, or the literal word in quotes."""
+    """Return the text for a terminal in messages: a description such as `a %name`, or the literal word in quotes."""
     named = {
         "VALUE": "a %name",
         "AT": "a @name",

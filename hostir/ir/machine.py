@@ -67,9 +67,9 @@ class Exchange:
 class Ready:
     """The flags that a computation waits for while it runs. Flag `i` says that block `i` of an operand is ready.
 
-    The rows of the operand are split into equal blocks, and so are the rows of the result. Block `j` of the result
-    needs the operand's blocks `j`, `j + results`, `j + 2 * results` and so on. For a matmul this is one block. For a
-    sum it is one block of each source.
+    The rows of the operand and the rows of the result are split into equal blocks. Block `j` of the result needs the
+    operand's blocks `j`, `j + results`, `j + 2 * results`, and further blocks in the same steps. For a matmul this is
+    one block. For a sum it is one block of each source.
 
     Fields:
         flags, epoch: block `i` is ready when flag `i` has reached `epoch`.

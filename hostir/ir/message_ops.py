@@ -7,7 +7,7 @@ after the peer has started the matching message. So two ranks that both send fir
     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
     wait %h
 
-The k-th send from rank A to rank B meets the k-th receive of rank B from rank A. Collectives and messages of a team
+The k-th send from rank A to rank B matches the k-th receive of rank B from rank A. Collectives and messages of a team
 do not wait for each other.
 """
 

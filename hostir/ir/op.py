@@ -358,7 +358,7 @@ class Traits:
         Args:
             flags, epoch: the row of flags, and the epoch to wait for.
             first: the index of the block to compute first.
-            own: rows that replace this block, if any.
+            own: rows to read instead of the block `first`, if any.
         """
         return None
 

@@ -81,9 +81,9 @@ def flat_marks(type: TensorType) -> tuple[Mark, ...]:
 
 
 def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
-    """Return the axes of a tensor of this shape that has these marks at their positions in the flattened tensor.
+    """Return axes of this shape that are sharded at the given positions of the flattened tensor (see `flat_marks`).
 
-    Return None if a mark does not fit into a single axis. `flat_marks` returns such marks.
+    Return None if the sharding over a mesh axis does not fit into a single axis.
     """
     axes, before, left = [], ONE, list(marks)
     for extent in shape:

@@ -131,14 +131,14 @@ class Axis:
         return Axis((*outer, replace(last, extent=last.extent * extent / self.extent)))
 
     def without(self, *marks: str) -> Axis:
-        """Return the axis, in normal form, with these marks removed from its factors."""
+        """Return the axis, in normal form, no longer sharded over these mesh axes (or sliced, for STREAM)."""
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
     def normal(self) -> Axis:
         """Return the same layout with as few factors as possible.
 
-        Neighbouring factors without a mark merge. A sharded factor absorbs the factors without a mark that follow it;
-        a Stream factor does not.
+        Neighbouring factors that are neither sharded nor sliced merge. If such a factor follows a sharded factor, it
+        becomes a part of the sharded factor. A sliced factor stays as it is.
         """
         merged: list[Factor] = []
         for factor in self.factors:
@@ -178,7 +178,10 @@ class TensorType:
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
 
     def axis_on(self, mark: str) -> int | None:
-        """Return the position of the axis with this mark; None if no axis has it."""
+        """Return the position of the axis that the mesh axis `mark` shards; None if it shards no axis.
+
+        If `mark` is STREAM, return the position of the axis that is sliced.
+        """
         return next((k for k, axis in enumerate(self.axes) if mark in axis.marks), None)
 
     def local_factor(self, factor: Factor) -> Size:
@@ -196,9 +199,9 @@ class TensorType:
         return replace(self, axes=tuple(axes))
 
     def host(self) -> TensorType:
-        """Return the type as in a host program: without Stream marks, and with all axes in normal form.
+        """Return the type as in a host program: no axis is sliced by STREAM, and all axes are in normal form.
 
-        A host program has loops in the place of Stream marks.
+        A host program has loops instead of sliced axes.
         """
         return self._host
 

@@ -22,9 +22,9 @@ from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 class Chunks:
     """Builds an allreduce in chunks of rows.
 
-    The product of a chunk sets a flag after the rows for each rank, and copy engines send these rows. Each rank sums up
-    its rows of the chunk after the product of the next chunk, because by then the rows from the other ranks have
-    arrived. Then it gets the sums of the other ranks.
+    The product of a chunk sets a flag after the rows for each rank, and copy engines send these rows. Then the product
+    of the next chunk runs, while these rows are copied. After that, each rank sums up its rows of the first chunk, and
+    gets the sums of the other ranks.
 
     Args:
         count: the number of chunks.

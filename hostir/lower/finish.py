@@ -237,8 +237,8 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 class MakeDense(Pass):
     """Inserts a `dense` at the start of the program for each input that must be contiguous.
 
-    Communications need this, and so do reshapes that merge axes. A kernel that waits for rows needs it for the scales
-    of these rows. A `dense` copies an input that is not contiguous, and does nothing otherwise.
+    Communications and reshapes that merge axes need contiguous inputs. A kernel that waits for rows needs contiguous
+    scales of these rows. A `dense` copies an input that is not contiguous, and does nothing otherwise.
     """
 
     name = "dense"

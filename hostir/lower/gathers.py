@@ -23,9 +23,9 @@ class SentRows:
     """Builds one allgather: the copies of this rank's shard to all ranks, and the matmul that waits for all shards.
 
     Fields:
-        joined_later: True if the copies of a later sum over the same ranks come after these copies on their stream, so
-            that the caller's stream needs to wait only for the later copies. A sum over other ranks does not count,
-            because its kernel could hold the SMs that the signals of these copies need.
+        joined_later: True if a later sum over the same ranks adds copies to the same stream after these copies. The
+            caller's stream then waits only for the later copies. A sum over other ranks does not count, because its
+            kernel could hold the SMs that the signals of these copies need.
     """
 
     joined_later = False
@@ -101,9 +101,13 @@ class SentRows:
     def copies_own(self) -> bool:
         """True if the local rows are copied to the buffer, too; False if the matmul reads them in place.
 
-        The matmul reads them in place if they are one block, a single matmul reads the gathered rows, and copy engines
-        move the other rows. Also, the matmul must read no other gathered tensor, except scales of the rows, because it
-        would wait for all of that tensor before it starts.
+        The matmul reads them in place under these conditions:
+
+        - the local rows are one block;
+        - this matmul is the only reader of the gathered rows;
+        - copy engines move the other rows;
+        - the matmul reads no other gathered tensor, except the scales of the rows. Before it starts, it would wait for
+          all blocks of the other tensor.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.unshared is not None or len(users) != 1:

@@ -50,7 +50,7 @@ class Front:
 def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
     """Return the axes of a tensor after the axis that is sharded over `mark` has been split.
 
-    The ranks become a separate axis, and so does each factor outside or inside them.
+    The ranks become a separate axis. Each factor outside or inside the ranks also becomes a separate axis.
     """
     assert type.mesh
     ranks = Size(type.mesh.size(mark))
@@ -285,7 +285,7 @@ class Host(Scope):
         return value.name in self.outputs or any(result_of(u).name not in inside for u in users)
 
     def only_reduced(self, value: Value) -> AllReduce | None:
-        """Return the allreduce that is the only reader of a value and may run in place; None if there is none."""
+        """Return the allreduce that is the only reader of a value, if it may run in place; else None."""
         user = self.only_user(value)
         return user if isinstance(user, AllReduce) and user.out.name not in self.apart else None
 

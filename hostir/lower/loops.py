@@ -51,7 +51,7 @@ class Slices(Scope):
     def sliced(self, s: Statement) -> Statement:
         """Return the statement with slices in the place of the tensors that are sliced.
 
-        If a slice does not have the sliced axis, the axis numbers in the statement change accordingly.
+        If a slice does not have the sliced axis, the axis numbers in the statement refer to the remaining axes.
         """
         place = self.group.places[result_of(s).name]
         sliced = (*operand_places(s, place), result_of(s).name)
@@ -139,7 +139,7 @@ class Slices(Scope):
     def into(self, source: Value, target: Value, why: str) -> Statement:
         """Return the statement that copies a slice from `source` to `target`; `why` is the reason, for a comment.
 
-        One of the two may have the blocks outside the slice as a separate axis. The other is then reshaped alike.
+        One of the two may have the blocks outside the slice as a separate axis. The other is then reshaped to match.
         """
         if len(source.tensor.axes) < len(target.tensor.axes):
             source = self.blocks(source, target.tensor)

@@ -127,7 +127,7 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 
 def _wanted(program: Program) -> dict[str, TensorType]:
-    """Map tensors to the sharding that their reduction should give them, if they turn out to be partial sums.
+    """Map the names of tensors to the shardings that they should have after a reduction, if they are partial sums.
 
     A tensor with a declared sharding keeps it. Another tensor gets the sharding of its only user's result, if the user
     is an elementwise computation, a norm or a reshape.
@@ -160,7 +160,7 @@ def _parts(type: TensorType) -> list[Size]:
 
 
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
-    """Return the type of a statement's result: the sharding follows from the operands, Stream marks from `declared`.
+    """Return the type of a statement's result. The sharding follows from the operands, Stream factors from `declared`.
 
     A partial sum is reduced to the sharding of `wanted`, where that is possible.
     """

@@ -195,7 +195,7 @@ def _without(type: TensorType, *marks: str) -> TensorType:
 
 
 def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
-    """Return the axis without its marks that are not in `marks`."""
+    """Return the axis, sharded only over those of its mesh axes that are in `marks`."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 
@@ -315,9 +315,9 @@ Reduction = AllReduce | ReduceScatter
 
 
 def _reduced_once(program: Program) -> Program:
-    """Return the program with one reduction instead of two wherever both terms of an addition are reduced alike.
+    """Return the program with one reduction instead of two where both terms of an addition are reduced in the same way.
 
-    There the partial sums are added first, and their sum is reduced once.
+    The partial sums are then added first, and their sum is reduced once.
     """
     names, users = Names.of(program), users_of(program)
     reductions: dict[str, Reduction] = {}  # reductions with a single reader, by the name of their result
@@ -335,9 +335,9 @@ def _reduced_once(program: Program) -> Program:
 
 
 def _reduced_alike(s: Add, reductions: Mapping[str, Reduction]) -> tuple[Reduction, Reduction] | None:
-    """Return the reductions that make both terms of an addition; None if the terms are not both reduced, or not alike.
+    """Return the reductions that make both terms of an addition, if both are reduced in the same way; else None.
 
-    Alike means: the same collective over the same mesh axis, from one type to one type.
+    The two reductions must be the same collective over the same mesh axis, with equal types of operands and results.
     """
     x, y = reductions.get(s.x.name), reductions.get(s.y.name)
     if x is None or y is None or (type(x), x.over, x.x.type) != (type(y), y.over, y.x.type):

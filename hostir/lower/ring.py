@@ -99,8 +99,8 @@ def _pool(s: RowCollective, streams: int) -> int:
 def _groups(rows: RowCollectives) -> list[SlicedGroup]:
     """Return a group for each collective, with the computations that can run on the rows of one rank at a time.
 
-    A reduce_scatter joins the group of an allgather if this group computes the rows to scatter, and if both collectives
-    divide the rows among ranks in the same way.
+    A reduce_scatter joins the group of an allgather under two conditions. The group computes the rows to scatter, and
+    both collectives divide the rows among the ranks in the same way.
     """
     after = _after(rows)
     groups: list[SlicedGroup] = []
@@ -157,10 +157,10 @@ def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str])
 
 
 def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> bool:
-    """Return True if the shards of an allgather can be taken in turns.
+    """Return True if an allgather can be lowered to turns, one for each peer.
 
-    This needs a matmul that reads the rows and depends on no later allgather. No matmul is needed if nothing reads the
-    rows, or if the allgather is the second step of an allreduce.
+    This needs a matmul that reads the gathered rows and depends on no later allgather. No matmul is needed if nothing
+    reads the rows, or if the allgather is the second step of an allreduce.
     """
     readers = [user for user in rows.program.body if reads_rows(user, s.out)]
     early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)

@@ -101,7 +101,7 @@ class ScatteredBlocks:
     def in_turns(self, full: Value, done: Value | None = None, first: Expr | None = None) -> tuple[Turns, Blocks]:
         """Return the turns in which the blocks of `full` are sent, and the blocks.
 
-        The first turn sends a block for the next rank. With `first`, it sends this block, unless it is for this rank.
+        The first turn sends the block `first`, if it is for another rank. Otherwise it sends a block for the next rank.
 
         Args:
             full: the rows for all ranks.
@@ -121,7 +121,7 @@ class ScatteredBlocks:
         return Turns(index, Size(sent), to), self.blocks(full, block, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return what is needed to send block number `block` of `full`: views, a flag, and a wait for the block.
+        """Return the views, the flag and the wait for sending block number `block` of `full`.
 
         The wait is for the block's flag in `done`. A block is the rows for one rank, or a piece of these rows. With an
         outer axis, it is the rank's rows at each index of this axis.
@@ -238,7 +238,7 @@ class OneStep(ScatteredBlocks):
         return Turns(index, Size(others * self.pieces), self.team.peer(to)), self.blocks(full, piece, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return what is needed to send block number `block` of `full`: views, a flag, and a wait for the block."""
+        """Return the views, the flag and the wait for sending block number `block` of `full`."""
         views: list[ViewStatement] = []
         in_turn: list[ViewStatement] = []
         rank, span = self.team.rank, self.scatter.span
@@ -329,8 +329,8 @@ class ScatteredRows:
     def receive(self) -> None:
         """Add the sum of the blocks from all ranks.
 
-        The kernel of the sum waits for each block. But if copy engines send rows that no product makes, the sum starts
-        only after all blocks have arrived, so that it holds no SM while bytes travel.
+        The kernel of the sum waits for each block. There is one exception: copy engines send rows that no product
+        makes. Then the sum starts after all blocks have arrived. So it holds no SM while the blocks are copied.
         """
         if self.product is not None or self.mover.sms:
             self.blocks.add_up()

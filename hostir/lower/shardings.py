@@ -134,9 +134,9 @@ class _Computation:
         return (self.from_annotation(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
 
     def from_annotation(self, axis: int, marks: set[str]) -> Axis | None:
-        """Return an axis with exactly these marks: the annotated axis of the result, or else an operand's axis.
+        """Return the annotated axis of the result if it is sharded over exactly these mesh axes.
 
-        Return None if no such axis has these marks.
+        Otherwise return the corresponding axis of the first operand for which this holds, or None.
         """
         candidates = [self.wanted.axes[axis]] if self.wanted.mesh else []
         operands = (

@@ -36,7 +36,7 @@ class SlicePlace:
         return axis.extent == self.count and not axis.marks and not self.keep
 
     def cut(self, type: TensorType) -> Axis | None:
-        """Return what is left of the sliced axis in one slice; None if slices would cut across ranks."""
+        """Return the sliced axis as it is in one slice; None if slices would cut across ranks."""
         parts = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         return None if parts is None else Axis((*parts[0], *parts[1])).normal()
 
@@ -119,7 +119,7 @@ def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
 def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace | None:
     """Return the place of the slices in the result, if `operand` is sliced at `place`.
 
-    Return None if the result cannot be sliced accordingly.
+    Return None if the result cannot be computed slice by slice in this way.
     """
     if isinstance(s, (Communication, Shard)):
         return place
@@ -135,7 +135,7 @@ def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace 
 
 
 def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> SlicePlace | None:
-    """Return the place in the reshaped tensor of the slices at `place` in the old tensor; None if there is none."""
+    """Return the place that slices of the old tensor have in the reshaped tensor; None if no axis contains them."""
     position = product(old.shape[: place.axis]) * place.outer
     before = ONE
     for k, extent in enumerate(new.shape):
