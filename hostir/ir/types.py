@@ -131,7 +131,7 @@ class Axis:
         return Axis((*outer, replace(last, extent=last.extent * extent / self.extent)))
 
     def without(self, *marks: str) -> Axis:
-        """Return the axis, in normal form, no longer sharded over these mesh axes (or sliced, for STREAM)."""
+        """Return the axis in normal form, without its sharding over these mesh axes. STREAM removes the slicing."""
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
     def normal(self) -> Axis:

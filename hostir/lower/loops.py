@@ -66,7 +66,7 @@ class Slices(Scope):
         return renamed
 
     def viewed(self, s: ViewStatement, out: Value) -> None:
-        """Add a view of slices inside the loop. If its result is needed outside the loop, add a copy there."""
+        """Add a view of slices to the loop. If its result is needed outside, also copy it to the unsliced tensor."""
         view = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
         self.add(self.sliced(s))
         if self.escapes(out):
