@@ -283,7 +283,7 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
 
 
 def seen_from(rows: Value, makers: Mapping[str, Statement]) -> Value:
-    """Follow a tensor back through the reshapes that made it, as long as they keep the last axis; return their operand.
+    """Return the tensor from which `rows` was made by reshapes that keep the last axis; `rows` itself without reshapes.
 
     `makers` maps the name of each tensor to the statement that computes it.
     """
