@@ -208,7 +208,7 @@ def supervise(ranks: int, ends: socket.socket) -> None:
 def main() -> None:
     import networkx  # noqa: F401
     import pytest  # noqa: F401
-    import torch._inductor.config  # torch.use_deterministic_algorithms imports it, which takes more than a second
+    import torch._inductor.compile_fx  # with Dynamo: each rank that compiles would take more than a second for it
     import torch.distributed.checkpoint  # noqa: F401
 
     import examples.patterns  # noqa: F401

@@ -11,8 +11,8 @@
     a.axis(1).parallelize(hi.ParallelType.DIDx)
     c.axis(0).parallelize(hi.ParallelType.Stream)
 
-A tensor with a mesh has the sharding of its axes; other tensors get theirs by propagation from the inputs. Results are
-named after the variable they are assigned to. Errors point at the user's line.
+A tensor with a mesh has the sharding that its axes declare. The sharding of other tensors is inferred from the inputs.
+A result is named after the variable that it is assigned to. Errors point at the user's line.
 """
 
 from hostir.dsl.functions import (

@@ -42,8 +42,8 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a[..., K] @ b[K, N]` of shape `[..., N]`; also written `a @ b`.
 
-    Operands and result have the same dtype; sums are in f32 (f64: in f64). Raises HostIRError if the contracted
-    sizes or the dtypes differ, or if `b` does not have two axes.
+    Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
+    HostIRError if the contracted sizes or the dtypes differ, or if `b` does not have two axes.
     """
     span = user_span()
     return apply(tensor_ops.Matmul, a=operand(a, span), b=operand(b, span))
@@ -52,8 +52,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`a[..., K] @ weight[N, K]^T + bias[N]` of shape `[..., N]`: what `torch.nn.Linear` computes.
 
-    Operands and result have the same dtype; sums are in f32 (f64: in f64). Raises HostIRError if sizes or dtypes do
-    not fit.
+    Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
+    HostIRError if sizes or dtypes do not fit.
     """
     span = user_span()
     added = None if bias is None else operand(bias, span)
@@ -71,14 +71,19 @@ def scaled_matmul(
 ) -> Tensor:
     """`(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` of fp8 operands, of shape `[..., N]`.
 
-    The two scales are f32. Both are tensor-wise (one element); or both are row-wise (`[..., 1]` with the rows of `a`,
-    and `[1, N]`); or both are block-wise (`[..., K/128]` and `[K/128, N/128]`). If K is sharded over R ranks, each rank
-    may have separate tensor-wise or row-wise scales: `[..., R]` and `[R, ...]`, sharded like K. Sums are in f32. Raises
-    HostIRError for other dtypes, and for scales that do not fit.
+    The two scales are f32. Their shapes are one of
+
+    - tensor-wise: one element each;
+    - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
+    - block-wise: `[..., K/128]` and `[K/128, N/128]`.
+
+    If K is sharded over R ranks, each rank may have separate tensor-wise or row-wise scales. Then the shapes are
+    `[..., R]` and `[R, ...]`, sharded like K. Sums are accumulated in f32. Raises HostIRError for other dtypes, and for
+    scales that do not fit.
 
     Args:
         a, b: `f8e4m3` or `f8e5m2`. GPUs need contiguous columns of `b`: a transposed `[N, K]`.
-        dtype: dtype of the result: `bf16`, `f16` or `f32`. Partial sums are communicated in it.
+        dtype: the dtype of the result: `bf16`, `f16` or `f32`. Ranks also communicate partial sums in this dtype.
         bias: a tensor in the dtype of the result.
         fast: True allows tensor cores to accumulate as with `use_fast_accum` of `torch._scaled_mm`.
     """
@@ -103,20 +108,23 @@ SCALES = ("tensor", "rows", "blocks")
 def quantize(
     x: Tensor, dtype: Any = "f8e4m3", scales: str = "rows", scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x` in fp8, and the f32 scales to multiply it by: `x` is about `q * scale`, for `q, scale = quantize(x)`.
+    """Convert `x` to fp8; return the fp8 tensor and its f32 scales: `q, scale = quantize(x)`.
 
-    A scale is `max(amax / max, 2^-126)`. `amax` is the largest absolute value of the elements that share the scale;
-    `max` is the largest value of the dtype, 448 for `f8e4m3` and 57344 for `f8e5m2`. `q` is `x / scale` in f32, limited
-    to the dtype's range and rounded to nearest even. If all elements are zero, the scale is 2^-126 and `q` is zero.
+    `x` is about `q * scale`. A scale is `max(amax / max, 2^-126)`. `amax` is the largest absolute value of the elements
+    that share the scale. `max` is the largest value of the dtype: 448 for `f8e4m3`, 57344 for `f8e5m2`. `q` is
+    `x / scale` in f32, limited to the dtype's range and rounded to nearest even. If all elements are zero, the scale is
+    2^-126 and `q` is zero.
 
-    Elements that share a scale with a NaN become NaN. An infinity makes the scale infinite: the infinity becomes NaN,
-    and the other elements become zero. Products with either are NaN.
+    Elements that share a scale with a NaN become NaN. An infinity makes the scale infinite. The infinity itself becomes
+    NaN, and the other elements with this scale become zero. A product with a NaN or an infinite scale is NaN.
 
     Args:
         dtype: `f8e4m3` or `f8e5m2`.
-        scales: the elements that share a scale: all of the `tensor`, each of the `rows`, or `blocks` of 128 elements of
-            a row. If a tensor with one scale is sharded, ranks gather the scales of its rows to agree on it.
-        scale: a scale to use instead, such as one from earlier batches: `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`.
+        scales: which elements share a scale. With `tensor` all elements share one, with `rows` the elements of a row,
+            with `blocks` 128 elements of a row. With `tensor`, the ranks of a sharded tensor gather the scales of its
+            rows, to agree on one.
+        scale: a scale to use instead, for example from earlier batches, of shape `[1, ..., 1]`, `[..., 1]` or
+            `[..., K/128]`.
     """
     span = user_span()
     value, dtype_text = operand(x, span), dtype_name(dtype)
@@ -135,9 +143,10 @@ def quantize(
 def add(x: Tensor | float, y: Tensor | float) -> Tensor:
     """The elementwise sum, also written `x + y`.
 
-    Axes are aligned from the last one, and axes of size 1 are broadcast, as in torch. One of the two may be a number,
-    which the program then holds; one that changes from call to call is an input, `hi.tensor("scale", [1], dtype)`.
-    Raises HostIRError if sizes do not match or dtypes differ, and for a number that is not finite.
+    Axes are aligned from the last one, and axes of size 1 are broadcast, as in torch. One operand may be a number,
+    which becomes a part of the program. For a number that changes from call to call, declare an input:
+    `hi.tensor("scale", [1], dtype)`. Raises HostIRError if sizes do not match or dtypes differ, and for a number that
+    is not finite.
     """
     span = user_span()
     tensor, number = with_number(x, y, span)
@@ -147,7 +156,7 @@ def add(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """The elementwise product, also written `x * y`; axes, dtypes, numbers and errors are as for `add`."""
+    """The elementwise product, also written `x * y`. The rules for axes, dtypes and numbers are the rules of `add`."""
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is None:
@@ -156,7 +165,10 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
-    """Return the operand that is no number, and the number that the other one is; None if neither is a number."""
+    """Return the tensor among two operands, and the other operand as a number.
+
+    Return `x` and None if neither operand is a number.
+    """
     for tensor, value in ((x, y), (y, x)):
         if not isinstance(value, bool) and isinstance(value, Real) and not isinstance(tensor, Real):
             return tensor, finite(value, span)
@@ -164,7 +176,7 @@ def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
 
 
 def finite(value: Real, span: Span | None) -> float:
-    """Return a number as a float; raise HostIRError for one that is infinite, not a number, or too large."""
+    """Return a number as a float; raise HostIRError if it is infinite, NaN, or too large for a float."""
     try:
         number = float(value)
     except OverflowError:
@@ -175,7 +187,7 @@ def finite(value: Real, span: Span | None) -> float:
 
 
 def _subtract(x: Any, y: Any) -> Tensor:
-    """Add what computes `x - y`: the sum with the negated `y`, which is exact."""
+    """Add statements that compute `x - y`: a negation of `y`, which is exact, and a sum. Return the result."""
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is not None and tensor is x:
@@ -186,7 +198,7 @@ def _subtract(x: Any, y: Any) -> Tensor:
 
 
 def _divide(x: Any, y: Any) -> Tensor:
-    """Add what computes `x / y` for a number `y`: the product with its inverse."""
+    """Add a statement that computes `x / y` for a number `y`: a product with the inverse of `y`. Return the result."""
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is None or tensor is y:
@@ -218,8 +230,8 @@ def silu(x: Tensor) -> Tensor:
 def cast(x: Tensor, dtype: Any) -> Tensor:
     """The same values in another dtype, rounded to nearest even.
 
-    `dtype` is any dtype that `tensor` accepts; HostIRError for any other. A cast to fp8 is torch's conversion, without
-    a scale; `quantize` computes a scale.
+    `dtype` is a dtype that `tensor` accepts. A cast to fp8 is torch's conversion, without a scale; `quantize` computes
+    a scale. Raises HostIRError for an unknown dtype.
     """
     return apply(tensor_ops.Cast, x=operand(x, user_span()), dtype=dtype_name(dtype))
 
@@ -227,8 +239,8 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x`: what `torch.nn.RMSNorm` of the last axis computes.
 
-    It is computed in f32 (f64: in f64) and rounded once. `x[..., N]`, `weight[N]` and the result have the same dtype.
-    Sharded rows are gathered first. Raises HostIRError if sizes or dtypes do not fit.
+    It is computed in f32 (in f64 if `x` is f64), and rounded once. `x[..., N]`, `weight[N]` and the result have the
+    same dtype. If the last axis is sharded, it is gathered first. Raises HostIRError if sizes or dtypes do not fit.
     """
     span = user_span()
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= sys.float_info.max:
@@ -238,9 +250,10 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
-    """The sum over one axis, computed in f32 (f64: in f64). The axis is removed; a negative axis counts from the end.
+    """The sum over one axis, which the result does not have.
 
-    Raises HostIRError if there is no such axis.
+    It is computed in f32, or in f64 if `x` is f64. A negative axis counts from the end. Raises HostIRError if there is
+    no such axis.
     """
     span = user_span()
     value = operand(x, span)
@@ -251,9 +264,9 @@ def sum(x: Tensor, axis: int) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Sequence[SizeLike]) -> Tensor:
-    """The same elements, in row-major order, in another shape; one size may be -1, and is then inferred.
+    """The same elements, in row-major order, in another shape.
 
-    Raises HostIRError if the number of elements differs.
+    One size may be -1: it is inferred from the other sizes. Raises HostIRError if the number of elements differs.
     """
     span = user_span()
     value = operand(x, span)
@@ -285,10 +298,10 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def reshard(x: Tensor) -> Tensor:
-    """The same tensor with another sharding, or on another mesh: annotate the result with its mesh and axes.
+    """The same tensor, with another sharding or on another mesh. Annotate the result with its mesh and its sharding.
 
-    Lowering inserts the communication. A result without annotation is replicated. If the input is a partial sum,
-    declared with `x.partial(mesh)`, the result is the sum.
+    Lowering inserts the communication. A result without annotation is replicated. If `x` is a partial sum, declared
+    with `x.partial(mesh)`, the result is the sum.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

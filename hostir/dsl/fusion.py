@@ -28,7 +28,7 @@ _building: ContextVar[Fusion | None] = ContextVar("building", default=None)
 
 
 class Fusion:
-    """A tensor program, before lowering. Statements are added inside `with`; annotations may follow after it.
+    """A tensor program, before lowering. Build it inside a `with` block; annotate its tensors there or later.
 
         with hi.Fusion("layer") as fusion:
             x = hi.tensor("x", ["M", 64])
@@ -36,8 +36,8 @@ class Fusion:
             y = x @ w
             fusion.output(y)
 
-    Results are named after the variable that they are assigned to. `print(fusion)` shows the program. Raises
-    HostIRError for an invalid name.
+    A result is named after the variable that it is assigned to. `print(fusion)` shows the program. Raises HostIRError
+    for an invalid name.
 
     Args:
         name: letters, digits and `_`, not starting with a digit.
@@ -81,7 +81,7 @@ class Fusion:
             self.outputs.append(t)
 
     def program(self) -> Program:
-        """Return the fusion as a program, with the annotations so far; `hi.lower` begins with it.
+        """Return the fusion as a program, with all annotations so far. `hi.lower` lowers this program.
 
         Raises HostIRError if there is no output.
         """
@@ -107,7 +107,7 @@ class Fusion:
         )
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
-        """Return the size of a result or a split, whose symbols must be those of inputs."""
+        """Return `extent` as a size; raise if it has a symbol that no input's shape has."""
         size = Size.of(extent, span)
         known = {n for t in self.inputs for s in t.shape for n in s.names}
         if unknown := sorted(size.names - known):
@@ -140,7 +140,7 @@ def check_name(name: object, what: str, span: Span | None) -> None:
 
 
 def building(span: Span | None) -> Fusion:
-    """Return the fusion of the innermost `with`."""
+    """Return the fusion of the innermost `with` block; raise outside such a block."""
     fusion = _building.get()
     if fusion is None:
         raise error("no fusion is being built", span, hint="with hi.Fusion('name') as fusion: ...")
@@ -148,7 +148,7 @@ def building(span: Span | None) -> Fusion:
 
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
-    """Return a shape as sizes; with `fusion`, its names must be size names of the fusion's inputs."""
+    """Return the sizes of a shape. With `fusion`, raise for a symbol that no shape of the fusion's inputs has."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
     if len(shape) > MAX_AXES:
@@ -157,13 +157,13 @@ def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[S
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype, which may be torch's; for anything else, a description of the value."""
+    """Return the name of a dtype, such as `bf16` for `torch.bfloat16`. Return a description of any other value."""
     name = dtype if isinstance(dtype, str) else described(dtype)
     return TORCH_NAMES.get(name, name)
 
 
 def operand(t: Any, span: Span | None) -> Value:
-    """Return a tensor as an operand of a statement of the fusion being built."""
+    """Return a tensor as the operand of a statement; raise if it does not belong to the fusion being built."""
     fusion = building(span)
     if not isinstance(t, Tensor):
         raise error(f"not a tensor: {described(t)}", span, expected="a tensor of this fusion")
@@ -174,9 +174,12 @@ def operand(t: Any, span: Span | None) -> Value:
 
 
 def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", **fields: Any) -> Tensor:
-    """Add a statement at the user's line; its result has `shape`, or the inferred shape.
+    """Add a statement of class `cls` to the fusion being built, and return its result.
 
-    The result is named `name`, or after the variable that it is assigned to.
+    Args:
+        shape: the shape of the result; inferred from the operands by default.
+        name: the name of the result; by default the variable that the user's line assigns it to.
+        fields: the fields of the statement, except its result.
     """
     span = user_span()
     fusion = building(span)
@@ -196,7 +199,7 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", *
 
 
 def _assigned(span: Span | None, otherwise: str) -> str:
-    """Return the name of the variable that the user's line assigns the result to; `otherwise` without one."""
+    """Return the name of the variable to which the user's line assigns; `otherwise` if it assigns to no variable."""
     if span is None or not span.column:
         return otherwise
     before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]

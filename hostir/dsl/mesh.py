@@ -14,11 +14,11 @@ NAME = re.compile(r"[A-Za-z_]\w*")  # a valid name in a program's text
 
 
 class ParallelType(Enum):
-    """The parallelism of an axis.
+    """The parallelism of a tensor axis.
 
-    `DIDx` is the last axis of the mesh, the only one of a one-dimensional mesh; `DIDy` is the axis before it. `Stream`
-    is not a mesh axis: it divides a tensor axis into slices, which the `pipeline` strategy runs on several streams, so
-    that one slice is communicated while another is computed.
+    `DIDx` and `DIDy` shard the axis over the mesh. `DIDx` is the last axis of the mesh, and `DIDy` is the axis before
+    it. `Stream` does not shard: it divides the tensor axis into slices. The `pipeline` strategy communicates one slice
+    while it computes another slice on another stream.
     """
 
     DIDx = "didx"
@@ -32,8 +32,8 @@ class DeviceMesh:
     Raises HostIRError for a rank that occurs twice, rows of different lengths, and names that do not fit.
 
     Args:
-        devices: ranks: `range(8)`, or rows of equal length such as `[[0, 1, 2, 3], [4, 5, 6, 7]]`; or an array of
-            integers.
+        devices: the ranks: `range(8)` for one axis, `[[0, 1, 2, 3], [4, 5, 6, 7]]` for two axes. Arrays of integers
+            are accepted, too.
         names: one name for each axis, outermost first; by default `("didx",)` or `("didy", "didx")`.
 
     Fields:
@@ -57,7 +57,7 @@ class DeviceMesh:
         self.names = _names(names, len(self.shape), span)
 
     def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
-        """Return the mesh axis that DIDx, DIDy or a name stands for."""
+        """Return the name of the mesh axis for DIDx, DIDy or a name; raise if the mesh has no such axis."""
         if on is ParallelType.DIDx:
             return self.names[-1]
         if on is ParallelType.DIDy:

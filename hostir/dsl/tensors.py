@@ -15,12 +15,12 @@ SizeLike = int | str | Size
 
 
 class Owner(Protocol):
-    """The interface of a fusion that its tensors use."""
+    """The part of a fusion's interface that its tensors use."""
 
     name: str
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
-        """Return the size of a result or a split."""
+        """Return `extent` as a size; raise if it has a symbol that no input's shape has."""
 
 
 class TensorShape(tuple[Size, ...]):
@@ -42,8 +42,8 @@ class LoopAxis:
 
         `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
 
-        Raises HostIRError if the tensor has no mesh yet, the mesh has no such axis, the ranks do not divide the axis,
-        it is parallelized already, or another axis of the tensor is on the same mesh axis.
+        Raises HostIRError in these cases: the tensor has no mesh yet; the mesh has no such axis; the number of ranks
+        does not divide the axis; the axis is parallelized already; another axis of the tensor is on the same mesh axis.
         """
         self.tensor._mark(self.position, on, user_span())
 
@@ -51,13 +51,13 @@ class LoopAxis:
 class Tensor:
     """A tensor of a fusion: an input or a result, with the splits and the sharding of its axes.
 
-    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. There are `x - y`, `-x`, and `x / 3`, which
-    multiplies by 1/3. With `+`, `-` and `*`, one side may be a number. A tensor with a mesh has the sharding of its
-    axes. Without a mesh, the sharding is inferred from the inputs.
+    `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. `x - y` and `-x` work, too. `x / 3` multiplies
+    by 1/3. With `+`, `-` and `*`, one side may be a number. A tensor with a mesh has the sharding that its axes
+    declare. The sharding of a tensor without a mesh is inferred from the inputs.
 
     Fields:
         name: its name in the program's text, without `%`.
-        dtype: `str(t.dtype)` is `f64`, `f32`, `f16` or `bf16`.
+        dtype: the element type. `str(t.dtype)` is its name, such as `bf16`.
         shape: the shape of the unsharded tensor; splits do not change it.
         mesh: the `hi.DeviceMesh`; None until it is set.
         partial_over: the mesh axes over which each rank holds one term of a sum.
@@ -77,17 +77,19 @@ class Tensor:
         self.partial_over: tuple[str, ...] = ()
 
     def axis(self, position: int) -> LoopAxis:
-        """The axis at a position, counted after splits: `t.axis(0).parallelize(hi.ParallelType.Stream)`.
+        """Return the axis at a position, to parallelize it: `t.axis(0).parallelize(hi.ParallelType.Stream)`.
 
-        A negative position counts from the end. Raises HostIRError if there is no such axis.
+        Both results of a split count as axes. A negative position counts from the end. Raises HostIRError if there is
+        no such axis.
         """
         self._loop_at(position, user_span())
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Put the tensor on a mesh: from now on its axes give its sharding; axes without annotation are not sharded.
+        """Put the tensor on a mesh. Its sharding is then what its axes declare, and is no longer inferred.
 
-        Raises HostIRError if an axis is sharded already on an axis that this mesh lacks, or that does not divide it.
+        An axis that is not parallelized is not sharded. Raises HostIRError if an earlier annotation does not fit the
+        mesh: the mesh lacks a mesh axis that it names, or the number of ranks does not divide a tensor axis.
         """
         span = user_span()
         if not isinstance(mesh, DeviceMesh):
@@ -106,10 +108,10 @@ class Tensor:
         self.mesh = mesh
 
     def split(self, position: int, outer: SizeLike) -> None:
-        """Split an axis of size E into two: an outer one of size `outer`, and an inner one of size E / outer.
+        """Split an axis of size E into two axes: an outer axis of size `outer`, and an inner axis of size E / outer.
 
-        Later positions move up by one; `shape` does not change. Raises HostIRError if `outer` does not divide E, and
-        for an axis that is parallelized already.
+        The positions of later axes rise by one. `shape` does not change. Raises HostIRError if `outer` does not divide
+        E, and for an axis that is parallelized already.
         """
         span = user_span()
         k, factor = self._loop_at(position, span)
@@ -125,22 +127,22 @@ class Tensor:
     def shard(self, axis: int, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
         """Shard an axis over the mesh in equal contiguous blocks, and return the tensor.
 
-        Short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, whose errors it raises. Of an axis of E
-        elements, rank r of n holds those from r * E/n up to (r + 1) * E/n.
+        This is short for `set_device_mesh(mesh)` and `axis(axis).parallelize(on)`, and raises the same errors. If the
+        axis has E elements, rank r of n ranks holds the elements from r * E/n up to (r + 1) * E/n.
         """
         self.set_device_mesh(mesh)
         self._mark(axis, on, user_span())
         return self
 
     def partial(self, mesh: DeviceMesh, on: ParallelType | str = ParallelType.DIDx) -> Tensor:
-        """Declare that each rank along a mesh axis holds one term of a sum, which is the tensor; return the tensor.
+        """Declare that the tensor is a sum, and that each rank along a mesh axis holds one term; return the tensor.
 
-        Each term has the unsharded tensor's shape, or a rank's part of it if axes are sharded over another mesh axis.
-        `hi.reshard` to a replicated tensor is an all-reduce; to a tensor sharded over `on` it is a reduce-scatter.
-        Before a computation reads the tensor, it is reduced.
+        Each term has the shape of the tensor, or of a rank's part if axes are sharded over another mesh axis.
+        `hi.reshard` to a replicated tensor is an all-reduce, and to a tensor sharded over `on` it is a reduce-scatter.
+        If a computation needs the sum, the terms are reduced before it.
 
-        Sets the mesh, and raises the errors of `set_device_mesh`. Raises HostIRError also if the mesh has no axis `on`,
-        or if an axis of the tensor is sharded over `on`.
+        This sets the mesh, and raises the errors of `set_device_mesh`. It also raises HostIRError if the mesh has no
+        axis `on`, or if an axis of the tensor is sharded over `on`.
         """
         self.set_device_mesh(mesh)
         span = user_span()
@@ -192,7 +194,7 @@ class Tensor:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The logical axes, each as the product of its splits."""
+        """The logical axes. Each is the product of the axes into which it was split."""
         return tuple(Axis(tuple(f for j, f in self._loop if j == k)) for k in range(len(self.shape)))
 
     def __matmul__(self, other: Any) -> Tensor:
@@ -234,5 +236,5 @@ class Tensor:
 
 
 def _operate(operator: str, *operands: Any) -> Tensor:
-    """Add the statements of an arithmetic operator and return their result."""
+    """Add the statements of an arithmetic operator to the fusion, and return their result."""
     return Tensor.operators[operator](*operands)

@@ -1,7 +1,7 @@
-"""Define communication statements, which change only on which ranks the parts of a tensor lie.
+"""Define communication statements. They change how a tensor is spread over ranks, but not the unsharded tensor.
 
-On the unsharded tensor each communication is the identity; the types of `x` and `out` say which parts move. In a
-fusion a communication defines its result. In a host program it fills a buffer and returns a handle to wait for:
+The types of `x` and `out` say which parts move between ranks. In a fusion a communication defines its result. In a host
+program it fills a buffer and returns a handle to wait for:
 
     %h = allgather %x -> %y over didx
     wait %h
@@ -50,7 +50,7 @@ class Reshard(Statement):
 
 
 def elements(*values: Value) -> tuple[Shape, ...]:
-    """Return the number of elements that a rank holds, for each tensor."""
+    """Return, for each tensor, the number of elements that a rank holds, as a shape of one axis."""
     return tuple((product(value.tensor.local_shape),) for value in values)
 
 
@@ -58,8 +58,8 @@ def elements(*values: Value) -> tuple[Shape, ...]:
 class Communication(Statement):
     """The base class of communications.
 
-    In a host program `x` and `out` are dense and the axis that moves is outermost; lowering ensures both. In a fusion,
-    where a communication has no handle, any axis may move.
+    In a host program, `x` and `out` are dense, and the axis that moves is outermost. Lowering ensures both. In a
+    fusion, any axis may move, and a communication has no handle.
     """
 
     phases: ClassVar[frozenset[Phase]] = BOTH
@@ -95,7 +95,7 @@ class Communication(Statement):
         return tuple(dict.fromkeys(tuple(sorted(self.exchange(device).team)) for device in devices))
 
     def exchange(self, rank: int) -> Exchange:
-        """Return a rank's part in this communication."""
+        """Return this communication as `rank` sees it."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -123,7 +123,7 @@ class Communication(Statement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Collective(Communication):
-    """A communication among the ranks along one mesh axis."""
+    """The base class of communications among the ranks along one mesh axis."""
 
     over: Name = ""
 
@@ -254,7 +254,7 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Transfer(Communication):
-    """A communication between two meshes."""
+    """The base class of communications between two meshes."""
 
     def exchange(self, rank: int) -> Exchange:
         return self._exchanges.get(rank) or Exchange(self.keyword(), self._team, ())
@@ -265,7 +265,7 @@ class Transfer(Communication):
 
     @cached_property
     def _exchanges(self) -> dict[int, Exchange]:
-        """Return the exchange of each rank; ranks that neither send nor receive have no entry."""
+        """A map from each rank that sends or receives to its `Exchange`."""
         moves: dict[int, list[Move]] = {}
         for move in self.moves(*self._meshes):
             for rank in {move.source, move.target}:
@@ -282,7 +282,7 @@ class Transfer(Communication):
         return source, target
 
     def moves(self, source: Mesh, target: Mesh) -> tuple[Move, ...]:
-        """Return all messages between ranks."""
+        """Return the messages of all ranks; `source` is the mesh of `x`, and `target` the mesh of `out`."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -296,7 +296,7 @@ class Transfer(Communication):
     def sharded(self, type: TensorType, marks: tuple[Mark, ...]) -> bool:
         """Return True if exactly one axis is sharded, over a mesh of one axis.
 
-        In a host program it must be outermost.
+        In a host program, the sharded axis must also be outermost.
         """
         one = len(marks) == 1 and type.mesh is not None and len(type.mesh.axes) == 1
         return one and (self.handle is None or leads(type, type.mesh.axes[0] if type.mesh else ""))
@@ -310,7 +310,7 @@ class Transfer(Communication):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Broadcast(Transfer):
-    """The first device of one mesh sends its copy to every device of another mesh.
+    """The first device of the mesh of `x` sends its copy of the tensor to every device of the mesh of `out`.
 
     Example: %h = broadcast %x: f32[16, 32] -> %y: f32[16, 32] on @other
     """
@@ -328,7 +328,7 @@ class Broadcast(Transfer):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Gather(Transfer):
-    """Every device of another mesh gets all parts of a tensor.
+    """Every device of the mesh of `out` gets all parts of a tensor that is sharded over the mesh of `x`.
 
     Example: %h = gather %x: f32[8@didx, 32] -> %y: f32[8, 32] on @other
     """
@@ -347,7 +347,10 @@ class Gather(Transfer):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Scatter(Transfer):
-    """One device of one mesh sends each device of another mesh its part: the first that is in both, else the first.
+    """One device of the mesh of `x` sends each device of the mesh of `out` its part.
+
+    The sender is the first device of the mesh of `x` that is in both meshes. Without such a device, it is the first
+    device of the mesh of `x`.
 
     Example: %h = scatter %x: f32[8, 32] -> %y: f32[8@didx, 32] on @other
     """
@@ -367,7 +370,7 @@ class Scatter(Transfer):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SendRecv(Transfer):
-    """Each device of one mesh sends its part to the device at the same place of another mesh.
+    """Each device of the mesh of `x` sends its part to the device at the same position in the mesh of `out`.
 
     Example: %h = sendrecv %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] on @other
     """

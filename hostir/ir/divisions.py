@@ -12,9 +12,9 @@ from hostir.ir.types import TensorType
 
 
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
-    """Return every division of a program, the most informative reasons first.
+    """Return every `Division` of a program. Divisions with informative reasons come first.
 
-    A split by a Stream axis of a fusion is not a division: it only asks a strategy for slices.
+    A Stream axis of a fusion adds no division, because it only asks a strategy for slices.
     """
     statements = tuple(statements)
     named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
@@ -38,9 +38,10 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield the parts of axes whose size on one rank may not be an integer.
+    """Yield each factor of an axis that may not be an integer on one rank.
 
-    Each comes with its size, its size on one rank, and text that tells over how many ranks it is sharded, if any.
+    Each tuple holds the factor's extent, the factor's extent on one rank, and a text such as ` sharded over 8 ranks`.
+    The text is empty if the factor is not sharded.
     """
     type = value.tensor.host()
     for axis in type.axes:
@@ -60,7 +61,10 @@ def _written(s: Statement) -> Iterator[Division]:
 
 
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return a diagnostic for each bound size that is not a multiple of its divisors."""
+    """Return a diagnostic for each size that cannot be split into equal parts as `divisions` need.
+
+    `sizes` holds the values of the symbols. `program` is the program's name, for messages.
+    """
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:
         alike.setdefault(_apart(division.size), []).append(division)
@@ -77,7 +81,10 @@ def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int
 
 
 def _apart(size: Size) -> tuple[Size, Size]:
-    """Return the dividend and the symbols of the divisor. Without symbols below, a constant factor is dropped."""
+    """Return the key under which divisions are reported together: the dividend, and the symbols of the divisor.
+
+    For `3*M/8` the key is `M` and 1. For `3*M/8/K` it is `3*M` and `K`.
+    """
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)
     return Size(size.num if below else 1, 1, above), Size(1, 1, below)
@@ -103,7 +110,10 @@ def _refusal(
 
 
 def _strongest(of: Sequence[Division]) -> list[Division]:
-    """Return the divisions that imply all others: no other divisor is a multiple of their divisors."""
+    """Return the divisions that imply all others.
+
+    A division implies another division if its divisor is a multiple of the other divisor.
+    """
     kept: list[Division] = []
     for division in of:
         if all(other.size.den % division.size.den for other in kept):

@@ -64,7 +64,7 @@ FRAGMENT = {
 
 @cache
 def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
-    """Return the grammar's text, and the statement and phase behind each of its rules."""
+    """Return the text of the grammar, and a map from the name of each statement's rule to its class and phase."""
     words = {"hostir", "mesh", "streams", "partial", "on"}
     rules: dict[str, tuple[type[Statement], Phase]] = {}
     lines: list[str] = []
@@ -124,14 +124,14 @@ def _syntax_error(unexpected: UnexpectedInput, text: str, file: str) -> HostIREr
 
 
 def _expected(unexpected: UnexpectedInput) -> list[str]:
-    """Return the terminals that the grammar allows at the place of the error."""
+    """Return the names of the terminals that the grammar allows at the place of the error."""
     if isinstance(unexpected, UnexpectedToken):
         return sorted(unexpected.accepts or unexpected.expected)
     return sorted(unexpected.allowed or ()) if isinstance(unexpected, UnexpectedCharacters) else []
 
 
 def _spell(terminal: str) -> str:
-    """Return the name of a terminal in messages."""
+    """Return the text for a terminal in messages: a description such as `a %name`, or the literal word in quotes."""
     named = {
         "VALUE": "a %name",
         "AT": "a @name",

@@ -77,7 +77,9 @@ class FreeBuffer(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Select(ViewStatement):
-    """A view at one index of an axis, by default axis 0. The view has no such axis; the axis must not be sharded.
+    """A view of `x` at one index of an axis, by default axis 0. The result lacks this axis.
+
+    The axis must not be sharded.
 
     Example: %y: f32[8@didx, 32] = select %x: f32[4, 8@didx, 32][%i]
     """
@@ -113,7 +115,9 @@ class Select(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunk(ViewStatement):
-    """A view of one of `count` equal pieces of an axis. Pieces are counted within each rank's part; the axis stays.
+    """A view of one of `count` equal pieces of an axis, by default axis 0. The result keeps the axis.
+
+    If the axis is sharded, each rank's part of it is cut into `count` pieces.
 
     Example: %y: f32[16, 8@didx] = chunk %x: f32[16, 32@didx][%i of 4] axis 1
     """
@@ -125,7 +129,7 @@ class Chunk(ViewStatement):
     axis: Int = 0
 
     def _cut(self) -> tuple[Size, Axis]:
-        """Return the number of blocks, spread over ranks, around the pieces; and the axis of one piece."""
+        """Return the number of sharded blocks outside the pieces, and the axis of one piece."""
         type = self.x.tensor
         if self.axis >= len(type.axes):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(type.axes)}")
@@ -176,7 +180,7 @@ class Chunk(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewStatement):
-    """Treats a buffer as each rank's partial sum, for use as the input of an in-place allreduce.
+    """A view that treats each rank's buffer as a partial sum. It is the input of an in-place allreduce.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """
@@ -206,9 +210,9 @@ class AsPartial(ViewStatement):
 class Dense(ViewStatement):
     """The same elements in dense memory: `x` itself if it is dense at run time, else a copy of it.
 
-    `x` is an input, or a view of one: only the caller knows their strides. A copy is made on the current stream and
-    lasts until the end of the call. The result may or may not be a copy, so no statement may write the input or the
-    result.
+    `x` is an input, or a view of an input, because only the caller of the program knows an input's strides. A copy is
+    made on the current stream and lasts until the end of the call. The result may or may not be a copy, so no statement
+    may write the input or the result.
 
     Example: %y: f32[8@didx, 32] = dense %x: f32[8@didx, 32]
     """
@@ -280,7 +284,7 @@ class CurrentStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
-    """Issues the following statements to a stream: a stream value, or a pool stream by index.
+    """Makes a stream the current stream: a stream value, or a worker stream by its index in the pool.
 
     Example: set_stream %i % 2
     """
@@ -317,11 +321,11 @@ class Synchronize(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Delay(Statement):
-    """Delays the current stream, so that a communication that becomes ready meanwhile gets its SMs first.
+    """Delays the current stream a little, so that a communication of another stream gets its SMs first.
 
-    A computation that fills the device keeps a communication from starting until its first blocks have ended. A delay
-    orders nothing: a program means the same without it, and machines without SMs ignore it. The idea comes from the
-    delay in torch's fused matmul + reduce-scatter.
+    If a computation fills the device, a communication cannot start until the first thread blocks of the computation
+    have ended. A delay orders nothing: a program means the same without it, and machines without SMs ignore it. The
+    idea comes from the delay in torch's fused matmul + reduce-scatter.
 
     Example: delay 5 us
     """

@@ -28,7 +28,11 @@ Handle = Any  # a machine's object for a tensor, a stream or a communication in 
 
 @dataclass(frozen=True)
 class Move:
-    """One message: block `take[0]` of `take[1]` equal blocks at the source is copied to block `put[0]` of `put[1]`."""
+    """One message from rank `source` to rank `target`.
+
+    The source's tensor is split into `take[1]` equal blocks, and the target's tensor into `put[1]` equal blocks. The
+    message copies block `take[0]` of the source to block `put[0]` of the target.
+    """
 
     source: int
     target: int
@@ -38,9 +42,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication: the statement's keyword, the ordered team, and the messages.
+    """A communication as one rank sees it.
 
-    `moves` is None for a collective of the whole team.
+    Fields:
+        communication: the keyword of the statement.
+        team: the ranks that take part, in order.
+        moves: the messages that this rank sends or receives; None for a collective, in which the whole team takes part.
     """
 
     communication: str
@@ -48,31 +55,36 @@ class Exchange:
     moves: tuple[Move, ...] | None = None
 
     def takes(self, rank: int) -> bool:
-        """Return True if the communication reads memory of a rank."""
+        """Return True if the communication reads memory of `rank`."""
         return self.moves is None or any(move.source == rank for move in self.moves)
 
     def gives(self, rank: int) -> bool:
-        """Return True if the communication writes memory of a rank."""
+        """Return True if the communication writes memory of `rank`."""
         return self.moves is None or any(move.target == rank for move in self.moves)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The flags that a computation waits for while it runs: flag `i` tells that block `i` of an operand is ready.
+    """The flags that a computation waits for while it runs. Flag `i` says that block `i` of an operand is ready.
 
-    The operand's rows are split into `blocks` equal blocks. A block is ready once its flag reaches `epoch`. The
-    result's rows are split into `results` equal blocks. Block `j` of the result needs the operand's blocks `j`,
-    `j + results` and so on: one block for a matmul, one block of each source for a sum. Block `first` of the result is
-    computed first.
+    The rows of the operand and the rows of the result are split into equal blocks. Block `j` of the result needs the
+    operand's blocks `j`, `j + results`, `j + 2 * results`, and further blocks in the same steps. For a matmul this is
+    one block. For a sum it is one block of each source.
 
-    `own_rows` replaces `own_blocks` blocks of the operand, from block `own_first` on. These are read from `own_rows`
-    without waiting, and are left undefined in the operand.
-
-    `along` are the positions of further operands whose rows correspond to the rows of the first: the flag of a block
-    tells that their rows are ready, too. `own_rows` does not replace them.
-
-    A machine that plans also sets the SMs that the kernel does not get. `overlapped_sms` belong to the copies directly
-    before it on its stream, which may still run. `reserved_sms` are left free for signals sent by kernels.
+    Fields:
+        flags, epoch: block `i` is ready when flag `i` has reached `epoch`.
+        first: the block of the result that is computed first.
+        blocks: the number of blocks of the operand.
+        own_rows: rows that replace some blocks of the operand, if any. The kernel reads them without waiting, and
+            leaves the replaced blocks undefined in the operand.
+        results: the number of blocks of the result.
+        own_first, own_blocks: the first block that `own_rows` replaces, and the number of these blocks.
+        overlapped_sms: the number of SMs that the kernel does not get, because copies directly before it on its stream
+            may still run on them. A machine that plans sets it.
+        reserved_sms: the number of SMs that the kernel leaves free for kernels that send signals. A machine that plans
+            sets it.
+        along: the positions of further operands with the same rows. A flag says that the block's rows of these
+            operands are ready, too. `own_rows` does not replace them.
     """
 
     flags: Handle
@@ -89,30 +101,30 @@ class Ready:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Return the blocks of the result in the order in which they are computed."""
+        """The blocks of the result in the order in which they are computed."""
         return *range(self.first, self.results), *range(self.first)
 
     @cached_property
     def replaced(self) -> range:
-        """Return the operand's blocks that `own_rows` replaces."""
+        """The operand's blocks that `own_rows` replaces."""
         return range(self.own_first, self.own_first + self.own_blocks)
 
     def needed(self, result: int) -> tuple[int, ...]:
-        """Return the operand's blocks that a block of the result waits for, in the order of sources."""
+        """Return the blocks of the operand that block `result` of the result waits for, in ascending order."""
         return tuple(block for block in range(result, self.blocks, self.results) if block not in self.replaced)
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """Return all blocks that the computation waits for, in the order in which it needs them."""
+        """All blocks of the operand that the computation waits for, in the order in which it needs them."""
         return tuple(block for result in self.order for block in self.needed(result))
 
 
 @dataclass(frozen=True)
 class Done:
-    """The flags of this rank that a computation sets while it runs: one for each of `blocks` equal blocks of rows.
+    """The flags of this rank that a computation sets while it runs.
 
-    Flag `i` is set to `epoch` once block `i` of the result has been written. Block `first` is computed first. `along`
-    has the same meaning as in `Ready`.
+    The rows of the result are split into `blocks` equal blocks, one for each flag. The computation sets flag `i` to
+    `epoch` when it has written block `i`. It computes block `first` first. `along` has the same meaning as in `Ready`.
     """
 
     flags: Handle
@@ -123,12 +135,12 @@ class Done:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Return the blocks in the order in which they are computed."""
+        """The blocks in the order in which they are computed."""
         return *range(self.first, self.blocks), *range(self.first)
 
 
 class OptionalMethods(Protocol):
-    """The methods that a machine need not define: they access no memory and order nothing."""
+    """The methods that a machine need not define, because they access no memory and order nothing."""
 
     def delay(self, microseconds: int) -> None:
         """Delay the current stream for about this long, if that helps on this machine."""
@@ -136,7 +148,7 @@ class OptionalMethods(Protocol):
 
 
 class Machine(OptionalMethods, Protocol):
-    """The interface that executes statements. `rank` is None on a machine that holds unsharded tensors.
+    """The interface of a machine that executes statements. `rank` is None on a machine that holds unsharded tensors.
 
     A handle is the machine's object for a tensor, a stream or a communication.
     """
@@ -158,7 +170,10 @@ class Machine(OptionalMethods, Protocol):
         """Return the view of `x` at one index of an axis, without that axis."""
 
     def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> Handle:
-        """Return the view of `x` at `index` of `count`, with `axis` seen as [outer, count, inner], and merged again."""
+        """Return the view of piece `index` of the `count` equal pieces of an axis.
+
+        The axis is seen as [outer, count, inner]. The view has `outer` and `inner`, merged into one axis.
+        """
 
     def reshape(self, x: Handle, shape: tuple[int, ...]) -> Handle:
         """Return the view of `x` in another shape."""
@@ -178,9 +193,10 @@ class Machine(OptionalMethods, Protocol):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run the kernel of `computation` on the current stream; it writes `out`.
+        """Run the kernel of `computation` on the current stream. The kernel writes `out`.
 
-        It runs by blocks of rows if it waits for a flag before a block (`ready`), or sets one after it (`done`).
+        With `ready`, the kernel works on blocks of rows, and waits for a flag before each block. With `done`, it sets a
+        flag after each block.
         """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
@@ -192,8 +208,8 @@ class Machine(OptionalMethods, Protocol):
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
         """Copy `x` of rank `source` to `out` of rank `target` on the current stream: by `sms` SMs, if not 0.
 
-        This rank is one of the two. The tensor on the other rank is symmetric; the argument is the same view of this
-        rank's tensor.
+        This rank is `source` or `target`. The tensor on the other rank is symmetric. The argument for this tensor is
+        the same view of the symmetric tensor on this rank.
         """
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
@@ -203,10 +219,13 @@ class Machine(OptionalMethods, Protocol):
         """Make the current stream wait until a flag of this rank has reached an epoch of this call."""
 
     def barrier(self, team: tuple[int, ...]) -> None:
-        """Make the current stream wait at its n-th barrier until every rank of the team is at its n-th barrier."""
+        """Make the current stream wait until every rank of the team has reached this barrier.
+
+        The n-th barriers of the ranks of a team are one barrier.
+        """
 
     def current_stream(self) -> Handle:
-        """Return the current stream: statements are issued to it."""
+        """Return the current stream, to which statements are issued."""
 
     def set_stream(self, stream: Handle | int) -> None:
         """Make a stream, or the worker stream with this index, the current stream."""
@@ -318,7 +337,10 @@ def interpret(
 
 
 def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
-    """Return the number of statements of a body with its loops unrolled. Each round counts as one more statement."""
+    """Return the number of statements of a body with its loops unrolled. Each round counts as one more statement.
+
+    Raise HostIRError at the loop that makes the body longer than `MAX_UNROLLED` statements.
+    """
     total = 0
     for statement in body:
         if not statement.bodies:

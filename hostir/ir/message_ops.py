@@ -1,12 +1,13 @@
 """Define messages between two ranks of one mesh.
 
-A rank's messages within a team run one after another, in the order issued. Each ends when both sides have met. So two
-ranks that both send first wait for each other forever; `exchange` sends and receives at once:
+A rank's messages within a team run one after another, in the order in which the rank issues them. A message ends only
+after the peer has started the matching message. So two ranks that both send first wait for each other forever.
+`exchange` sends and receives at once:
 
     %h = exchange %mine to (%r + 1) % 8, %theirs from (%r + 7) % 8 over didx
     wait %h
 
-The k-th send from rank A to rank B meets the k-th receive of rank B from rank A. Collectives and messages of a team
+The k-th send from rank A to rank B matches the k-th receive of rank B from rank A. Collectives and messages of a team
 do not wait for each other.
 """
 
@@ -49,7 +50,7 @@ class Message(Statement):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh whose ranks exchange the message; raise unless it has the axis `over`."""
+        """The mesh of the ranks that exchange the message. Raises unless it has the axis `over`."""
         return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     @property
@@ -81,7 +82,7 @@ class Message(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Send(Message):
-    """Sends a tensor to a peer, which receives it. `peer` is a place along the mesh axis `over`.
+    """Sends a tensor to a peer, which receives it. `peer` is a position along the mesh axis `over`.
 
     Example: %h = send %x: f32[8@didx, 32] to 1 over didx
     """
@@ -97,7 +98,7 @@ class Send(Message):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Recv(Message):
-    """Receives a tensor from a peer, which sends it. `peer` is a place along the mesh axis `over`.
+    """Receives a tensor from a peer, which sends it. `peer` is a position along the mesh axis `over`.
 
     Example: %h = recv %y: f32[8@didx, 32] from 0 over didx
     """
@@ -143,7 +144,7 @@ MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the 
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """Return the peer's rank; raise if it is this rank, which cannot be its partner."""
+    """Return the rank `peer`; raise if it is the rank `me`, because a rank cannot wait for itself."""
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",

@@ -1,7 +1,7 @@
 """Define one-sided statements: ranks, conditions, symmetric buffers, copies between ranks, signals and barriers.
 
-A symmetric buffer exists on every rank of its mesh. A view of this rank's buffer also names the same part of a peer's
-buffer. Only signals and barriers order the ranks:
+A symmetric buffer exists on every rank of its mesh. A view of the buffer stands for the same part of the buffer on any
+rank. Only signals and barriers order the ranks:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx
@@ -77,8 +77,9 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
 class AllocateSymmetric(Statement):
     """A symmetric buffer: every rank of its mesh has one, and peers may read it with `get` and write it with `put`.
 
-    It persists from call to call with its contents; in the first call it is uninitialised. With dtype `flag` it is a
-    row of flags, which signals set and streams wait for. All flags are 0 at first, and epochs restart in every call.
+    The buffer and its contents persist from call to call. In the first call the buffer is uninitialised. With dtype
+    `flag` it is a row of flags, which signals set and streams wait for. Flags begin as 0, and epochs restart in every
+    call.
 
     Example: %x: bf16[4, 32] = allocate_symmetric
     """
@@ -106,9 +107,9 @@ class AllocateSymmetric(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Rank(Statement):
-    """This rank's position along an axis of the mesh of `x`, from 0. This index differs from rank to rank.
+    """This rank's position along an axis of the mesh of `x`, from 0. The position differs from rank to rank.
 
-    A rank outside that mesh gets -1.
+    A rank outside the mesh gets -1.
 
     Example: %r = rank of %x: f32[8@didx, 32] over didx
     """
@@ -240,9 +241,10 @@ class Put(PeerCopy):
     `peer` is a position along the mesh axis `over`; `out` is the view to write, on the peer. The peer may read it after
     a signal or a barrier that follows the copy.
 
-    With `by N sms` a kernel on N SMs copies, instead of a copy engine: it begins sooner, and moves large blocks more
-    slowly. Both views must be dense. On CUDA, consecutive puts by SMs on a stream, and the signals between them, are
-    one kernel. A `matmul` that comes next and waits for blocks may start while this kernel still runs.
+    With `by N sms` a kernel on N SMs copies, instead of a copy engine. The kernel begins sooner than a copy engine, and
+    moves large blocks more slowly. Both views must be dense. On CUDA, consecutive puts by SMs on a stream, and the
+    signals between them, are one kernel. If the next statement is a `matmul` that waits for blocks, it may start while
+    this kernel still runs.
 
     Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx by 16 sms
     """
@@ -267,15 +269,15 @@ class Put(PeerCopy):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Signal(Statement):
-    """Sets a flag of a peer to an epoch, once the current stream reaches this statement.
+    """Sets a flag of a peer to an epoch when the current stream reaches this statement.
 
-    Epochs count from 1 in every call. The epochs of one flag rise: each is sent once, after all lower epochs.
+    Epochs count from 1 in every call. Each epoch of a flag is sent once, after all lower epochs of the flag.
 
-    With `by 1 sms` a kernel sets the flag, instead of the stream itself. If the stream sets it, the GPU first waits
-    until all its writes to peers have arrived, also the writes of other streams. It starts no other copy until then,
-    which leaves gaps between copies. A kernel sets the flag while copies of other streams continue. A `matmul` that
-    waits for blocks leaves one SM free for signals by SMs before it; but a collective, or another `matmul` that waits
-    for blocks, may take this SM.
+    Without `by 1 sms` the stream itself sets the flag. The GPU then first waits until all its writes to peers have
+    arrived, including the writes of other streams. Until then it starts no other copy, which leaves gaps between
+    copies. With `by 1 sms` a kernel sets the flag, while copies of other streams continue. A `matmul` that waits for
+    blocks leaves one SM free for earlier signals by SMs. But a collective, or another `matmul` that waits for blocks,
+    may take this SM.
 
     Example: signal %flags: flag[8][0] = 1 at (%r + 1) % 8 over didx by 1 sms
     """
@@ -348,10 +350,11 @@ class WaitSignal(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Barrier(Statement):
-    """The current stream waits for its n-th barrier, until every rank along `over` has reached its n-th barrier.
+    """The current stream waits until every rank along `over` has reached this barrier.
 
-    All work of those ranks' streams before their barriers happens before all work of this stream after its barrier. The
-    mesh of `x` determines the ranks that take part; the memory of `x` is not accessed.
+    The n-th barriers of the ranks of a team are one barrier. The work that precedes the barrier on any rank's stream
+    happens before the work that follows it on any rank's stream. The mesh of `x` determines the ranks that take part.
+    The memory of `x` is not accessed.
 
     Example: barrier of %x: f32[8@didx, 32] over didx
     """
@@ -393,7 +396,7 @@ def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
 
 
 def epoch_of(op: Statement, frame: Frame, epoch: Expr) -> int:
-    """Return an epoch of this call; raise if it is below 1, as a call begins with all flags at epoch 0."""
+    """Return the value of an epoch; raise if it is below 1, because all flags are at epoch 0 when a call begins."""
     number = frame.index(epoch)
     if number < 1:
         raise op.fail(f"epoch {number} of a flag", expected="at least 1: a call begins at epoch 0")

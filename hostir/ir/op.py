@@ -1,4 +1,4 @@
-"""Define the base class of statements: frozen dataclasses whose fields and syntax template drive everything else.
+"""Define the base class of statements. Statements are frozen dataclasses with annotated fields and a syntax template.
 
 A statement class declares
 - its fields; the codec in a field's annotation tells its syntax and its effect (read, write, define);
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Value:
-    """A name and its type. Equal names in one program are one value; the span points at its definition."""
+    """A value of a program: its name and its type. `span` is the place of its definition.
+
+    Equal names in one program mean the same value.
+    """
 
     name: str
     type: Type
@@ -71,7 +74,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Bin:
-    """`left op right` on indices; op is one of + - * / %, and / rounds down."""
+    """An arithmetic operation on indices. `op` is one of + - * / %; the operator / rounds down."""
 
     op: str
     left: Expr
@@ -118,7 +121,7 @@ BOTH = frozenset(Phase)
 
 
 class Codec(Enum):
-    """The codec of a field: its syntax, and the effect of the statement on it."""
+    """The codec of a statement's field: the syntax of the field, and what the statement does with it."""
 
     READ = "tensor operand that is read"
     WRITE = "tensor operand that is written"
@@ -158,11 +161,14 @@ Name = Annotated[str, Codec.NAME]
 
 VALUE_CODECS = {Codec.READ, Codec.WRITE, Codec.ALIAS, Codec.FREE, Codec.DEFINE, Codec.USE}
 
-Shape = tuple[Size, ...]  # or strides
+Shape = tuple[Size, ...]  # a shape, or the strides of a tensor
 
 
 class Sync(Flag):
-    """The order that a statement adds, if it does nothing else."""
+    """The kind of order that a statement adds, if the statement has no other effect.
+
+    Statements that compute or move data have NOTHING.
+    """
 
     NOTHING = 0
     STREAMS = auto()  # the current stream waits for another stream of its rank
@@ -176,10 +182,12 @@ class FlagOperand:
     """A row of flags that a statement signals or waits for.
 
     Fields:
-        slot, epoch: index and epoch of the single flag that it uses; the slot is None if it uses each flag of the row.
-        rows: values whose rows are split into one equal block for each flag; each block waits for its flag.
+        flags: the row of flags.
+        slot: the index of the flag, if the statement uses a single flag; None if it uses all flags of the row.
+        epoch: the epoch that the statement sets or waits for.
+        rows: tensors whose rows are split into equal blocks, one for each flag.
         own_rows: rows that replace one of the blocks.
-        raises: True if it sets the flags; False if it waits for them.
+        raises: True if the statement sets the flags; False if it waits for them.
     """
 
     flags: Value
@@ -191,13 +199,13 @@ class FlagOperand:
 
 
 class ViewStrides(Protocol):
-    """Computes the strides of a view, as formulas, from the strides of the view's operand `x`."""
+    """Computes the strides of a view from the strides of its operand `x`. Strides may have symbols."""
 
     def same(self) -> Shape:
         """Return the strides of `x`."""
 
     def without(self, axis: int) -> Shape:
-        """Return the strides of `x` without an axis, as for a view at one index of it."""
+        """Return the strides of a view at one index of an axis: the strides of `x` without this axis."""
 
     def permuted(self, axes: tuple[int, ...]) -> Shape:
         """Return the strides of `x` with permuted axes."""
@@ -210,24 +218,24 @@ class ViewStrides(Protocol):
 
 
 class Traits:
-    """The traits of a statement, which analyses ask for instead of keeping lists of classes.
+    """The traits of a statement. Analyses read traits, so that they need no lists of statement classes.
 
-    These are the defaults. The values that a statement reads, writes, views, frees and defines follow from the codecs
-    of its fields: see `Operands`.
+    This class has the defaults, which statement classes override. `Operands` says which values a statement reads,
+    writes, views, frees and defines.
     """
 
-    on_host: ClassVar[bool] = False  # it issues no work, whichever stream is current
-    orders: ClassVar[Sync] = Sync.NOTHING  # the order that it adds, if it does nothing else
+    on_host: ClassVar[bool] = False  # it issues no work to any stream
+    orders: ClassVar[Sync] = Sync.NOTHING  # what it orders, if it does nothing else
     transfers: ClassVar[bool] = False  # it moves elements between ranks
     collective: ClassVar[bool] = False  # every rank of its team issues it, all in the same order
     one_sided: ClassVar[bool] = False  # it uses memory or signals that ranks share
-    per_rank: ClassVar[bool] = False  # it names single ranks, which unsharded tensors do not have
+    per_rank: ClassVar[bool] = False  # it names single ranks, so it cannot run on unsharded tensors
     symmetric: ClassVar[bool] = False  # it defines a symmetric buffer, which lasts from call to call
     may_copy: ClassVar[bool] = False  # its result is a view or a copy: strides at run time decide
     conditional: ClassVar[bool] = False  # a rank may skip its body
     explicit: ClassVar[bool] = True  # it may remain in a fusion with explicit communications
     contracts: ClassVar[bool] = False  # it multiplies matrices
-    uncut: ClassVar[bool] = False  # `evaluate` takes unsliced tensors, except `rows` of `flag_operands` by block
+    uncut: ClassVar[bool] = False  # `evaluate` takes unsliced tensors; only `rows` of `flag_operands` go block by block
 
     @classmethod
     def known_uncut(cls) -> bool:
@@ -240,89 +248,118 @@ class Traits:
 
     @property
     def waits(self) -> int:
-        """The number of streams or ranks that its stream waits for, if it only orders (see `orders`)."""
+        """The number of streams or ranks for which the statement makes the current stream wait.
+
+        It is 0 unless the statement does nothing but order (see `orders`).
+        """
         return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
 
     @property
     def sets_stream(self) -> Expr | None:
-        """The stream to which later statements are issued, if it changes the stream."""
+        """The stream to which the statement switches; None if the statement does not change the current stream."""
         return None
 
     @property
     def place(self) -> tuple[Value, str] | None:
-        """The index that it defines as this rank's place along a mesh axis; and the axis."""
+        """The index that the statement sets to this rank's position along a mesh axis, and the mesh axis.
+
+        None if the statement defines no such index.
+        """
         return None
 
     @property
     def flag_operands(self) -> tuple[FlagOperand, ...]:
-        """The rows of flags that it signals or waits for."""
+        """The rows of flags that the statement signals or waits for."""
         return ()
 
     @property
     def peer_place(self) -> tuple[Expr, str] | None:
-        """The place of the peer that it signals, or copies to or from; and the mesh axis of the place."""
+        """The position of the statement's peer along a mesh axis, and the mesh axis; None without a peer.
+
+        The peer is the rank that the statement signals, or copies to or from.
+        """
         return None
 
     @property
     def remote(self) -> Value | None:
-        """The view of a symmetric buffer that it reads or writes at a peer."""
+        """The view of a symmetric buffer that the statement reads or writes on a peer.
+
+        None if the statement accesses no memory of a peer.
+        """
         return None
 
     @property
     def needs_reserved_sm(self) -> bool:
-        """True if it needs the SM that a kernel reserves while it waits for flags."""
+        """True if the statement needs the SM that waiting kernels leave free for signals."""
         return False
 
     @property
     def computed(self) -> Value | None:
-        """The value whose elements it computes and rounds to the value's dtype."""
+        """The result of a computation, which is rounded to the result's dtype; None for other statements."""
         return None
 
     @property
     def summed(self) -> Sequence[Size]:
-        """The local extents of the axes that it sums over for each element."""
+        """The extents, on one rank, of the axes that a computation sums over; empty if there are no such axes."""
         return ()
 
     @property
     def right_side(self) -> tuple[Value, int] | None:
-        """The right operand of a product, and the operand's contracted axis."""
+        """The right operand of a product, and the position of the operand's contracted axis.
+
+        None if the statement is not a product.
+        """
         return None
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The teams of ranks that meet in it, each in ascending order."""
+        """The teams of ranks of a communication, each in ascending order."""
         return ()
 
     @property
     def addends(self) -> int:
-        """The number of ranks whose partial sums it adds up; 0 if it adds up no partial sums."""
+        """The number of partial sums of ranks that the statement adds up; 0 if it adds up no partial sums."""
         return 0
 
     @property
     def needs_dense(self) -> bool:
-        """True if the tensors that it reads and writes must be dense."""
+        """True if the tensors that the statement reads and writes must be dense."""
         return False
 
     @property
     def compared(self) -> tuple[Shape, ...]:
-        """The shapes, or numbers of elements, that must match between the ranks that meet in it."""
+        """The local shapes that must be equal on all ranks of a communication.
+
+        If only the number of elements must be equal, a shape is this number as a single axis.
+        """
         return ()
 
     def strides(self, of: ViewStrides) -> Shape | None:
-        """Return the strides of its result, if the result is a view; None if no formula describes them."""
+        """Return the strides of the result if the statement is a view, else None. `of` computes the strides."""
         return None
 
     @property
     def repeats(self) -> Size:
-        """The maximum number of times that its body runs."""
+        """The maximum number of times that the body of the statement runs."""
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
-        """Yield once for each run of its body: the loop's index, which the frame then holds, or () for a condition."""
+        """Yield once before each run of the statement's body: `(index,)` for a loop, `()` for a condition.
+
+        A loop also stores the index in the frame.
+        """
         yield from ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
-        """Return the same statement, waiting for flags while it runs; None if it cannot wait or already waits."""
+        """Return a copy of the statement that waits for flags while it runs.
+
+        Return None if the statement cannot wait for flags, or already does.
+
+        Args:
+            flags, epoch: the row of flags, and the epoch to wait for.
+            first: the index of the block to compute first.
+            own: rows to read instead of the block `first`, if any.
+        """
         return None
 
 
@@ -355,7 +392,10 @@ class Operands:
         return tuple(getattr(self, name) for name in codecs_of(type(self)))
 
     def values(self, *codecs: Codec) -> Iterator[Value]:
-        """Yield the values in fields of these codecs, in the order of the fields; index expressions count as USE."""
+        """Yield the values in the fields that have one of these codecs, in the order of the fields.
+
+        A value in an index expression has the codec USE.
+        """
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
             if got is None:
@@ -370,18 +410,18 @@ class Operands:
         return next(self.values(Codec.DEFINE, *([Codec.WRITE] if phase is Phase.FUSION else [])), None)
 
     def uses(self, phase: Phase) -> tuple[Value, ...]:
-        """Return every value that it uses without defining it."""
+        """Return every value that the statement needs: all values in its fields, except the value that it defines."""
         written = [] if phase is Phase.FUSION else [Codec.WRITE]
         return tuple(self.values(Codec.READ, *written, Codec.ALIAS, Codec.FREE, Codec.USE))
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """The tensors that it reads, in the order in which `evaluate` gives them to a machine."""
+        """The tensors that the statement reads, in the order in which `evaluate` passes them to a machine."""
         return tuple(self.values(Codec.READ))
 
     @cached_property
     def named(self) -> tuple[Value, ...]:
-        """Return every value that it mentions."""
+        """Every value in the fields of the statement, including the value that it defines."""
         return tuple(self.values(*VALUE_CODECS))
 
     @cached_property
@@ -390,17 +430,17 @@ class Operands:
 
     @cached_property
     def viewed(self) -> Value | None:
-        """The value that its result is a view of, if any."""
+        """The value that the statement's result is a view of; None if the result is not a view."""
         return next(self.values(Codec.ALIAS), None)
 
     @cached_property
     def freed(self) -> Value | None:
-        """The value whose buffer it frees, if any."""
+        """The value with the buffer that the statement frees; None for other statements."""
         return next(self.values(Codec.FREE), None)
 
     @cached_property
     def buffer(self) -> Value | None:
-        """In a host program, the value that it defines with new memory (not a view), if any."""
+        """The value with new memory that the statement defines in a host program; None for other statements."""
         defined = self.defines(Phase.HOST)
         if defined is None or not isinstance(defined.type, TensorType) or self.viewed is not None:
             return None
@@ -408,13 +448,13 @@ class Operands:
 
     @cached_property
     def started(self) -> Value | None:
-        """The handle of the communication that it starts, if any."""
+        """The handle of the communication that the statement starts; None for other statements."""
         defined = self.defines(Phase.HOST)
         return defined if defined is not None and defined.type is Kind.HANDLE else None
 
     @cached_property
     def awaited(self) -> Value | None:
-        """The handle of the communication that it waits for, if any."""
+        """The handle of the communication that the statement waits for; None for other statements."""
         return next((value for value in self.values(Codec.USE) if value.type is Kind.HANDLE), None)
 
     def with_bodies(self, change: Callable[[tuple[Statement, ...]], tuple[Statement, ...]]) -> Self:
@@ -445,23 +485,29 @@ class Operands:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Statement(Traits, Operands):
-    """The base class of all statements: what each class declares."""
+    """The base class of all statements. Each statement class declares its syntax, its phases and its meaning."""
 
     syntax: ClassVar[str] = ""
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.HOST})
 
     def infer(self) -> Type | None:
-        """Return the type of the value that it defines, from its operands; None if the text must declare the type."""
+        """Return the type of the value that the statement defines.
+
+        Return None if the operands do not determine the type: then the text must declare it.
+        """
         return None
 
     def verify(self) -> None:
-        """Raise if the operands do not fit each other."""
+        """Raise HostIRError if the operands do not fit each other."""
 
     def verify_layout(self) -> None:
-        """Raise if the parts that ranks hold do not match. Called once every change of sharding is explicit."""
+        """Raise HostIRError if a rank's parts of the operands do not fit each other.
+
+        The verifier skips this check while changes of sharding are still implicit, early in lowering.
+        """
 
     def divisions(self) -> Iterator[Division]:
-        """Yield the divisions into equal parts that do not follow from the types of its values."""
+        """Yield the divisions of sizes that the statement needs and that do not follow from the types of its values."""
         yield from ()
 
     def evaluate(self, frame: Frame) -> None:
@@ -469,7 +515,10 @@ class Statement(Traits, Operands):
         raise AssertionError(f"{type(self).__name__} has no meaning on a machine")
 
     def in_place(self, operand: int) -> bool:
-        """Return True if its result may be exactly the view that it reads as this operand."""
+        """Return True if the result of the statement may be the same view of memory as an operand.
+
+        `operand` is the operand's position in `reads`.
+        """
         return False
 
     @classmethod
@@ -481,7 +530,7 @@ class Statement(Traits, Operands):
 
     @classmethod
     def form(cls, phase: Phase) -> str:
-        """Return the syntax template of a phase."""
+        """Return the statement's syntax template in a phase."""
         return cls.syntax
 
 

@@ -25,23 +25,23 @@ def read(text: str, file: str) -> Program:
 
 
 def _parts(tree: Tree[Token]) -> list[Any]:
-    """Return a tree's children. Lark's types do not tell tokens, trees and None apart; the grammar does."""
+    """Return a tree's children. They have the type Any: only the grammar says which are tokens, trees or None."""
     return tree.children
 
 
 def _fields(parts: tuple[SyntaxPart, ...]) -> list[str]:
-    """Return the fields of a template, in order."""
+    """Return the names of a template's fields, in order."""
     nested = (_fields(p.parts) if isinstance(p, OptionalPart) else [p.name] for p in parts if not isinstance(p, str))
     return [name for names in nested for name in names]
 
 
 def _spelled(form: str) -> str:
-    """Return a template as shown in messages."""
+    """Return a syntax template in the form for messages: without optional parts, and with `%field` for a field."""
     return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
 
 
 class Source:
-    """The text of a program: the spans of its words, and the numbers that they spell."""
+    """The text of a program. Its methods turn tokens of the text into spans, integers, sizes and errors."""
 
     def __init__(self, text: str, file: str) -> None:
         self.lines = text.split("\n")
@@ -72,7 +72,7 @@ class Source:
 
 
 class TypeReader:
-    """Reads one tensor type: its mesh, its axes, and the marks that no other axis of the type may have."""
+    """Reads one tensor type. `marks` collects the mesh axes that the type uses so far: each may occur only once."""
 
     def __init__(self, text: Source, meshes: Mapping[str, Mesh], phase: Phase) -> None:
         self.text, self.meshes, self.phase = text, meshes, phase
@@ -226,7 +226,7 @@ class TreeReader:
         for name, child in zip(_fields(template(cls.form(phase))), _parts(tree), strict=True):
             if isinstance(child, Tree) and child.data == "binder":
                 binder = (name, child)
-                # Replaced once its type is inferred from the other fields.
+                # A stand-in: `bound` replaces it when the type has been inferred from the other fields.
                 operands[name] = Value(_parts(child)[0][1:], Kind.INDEX)
             elif codecs[name] is Codec.DEFINE:
                 operands[name] = self.define(child, Kind.INDEX)

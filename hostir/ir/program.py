@@ -18,19 +18,17 @@ from hostir.ir.types import Mesh, TensorType
 class Program:
     """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
 
-    `str(p)` is the complete text, with the comments that passes have added to statements; parsing drops the comments.
-
-    `meshes[0]` is the mesh of every tensor whose type names no mesh. `streams` is the size of the pool of worker
-    streams. `aliases` are names of sizes in a foreign text, each with the size that it equals (`("i5", "i4")`). A
-    caller may bind them, too, to the same value. They are not part of the program's text.
+    `str(p)` is the complete text, with the comments that passes have added to statements. Parsing drops the comments.
 
     Fields:
         name: the name, without `@`.
         phase: FUSION or HOST.
-        meshes: the meshes that its tensors lie on.
+        meshes: the meshes of its tensors. A tensor without a mesh in its type lies on `meshes[0]`.
         inputs, outputs: the values that a call takes and returns, each with its `name` and `type`.
-        body: the statements, outermost first.
+        body: the statements, in order. The statements of a loop are in its body.
         streams: the number of worker streams.
+        aliases: further names of sizes, from another text form such as an nvFuser dump. The pair `("i5", "i4")` says
+            that `i5` equals `i4`. A caller may bind aliases, too. The text of the program does not show them.
     """
 
     name: str
@@ -50,11 +48,11 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that it needs: one more than the highest device of its meshes."""
+        """The number of ranks that the program needs: one more than the highest device in its meshes."""
         return 1 + max(device for mesh in self.meshes for device in mesh.devices)
 
     def walk(self) -> Iterator[Statement]:
-        """Yield every statement, outer before inner, in order."""
+        """Yield every statement in order; a loop comes before the statements in its body."""
         return _walk(self.body)
 
     def __hash__(self) -> int:
@@ -75,27 +73,30 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the text without its comments, the same on every rank that runs the same program."""
+        """A hash of the program's text without comments. It is equal on all ranks that run the same program."""
         import hashlib  # seldom needed, and slow to load
 
         return hashlib.sha256(format_program(self, notes=False).encode()).hexdigest()[:16]
 
     @cached_property
     def divisions(self) -> tuple[Division, ...]:
-        """The divisions of its sizes: each quotient must be an integer."""
+        """The quotients of sizes that must be integers."""
         return divisions_of(self.inputs, self.walk())
 
     def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
-        """Return a diagnostic for each of these sizes that is not a multiple of the program's divisors of it."""
+        """Return a diagnostic for each size that the program cannot split into as many equal parts as it needs."""
         return misfits(self.name, self.divisions, sizes)
 
     def check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raise if a bound size is not a multiple of the program's divisors of it."""
+        """Raise HostIRError if the program cannot split a size into as many equal parts as it needs."""
         if misfits := self.misfits(sizes):
             raise HostIRError(*misfits)
 
     def given_sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
-        """Return a caller's sizes for some or all symbols. Raise for unknown names and invalid sizes."""
+        """Check the sizes that a caller binds to symbols, and return them as a dictionary; empty for None.
+
+        Symbols may be missing. Raise HostIRError for unknown names and invalid sizes.
+        """
         if sizes is None:
             return {}
         if not isinstance(sizes, Mapping):
@@ -115,7 +116,7 @@ class Program:
             raise error(f"@{self.name} has no size '{unknown}'", user_span(), expected=expected, hint=hint)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
-        """Raise unless all symbols of the program are bound, to valid sizes, and aliases to the sizes they equal."""
+        """Raise HostIRError unless every symbol is bound to a valid size, and bound aliases have the right values."""
         names, aliases = self.size_names, dict(self.aliases)
         self._refuse_unknown(sizes)
         if missing := sorted(names - sizes.keys()):
@@ -131,7 +132,10 @@ class Program:
 
 
 def format_program(program: Program, *, notes: bool = True, printer: Printer | None = None) -> str:
-    """Return the program's text, with `notes` as comments after statements. `printer` replaces the default printer."""
+    """Return the program's text. With `notes`, each statement is followed by its note as a comment.
+
+    `printer` replaces the default printer.
+    """
     printer = printer or Printer(program.phase, program.meshes, notes=notes)
     lines = [f"hostir {VERSION}", *(f"mesh {mesh}" for mesh in program.meshes)]
     head = f"{program.phase.value} @{program.name}"
@@ -161,7 +165,10 @@ def _walk(body: tuple[Statement, ...]) -> Iterator[Statement]:
 
 
 def rewrite(body: Iterable[Statement], change: Callable[[Statement], Iterable[Statement]]) -> tuple[Statement, ...]:
-    """Replace each statement by the result of `change`, inner bodies first."""
+    """Return a body with each statement replaced by the statements that `change` returns for it.
+
+    The bodies inside a statement are rewritten before the statement itself.
+    """
     done: list[Statement] = []
     for s in body:
         done.extend(change(s.with_bodies(lambda body: rewrite(body, change))))

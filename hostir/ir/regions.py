@@ -1,8 +1,9 @@
-"""Compute with strided views: the sets of elements that they access, their density, and views in another shape.
+"""Compute with strided views: which elements a view accesses, whether it is dense, and its strides in another shape.
 
-Results about sets of elements are exact for all views. Layouts follow torch's rules: shapes with strides in elements.
-Views of dense buffers by index, piece, permutation and reshape are lattices whose strides nest: a step along one axis
-leads past all elements that the inner axes reach. Two such sets are compared axis by axis, from the outermost in.
+Shapes and strides count elements, as in torch. The results about sets of elements are exact for all views. They are
+cheap for views of dense buffers by index, piece, permutation and reshape. The strides of these views nest: one step
+along an axis is longer than the reach of all inner axes. Two such sets are compared axis by axis, from the outermost
+axis inwards.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ Dims = tuple[tuple[int, int], ...]  # extent and stride, outermost first
 
 @dataclass(frozen=True)
 class Region:
-    """The elements `offset + i0 * stride0 + i1 * stride1 + ...` of a buffer. Equal sets are equal regions."""
+    """The elements `offset + i0 * stride0 + i1 * stride1 + ...` of a buffer.
+
+    `dims` holds the extent and the stride of each axis. Equal sets of elements are equal regions.
+    """
 
     offset: int
     dims: Dims
 
     @staticmethod
     def of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
-        """Return the region of a view, in elements."""
+        """Return the region of a view; `offset` and `strides` count elements."""
         return Region(offset, _dims(shape, strides))
 
     @property
@@ -38,7 +42,7 @@ class Region:
 
     @cached_property
     def last(self) -> int:
-        """The highest element."""
+        """The position of the last element in the buffer."""
         return self.offset + _span(self.dims)
 
     @property
@@ -97,7 +101,11 @@ def _dense(dims: Dims) -> bool:
 
 
 def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: int) -> bool:
-    """Return True if two sets with the same outermost stride meet, by the number of strides between them."""
+    """Return True if two sets with the same outermost stride `s` have an element in common.
+
+    The sets have `n` and `m` steps along this stride, with the same inner elements at each step. The function compares
+    a step of one set with a step of the other, for every possible difference between their numbers.
+    """
     gap = b - a
     for steps in range(-((_span(inner) - gap) // s), (gap + _span(other)) // s + 1):
         if max(0, steps) <= min(n - 1, m - 1 + steps) and _meet(a + steps * s, inner, b, other):
@@ -107,7 +115,7 @@ def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: i
 
 @lru_cache(maxsize=256)
 def _runs(region: Region) -> Any:
-    """Return the contiguous runs of a region as rows of [first, last + 1], ascending."""
+    """Return the contiguous runs of a region, in ascending order: an array with one row `[first, last + 1]` a run."""
     dims, length = region.dims, 1
     if dims and dims[-1][1] == 1:
         dims, length = dims[:-1], dims[-1][0]
@@ -118,7 +126,10 @@ def _runs(region: Region) -> Any:
 
 
 def covered(region: Region, by: Iterable[Region], within: Region | None = None) -> bool:
-    """Return True if every element of a region, or of its part in `within`, lies in one of the regions `by`."""
+    """Return True if every element of `region` lies in at least one of the regions `by`.
+
+    With `within`, only the elements that also lie in `within` count.
+    """
     near = [r for r in dict.fromkeys(by) if r.offset <= region.last and region.offset <= r.last]
     if any(r == region or (_dense(r.dims) and r.offset <= region.offset and region.last <= r.last) for r in near):
         return True
@@ -135,7 +146,7 @@ def covered(region: Region, by: Iterable[Region], within: Region | None = None) 
 
 
 def _common(runs: Any, others: Any) -> Any:
-    """Return the runs that are in both lists of runs."""
+    """Return the intersection of two arrays of runs, as an array of runs."""
     first = np.searchsorted(others[:, 1], runs[:, 0], side="right")
     count = np.maximum(np.searchsorted(others[:, 0], runs[:, 1], side="left") - first, 0)
     mine = np.repeat(np.arange(len(runs)), count)
@@ -165,10 +176,10 @@ def is_dense(shape: Extents, strides: Extents) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | None:
-    """Return the strides of a view of a strided tensor in a new shape, as torch's `view` does; None if it needs a copy.
+    """Return the strides of a strided tensor seen in the shape `new`; None if only a copy can have this shape.
 
-    Axes merge if a step along the outer one leads just past all elements that the inner ones reach. The new axes must
-    divide up the merged axes.
+    The result is the same as with torch's `Tensor.view`. An axis merges with its inner axes if one step along the axis
+    leads just past all elements of the inner axes. The new axes must split the merged axes.
     """
     if prod(shape) != prod(new):
         return None
@@ -178,7 +189,7 @@ def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | No
         return (1,) * len(new)
     new_strides: list[int] = []
     left = list(new)
-    # Of merged axes, from the innermost outwards: their elements, and the stride of the innermost.
+    # The merged axes so far, from the innermost outwards: their number of elements, and the innermost stride.
     size, step = 1, strides[-1]
     for axis in range(len(shape) - 1, -1, -1):
         size *= shape[axis]
@@ -198,14 +209,13 @@ T = TypeVar("T")
 
 
 class Near(Generic[T]):
-    """An index of the regions of one buffer, each with a value. It finds the regions that meet a given region.
+    """An index of the regions of one buffer, each with a value. It finds the regions that meet a queried region.
 
-    Regions are grouped into classes by extent: each class holds extents up to twice those of the previous class. Within
-    a class, regions are sorted by offset. A region of a class that begins further before the query than the longest
-    extent of the class cannot reach it.
+    Regions are grouped into classes by extent. The longest extent doubles from class to class. Within a class, regions
+    are sorted by offset. A query looks only at regions that begin at most the longest extent of their class before it.
 
-    Regions with gaps may lie in each other's gaps, as the columns of a matrix do. Regions with the same outermost
-    stride form separate classes, in which offsets and extents are taken modulo the stride.
+    A region with gaps may lie in the gaps of another region, as the columns of a matrix do. So such regions are also
+    grouped by their outermost stride. In these classes, offsets and extents are taken modulo the stride.
     """
 
     def __init__(self) -> None:
@@ -232,12 +242,18 @@ class Near(Generic[T]):
 
 
 def _extent(region: Region, stride: int) -> int:
-    """Return the distance from a region's first to its last element; modulo `stride` unless `stride` is 0."""
+    """Return the distance from a region's first to its last element.
+
+    If `stride` is not 0, axes along which the region steps by a multiple of `stride` do not count.
+    """
     return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 
 
 def _stretches(first: int, last: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield the integers from `first` to `last`, modulo `stride` unless it is 0, as ascending ranges."""
+    """Yield ranges, each as (first, last), of the integers from `first` to `last` modulo `stride`.
+
+    A `stride` of 0 leaves the integers as they are.
+    """
     if not stride:
         yield first, last
     elif last - first + 1 >= stride:

@@ -47,7 +47,7 @@ class Scaling(Enum):
 
 @dataclass(frozen=True)
 class ScaleShapes:
-    """The shapes of both scales for one granularity."""
+    """The shapes that both scales of a product have at one granularity."""
 
     scaling: Scaling
     a: Shape
@@ -56,7 +56,7 @@ class ScaleShapes:
 
 @dataclass(frozen=True)
 class OperandScales:
-    """The scales `of_a` and `of_b` of the operands `a` and `b` of a product."""
+    """The operands `a` and `b` of a product, and their scales `of_a` and `of_b`."""
 
     a: Value
     b: Value
@@ -97,12 +97,18 @@ class OperandScales:
 
     @property
     def groups(self) -> Size:
-        """The number of scales along K, which may be spread over ranks; 1 without groups."""
+        """The number of scales along K, at most one for each rank that holds a part of K.
+
+        It is 1 if the number is unknown or does not divide K.
+        """
         groups, K = self.of_a.tensor.shape[-1:], self.a.tensor.shape[-1]
         return groups[0] if groups and groups[0].value is not None and K.divisible_by(groups[0]) else ONE
 
     def forms(self, groups: Size) -> Iterator[ScaleShapes]:
-        """Yield the shapes of both scales for each granularity, also with `groups` scales along K."""
+        """Yield the shapes that both scales may have, for each granularity.
+
+        Along K, there may be one tensor-wise or row-wise scale, or `groups` of them.
+        """
         *rows, K = self.a.tensor.shape
         N = self.b.tensor.shape[1]
         yield ScaleShapes(Scaling.TENSOR, (*(ONE for _ in rows), ONE), (ONE, ONE))
@@ -115,7 +121,7 @@ class OperandScales:
 
     @cached_property
     def scaling(self) -> Scaling | None:
-        """The granularity of both scales; None if they do not fit one."""
+        """The granularity of both scales; None if their shapes fit no granularity."""
         a, b, groups = self.of_a.tensor.shape, self.of_b.tensor.shape, self.groups
         if not a or not b:
             return None
@@ -135,21 +141,23 @@ class OperandScales:
 class ScaledMatmul(Contraction):
     """`out[..., N] = sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, of fp8 operands, accumulated in f32.
 
-    Scales are f32, and multiply. They are
+    The scales are f32. Their shapes are one of
 
-    - tensor-wise: one element each, all axes 1;
+    - tensor-wise: each scale has one element, and all its axes have extent 1;
     - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
-    - block-wise: `[..., K/128]` and `[K/128, N/128]`: one scale for 128 elements of a row of `a`, and one scale for
-      128 x 128 elements of `b`.
+    - block-wise: `[..., K/128]` and `[K/128, N/128]`. One scale covers 128 elements of a row of `a`, and one scale
+      covers 128 x 128 elements of `b`.
 
-    There may be several tensor-wise or row-wise scales along K: `[..., G]` and `[G, ...]`, one for each of the G ranks
-    that hold parts of K. With `plus %bias` it adds a row of N elements in the dtype of the result, which is bf16, f16
-    or f32, and rounds once. If the product is a partial sum, the bias may be a partial sum, too. With `accumulate fast`
-    the sums over all of K may stay in the tensor core's accumulators, as with `use_fast_accum` of `torch._scaled_mm`;
-    on a CPU it changes nothing.
+    If G ranks hold parts of K, there may be G tensor-wise or row-wise scales along K, one for each rank: `[..., G]` and
+    `[G, ...]`.
 
-    Flags work as in `matmul`. The flag of a block of rows of `a` tells that these rows of `scale_a` are ready as well;
-    `own %x` replaces only rows of `a`.
+    The result is bf16, f16 or f32. With `plus %bias` it adds a row of N elements in the dtype of the result, and rounds
+    once. If the product is a partial sum, the bias may be a partial sum, too. With `accumulate fast` the sums over all
+    of K may stay in the tensor core's accumulators, as with `use_fast_accum` of `torch._scaled_mm`. On a CPU it changes
+    nothing.
+
+    Flags work as in `matmul`. The flag of a block says that its rows of `scale_a` are ready, too. `own %x` replaces
+    only rows of `a`.
 
     Example: %c: f32[8, 4] = scaled_matmul %a: f8e4m3[8, 64], %b: f8e5m2[64, 4] scaled %s: f32[1], %t: f32[1] to f32
     """
@@ -198,7 +206,7 @@ class ScaledMatmul(Contraction):
 
     @property
     def scaling(self) -> Scaling | None:
-        """The granularity of both scales; None if they do not fit one."""
+        """The granularity of both scales; None if their shapes fit no granularity."""
         return self.scales.scaling
 
     def maps(self) -> tuple[Map, ...]:
@@ -264,11 +272,12 @@ class ScaledMatmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class RowScales(TensorOp):
-    """The scales with which rows of `x` fit an fp8 dtype: `max(amax / max, 2^-126)`, in f32.
+    """A scale for each row of `x`, by which the row must be divided to fit an fp8 dtype: `max(amax / max, 2^-126)`.
 
-    `amax` is the largest absolute value of a row, and `max` the largest value of the dtype, 448 or 57344. With
-    `each 128` there is one scale for each 128 elements of a row. A row of zeros has the scale 2^-126, to avoid division
-    by 0. A row with a NaN has the scale NaN; a row with an infinity has an infinite scale.
+    `amax` is the largest absolute value of the row, and `max` is the largest value of the dtype: 448 for `f8e4m3`,
+    57344 for `f8e5m2`. Scales are f32. With `each 128` there is one scale for each 128 elements of a row. A row of
+    zeros has the scale 2^-126, to avoid division by 0. A row with a NaN has the scale NaN. A row with an infinity and
+    no NaN has an infinite scale.
 
     Example: %s: f32[16, 1] = row_scales %x: bf16[16, 256] to f8e4m3
     """
@@ -303,7 +312,9 @@ class RowScales(TensorOp):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Largest(TensorOp):
-    """The largest element of a tensor, with all axes 1; NaN if an element is NaN, 0 if there are no elements.
+    """The largest element of a tensor. The result has as many axes, each of extent 1.
+
+    It is NaN if an element is NaN, and 0 if there are no elements.
 
     Example: %y: f32[1, 1] = largest %x: f32[16, 32]
     """

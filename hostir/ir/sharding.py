@@ -1,4 +1,7 @@
-"""Follow sharding through statements: join the axes of operands, and follow marks through a reshape or a slice."""
+"""Compute shardings: of a result from its operands, of a tensor after a reshape, and of a slice.
+
+A mark is the mesh axis (or STREAM) on which a factor of a tensor axis lies.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,20 @@ if TYPE_CHECKING:
 MEET = "bring both to the same sharding: by 'reshard' in a fusion, by a communication in a host program"
 CONTRACTED = -1  # in a Map: the axis is summed over, and the result does not have it
 ALONE = -2  # in a Map: each rank reads all of the axis, for example a broadcast axis of extent 1
-Map = tuple[int, ...]  # for each axis of an operand: the axis of the result with its elements, or one for each block
+# For each axis of an operand: the axis of the result that has the same elements. An operand such as a scale may have
+# one element for each block of the result's axis.
+Map = tuple[int, ...]
 Mark = tuple[str, Size, int]  # mesh axis; number of blocks outside it in the flattened tensor; number of ranks
 
 
 def join(
     op: Statement, dtype: DType, shape: tuple[Size, ...], operands: Sequence[Value], maps: Sequence[Map]
 ) -> TensorType:
-    """Return the type of the result that each rank computes from its local parts of the operands.
+    """Return the type of the result if each rank computes on its local parts of the operands.
 
-    An axis of the result has the sharding of the operands' axes that map to it. A sum over a sharded axis leaves a
-    partial sum over its mesh axes. An operand's axis with one element for each block of the result's axis has the
-    same sharding. Raises if the parts of two operands do not match: they need a reshard first.
+    An axis of the result has the sharding of the operands' axes that map to it. If a summed axis is sharded, the result
+    is a partial sum over the same mesh axes. Raises if the parts of two operands do not match, because the operands
+    then need a reshard first.
     """
     mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
     axes: list[Axis | None] = [None] * len(shape)
@@ -62,7 +67,10 @@ def join(
 
 
 def flat_marks(type: TensorType) -> tuple[Mark, ...]:
-    """Return the marks of a type with positions in the flattened tensor, outermost first. A reshape keeps them."""
+    """Return the mesh axes that shard a tensor, with their positions in the flattened tensor, outermost first.
+
+    A reshape that moves no element to another rank keeps these positions.
+    """
     marks, outer = [], ONE
     for axis in type.host().axes:
         for factor in axis.factors:
@@ -73,7 +81,10 @@ def flat_marks(type: TensorType) -> tuple[Mark, ...]:
 
 
 def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
-    """Return axes of this shape with the marks at these flat positions, or None if a mark does not lie in one axis."""
+    """Return axes of this shape that are sharded at the given positions of the flattened tensor (see `flat_marks`).
+
+    Return None if the sharding over a mesh axis does not fit into a single axis.
+    """
     axes, before, left = [], ONE, list(marks)
     for extent in shape:
         factors, rest, done = [], extent, ONE
@@ -94,9 +105,10 @@ def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, .
 def refine(
     axis: Axis, outer: Size, count: Size, mesh: Mesh | None
 ) -> tuple[tuple[Factor, ...], tuple[Factor, ...]] | None:
-    """Split an axis as [outer, count, inner]; return the factors of `outer` and `inner`; None if sharding prevents it.
+    """Split an axis into [outer, count, inner]; return the factors of `outer` and the factors of `inner`.
 
-    A factor of E over D ranks counts as [D over the ranks, E/D on each]; a cut may fall between the two.
+    Return None if the sharding does not allow this split. A factor of E elements over D ranks counts as two factors: D
+    over the ranks, and E/D on each rank. The split may separate these two.
     """
     pieces: list[Factor] = []
     for factor in axis.factors:
@@ -124,7 +136,10 @@ def refine(
 
 
 def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
-    """Return True if the axis on `mark` is outermost in each rank's part, or among `axes`."""
+    """Return True if the factor on `mark` is outermost in memory: a rank has one element of each factor outside it.
+
+    `axes` replaces the axes of the type.
+    """
     for axis in type.axes if axes is None else axes:
         for factor in axis.factors:
             if factor.on == mark:
@@ -135,7 +150,10 @@ def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bo
 
 
 def is_multiple(extent: Size, of: Size) -> bool:
-    """Return True if an extent may be a multiple of another. 4 counts as a divisor of `M`, not as a multiple of it."""
+    """Return True if `extent` is a multiple of `of`, or may be one for some values of the symbols.
+
+    `M` counts as a multiple of 4. 4 does not count as a multiple of `M`.
+    """
     quotient = extent / of
     if quotient.is_integer or (of / extent).is_integer:
         return quotient.is_integer

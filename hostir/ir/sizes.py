@@ -17,7 +17,10 @@ _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 @dataclass(frozen=True, repr=False)
 class Size:
-    """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`."""
+    """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`.
+
+    `symbols` holds each symbol with its power. Symbols that divide have a negative power.
+    """
 
     num: int = 1
     den: int = 1
@@ -25,7 +28,10 @@ class Size:
 
     @staticmethod
     def of(value: Size | int | str, span: Span | None = None) -> Size:
-        """Parse an integer, a symbol's name, or products and quotients of them, such as `"M*K/8"`."""
+        """Return the size for an integer, a symbol's name, or a text with `*` and `/` such as `"M*K/8"`.
+
+        Raise HostIRError for any other value.
+        """
         if isinstance(value, Size):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -68,14 +74,14 @@ class Size:
         return _combine(self, Size(other) if isinstance(other, int) else other, -1)
 
     def divisible_by(self, other: Size | int) -> bool:
-        """Return False if the division certainly leaves a remainder, else True."""
+        """Return False if `other` certainly does not divide the size; True if it does, or may for some symbols."""
         quotient = self / other
         return quotient.is_integer or bool(quotient.symbols)
 
     def bind(self, values: Mapping[str, int]) -> int:
-        """Return the integer for these values of the symbols.
+        """Return the size as an integer; `values` holds the values of the symbols.
 
-        Raise if a value is missing or a division is not exact.
+        Raise HostIRError if a value is missing or the result is not an integer.
         """
         num, den = self.num, self.den
         for name, power in self.symbols:
@@ -117,7 +123,10 @@ def binding(name: str) -> str:
 
 @dataclass(frozen=True)
 class Division:
-    """A quotient that must be an integer because something is split into equal parts."""
+    """A quotient that must be an integer because something is split into equal parts.
+
+    `why` says what is split, for messages.
+    """
 
     size: Size
     why: str = field(compare=False)

@@ -77,9 +77,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint with the known name that is probably meant, ignoring case; an empty string without such a name.
+    """Return a hint with the name in `known` that is most similar to `word`; an empty string if no name is similar.
 
-    Words with different first letters do not match (`a100` is not `h100`), unless one contains the other.
+    Case does not matter. Words with different first letters do not match (`a100` is not `h100`), unless one contains
+    the other.
     """
     import difflib  # seldom needed, and slow to load
 
@@ -128,7 +129,7 @@ class Span:
 
 
 def _window(text: str, column: int) -> tuple[str, int]:
-    """Return the part of a long line around a column, and the column in it."""
+    """Return the part of a long line around `column`, and the position of the column in this part."""
     if len(text) <= WIDEST:
         return text, column
     start = max(0, min(column - WIDEST // 3, len(text) - WIDEST))
@@ -137,13 +138,19 @@ def _window(text: str, column: int) -> tuple[str, int]:
 
 
 def user_span() -> Span | None:
-    """Return the line of the user's code that led here; None on the command line, and in threads without such code."""
+    """Return the place in the user's code that called hostir.
+
+    Return None on the command line, and in a thread that runs no user code.
+    """
     frame = _user_frame()
     return None if frame is None else _frame_span(frame)
 
 
 def _user_frame() -> FrameType | None:
-    """Return the nearest frame that is neither hostir's nor torch's nor the standard library's."""
+    """Return the innermost stack frame outside hostir, torch and the standard library.
+
+    Return None on the command line, or if there is no such frame.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
@@ -178,19 +185,19 @@ def _frame_span(frame: FrameType) -> Span:
 
 
 def from_here(file: str) -> str:
-    """Return a path relative to the current folder if it lies inside it, else unchanged."""
+    """Return a path inside the current folder as a relative path; return any other path unchanged."""
     inside = os.path.join(os.getcwd(), "")
     return file.removeprefix(inside)
 
 
 def _bounded(text: str) -> str:
-    """Shorten a message text that quotes long names or values."""
+    """Return a message, shortened if it quotes long names or values."""
     if len(text) <= MAX_WORD:
         return text
     return shortened(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: shortened(word[0], WIDEST), text), MAX_TEXT)
 
 
-UNCHECKED = "unchecked"  # the category of the finding that a program could not be checked, so nothing is proved
+UNCHECKED = "unchecked"  # category of a finding that says that a program could not be checked
 
 
 @dataclass(frozen=True)
@@ -262,7 +269,10 @@ def error(
 
 
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Raise, at the user's line, unless the value is one of the known words; `what` is a noun for them."""
+    """Raise HostIRError at the user's line unless `value` is one of the `known` words.
+
+    `what` is the noun for such a word in the message, such as "strategy".
+    """
     words = list(known)
     if not isinstance(value, str) or value not in words:
         message, expected = f"unknown {what} {described(value)}", f"one of: {', '.join(words)}"
@@ -311,7 +321,10 @@ def warn_once(
     category: type[Warning] = FallbackWarning,
     first: bool | None = None,
 ) -> None:
-    """Warn once for each key, at the line of the user's call, if this rank is the `first`; by default rank 0 is."""
+    """Warn at the line of the user's call, once for each `key`, on one rank only.
+
+    `first` is True on the rank that warns. By default, this is rank 0.
+    """
     if not (is_first_rank() if first is None else first) or key in _warned:
         return
     _warned.add(key)
@@ -319,7 +332,10 @@ def warn_once(
 
 
 def warn_user(warning: Diagnostic, category: type[Warning]) -> None:
-    """Warn at the line of the user's call; as Python does, at line 1 of `sys` in a thread without the user's code."""
+    """Warn at the line of the user's call.
+
+    In a thread that runs no user code, warn at line 1 of `sys`, as Python does.
+    """
     frame = _user_frame()
     if frame is None:
         warnings.warn_explicit(str(warning), category, "sys", 1)

@@ -1,8 +1,8 @@
 """Define computations on sharded tensors, which fusions and host programs share.
 
 In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`). In a host program it writes an existing
-buffer (`matmul %a, %b -> %c`). A `Map` relates each operand's axes to the result's axes; sharding propagation, slicing
-and type inference all use it.
+buffer (`matmul %a, %b -> %c`). For each operand, a `Map` says which axis of the result each of its axes becomes. Type
+inference, propagation of shardings and slicing use it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAX_F32, MAX_F64 = (2 - 2.0**-23) * 2.0**127, sys.float_info.max
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TensorOp(Statement):
-    """The base class of computations: `infer` follows from `result` and `maps`, `evaluate` from the fields."""
+    """The base class of computations. A subclass defines `result` and `maps`; the other methods follow from them."""
 
     phases: ClassVar[frozenset[Phase]] = BOTH
     uncut: ClassVar[bool] = True
@@ -86,11 +86,11 @@ class TensorOp(Statement):
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
-        """Return one Map for each operand."""
+        """Return a `Map` for each operand: for each axis of the operand, the axis of the result."""
         raise AssertionError(type(self).__name__)
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:
-        """Raise if a rank cannot compute on its parts of operands of these matching types."""
+        """Raise if a rank cannot compute on its local parts of operands with these types."""
 
     def infer(self) -> TensorType:
         """Return the result's type if every rank computes on its local parts; raise if the parts do not match."""
@@ -137,10 +137,10 @@ class TensorOp(Statement):
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), *flags)
 
     def pass_over(self, frame: Frame) -> None:
-        """Do the remaining work if the result has no elements."""
+        """Handle a result without elements, for which no kernel runs."""
 
     def in_place(self, operand: int) -> bool:
-        """Return True if each element of the operand is used only for the same element of the result."""
+        """Return True if each element of the operand is needed only for the element at the same place in the result."""
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
@@ -204,10 +204,10 @@ BY_BLOCKS = "<? ready {ready} >= {epoch}?><? done {done} = {raised}?><? from {fi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ByBlocks(TensorOp):
-    """The base class of computations that may run by blocks of rows, by flags of this rank.
+    """The base class of computations that may run block by block: the rows are split into blocks with flags.
 
-    With `ready` a block waits for the flags of the rows that it reads. With `done` a flag is set after each block of
-    the result.
+    With `ready` each block of the result waits for the flags of the rows that it reads. With `done` a flag is set after
+    each block of the result. All these flags are flags of this rank.
     """
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
@@ -227,7 +227,7 @@ class ByBlocks(TensorOp):
 
     @property
     def rows(self) -> Value:
-        """The operand whose blocks of rows have flags; the others are read unsliced."""
+        """The operand that is split into blocks of rows, each with a flag of `ready`."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -259,7 +259,7 @@ class ByBlocks(TensorOp):
 
     @property
     def along(self) -> tuple[int, ...]:
-        """The positions of operands whose rows correspond to those of `rows`: a block reads the same rows of them."""
+        """The positions of operands with the same rows as the operand `rows`. A block reads only its rows of them."""
         return ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
@@ -300,9 +300,9 @@ class ByBlocks(TensorOp):
                 yield Division(product(x.tensor.local_shape[:-1]) / blocks, why, self.span)
 
     def pass_over(self, frame: Frame) -> None:
-        """Wait for the flags of `ready`, which peers signal even if the result has no elements.
+        """Wait for the flags of `ready`, and set the flags of `done`.
 
-        Set the flags of `done`.
+        All ranks signal and await flags also for a result without elements.
         """
         # A row of flags has length 0 if its length is the number of blocks of an empty tensor.
         if self.ready is not None and self.ready.tensor.shape[0].bind(frame.sizes):
@@ -320,9 +320,9 @@ class ByBlocks(TensorOp):
         return {n: x for n, x in super().options().items() if n not in ("epoch", "raised", "first")}
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags that it waits for, if any.
+        """Return the flags that the kernel waits for, if any.
 
-        Raise if flags do not divide the rows, or `own` is not one block.
+        Raise if the number of flags does not divide the rows, or if `own` has not as many rows as a block.
         """
         if self.ready is None:
             return None
@@ -337,7 +337,7 @@ class ByBlocks(TensorOp):
         return Ready(frame[self.ready], epoch, first, blocks, *replaced, along=self.along)
 
     def raises(self, frame: Frame) -> Done | None:
-        """Return the flags that it sets, if any. Raise if flags do not divide the rows."""
+        """Return the flags that the kernel sets, if any. Raise if the number of flags does not divide the rows."""
         if self.done is None:
             return None
         blocks, epoch = self._blocks(frame, self.done, self.out), epoch_of(self, frame, self.raised)
@@ -345,7 +345,7 @@ class ByBlocks(TensorOp):
         return Done(frame[self.done], epoch, first, blocks, self.along)
 
     def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
-        """Return the number of flags; raise unless they divide the rows of `x`."""
+        """Return the number of flags; raise unless it divides the number of rows of `x`."""
         blocks, rows = flags.tensor.shape[0].bind(frame.sizes), prod(frame.shape(x.tensor)[:-1])
         if not blocks or rows % blocks:
             expected = "equal blocks, a flag for each"
@@ -373,11 +373,12 @@ class Contraction(ByBlocks):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Matmul(Contraction):
-    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32; in f64 if the operands are f64.
+    """`out[..., N] = a[..., K] @ b[K, N]`, accumulated in f32, or in f64 if the operands are f64.
 
     With `ready %flags >= epoch from first`, the rows of `a` (its leading axes flattened) are split into equal blocks,
-    one for each flag. One kernel computes all blocks, from block `first` on, each after its flag has reached the epoch.
-    The kernel holds all SMs from its start to its end, except one SM if a `signal ... by 1 sms` comes before it.
+    one for each flag. One kernel computes all blocks. It begins with block `first`, and computes each block after the
+    block's flag has reached the epoch. The kernel holds all SMs from its start to its end, except one SM if a
+    `signal ... by 1 sms` comes before it.
 
     With `own %x` as well, the kernel reads the rows of block `first` from `%x` instead of `a`. It does not wait for the
     flag of that block, and leaves the block's rows of `a` undefined.
@@ -431,9 +432,10 @@ class Matmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(Contraction):
-    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, accumulated in f32 (f64: in f64). The bias is optional.
+    """`out[..., N] = a[..., K] @ weight[N, K]^T + bias[N]`, where the bias is optional.
 
-    With `ready %flags >= epoch from first` it computes the rows block by block, as `matmul` does.
+    Sums are accumulated in f32, or in f64 if the operands are f64. `ready`, `done`, `from` and `own` have the same
+    meaning as in `matmul`.
 
     Example: %c: f32[16, 32] = linear %a: f32[16, 64], %w: f32[32, 64], %bias: f32[32]
     """
@@ -568,7 +570,7 @@ class Silu(Unary):
 
 
 def check_number(op: Unary, number: float) -> None:
-    """Raise unless a number is one of the dtype in which a computation on `x` is done."""
+    """Raise unless `number` is finite in the dtype in which `op` computes: f64 if its operand is f64, else f32."""
     dtype = op.x.tensor.dtype
     if abs(number) > (MAX_F64 if dtype.name == "f64" else MAX_F32):  # an infinity, too
         expected = f"a finite number{'' if dtype.name == 'f64' else ' that f32 can hold'}"
@@ -578,7 +580,7 @@ def check_number(op: Unary, number: float) -> None:
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Scale(Unary):
-    """`x * factor` with a number, computed in f32 (f64: in f64), and rounded once.
+    """`x * factor`, where `factor` is a number. It is computed in f32 (in f64 if `x` is f64), and rounded once.
 
     Example: %y: bf16[16, 32] = scale %x: bf16[16, 32] by 0.5
     """
@@ -594,7 +596,7 @@ class Scale(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Offset(Unary):
-    """`x + amount` with a number, computed in f32 (f64: in f64), and rounded once.
+    """`x + amount`, where `amount` is a number. It is computed in f32 (in f64 if `x` is f64), and rounded once.
 
     Example: %y: bf16[16, 32] = offset %x: bf16[16, 32] by -1.0
     """
@@ -610,7 +612,7 @@ class Offset(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseCopy(Unary):
-    """Copies a tensor to a dense buffer. Lowering inserts it where a layout does not fit.
+    """Copies a tensor to a dense buffer. Lowering inserts it where a statement needs another memory layout.
 
     Example: %y: f32[16, 32] = copy %x: f32[16, 32]
     """
@@ -625,7 +627,9 @@ class DenseCopy(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Cast(Unary):
-    """The same values in another dtype, rounded to nearest even. A cast to a wider dtype keeps a partial sum.
+    """The same values in another dtype, rounded to nearest even.
+
+    A partial sum must be reduced before a cast that rounds. After a cast to a wider dtype, it is still a partial sum.
 
     Example: %y: bf16[16, 32] = cast %x: f32[16, 32] to bf16
     """
@@ -642,7 +646,10 @@ class Cast(Unary):
 
     @property
     def exact(self) -> bool:
-        """True if nothing is rounded: then a sum after the cast is at least as accurate as a sum before it."""
+        """True if the cast rounds no value.
+
+        Then summing after the cast is at least as accurate as summing before it.
+        """
         return self.result()[0].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
 
     def infer(self) -> TensorType:
@@ -657,16 +664,18 @@ class Cast(Unary):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(ByBlocks, Unary):
-    """The sum over one axis, accumulated in f32 (f64: in f64). The result does not have this axis.
+    """The sum over one axis, accumulated in f32, or in f64 if `x` is f64. The result does not have this axis.
 
-    With `ready %flags >= epoch`, it sums over axis 0, the sources. The rows of `x` (all axes but the last, flattened)
-    are split into equal blocks, one for each flag. Each block of the result waits for its block of every source.
-    Sources are added in their order, whichever arrives first. With `from source own %mine`, `%mine` replaces this
-    source: the sum does not wait for the source's flags, does not read the source's part of `x`, and leaves that part
-    undefined. `done` sets a flag after each block of the result, as in `matmul`.
+    With `ready %flags >= epoch`, the axis must be 0, and each index of axis 0 is a source. The rows of `x` (all axes
+    but the last, flattened) are split into equal blocks, one for each flag. Each block of the result waits for the
+    corresponding block of every source. Sources are added in their order, whichever arrives first.
+
+    With `from source own %mine`, `%mine` replaces this source. The sum does not wait for the flags of the source, does
+    not read its part of `x`, and leaves this part undefined. `done` sets a flag after each block of the result, as in
+    `matmul`.
 
     With `plus %z` it adds a tensor, which broadcasts to the result's shape as in `add`. `then gelu` (or `relu`, `silu`)
-    applies the function. Everything is computed in f32 and rounded once.
+    applies the function to the sum. Everything is computed in f32 (f64) and rounded once.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0 plus %z: f32[32] then relu
     """
@@ -697,7 +706,7 @@ class Sum(ByBlocks, Unary):
 
     @property
     def addends(self) -> int:
-        """The number of sources if it waits for them, as they are then partial sums of ranks; else 0."""
+        """The number of sources if the sum waits for flags: each source is then a rank's partial sum. Otherwise 0."""
         return 0 if self.ready is None else self.x.tensor.shape[0].value or 0
 
     def options(self) -> dict[str, Any]:
@@ -725,7 +734,10 @@ class Sum(ByBlocks, Unary):
             raise self.fail(message, hint="write 'own %rows' after 'from', or leave 'from' out")
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags that it waits for, if any. Raise if they do not divide the rows of each source."""
+        """Return the flags that the kernel waits for, if any.
+
+        Raise if the number of flags does not divide the rows evenly for all sources.
+        """
         if self.ready is None:
             return None
         blocks, epoch = self._blocks(frame, self.ready, self.x), epoch_of(self, frame, self.epoch)
@@ -753,9 +765,9 @@ ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # the function
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class RmsNorm(TensorOp):
-    """`x / sqrt(mean(x^2) + eps) * weight` of each row, computed in f32 (f64: in f64), and rounded once.
+    """`x / sqrt(mean(x^2) + eps) * weight` of each row. A row spans the last axis, which must not be sharded.
 
-    A row spans the last axis, which must not be sharded. Without `times %weight` the weights are 1.
+    It is computed in f32 (in f64 if `x` is f64), and rounded once. Without `times %weight` the weights are 1.
 
     Example: %y: bf16[16, 32] = rms_norm %x: bf16[16, 32] eps 1e-06 times %w: bf16[32]
     """

@@ -24,7 +24,7 @@ class FieldPart:
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """A part of a template that is left out if its first field has the default value."""
+    """An optional part of a template. The printer leaves it out if its first field has the default value."""
 
     parts: tuple[SyntaxPart, ...]
 
@@ -51,7 +51,10 @@ def template(syntax: str) -> tuple[SyntaxPart, ...]:
 
 
 class Printer:
-    """Prints statements of one program: in the form of its phase, without the name of the default mesh."""
+    """Prints the statements of one program in the syntax of its phase.
+
+    The program's first mesh is the default mesh. Types on the default mesh are printed without its name.
+    """
 
     def __init__(self, phase: Phase, meshes: tuple[Mesh, ...], *, notes: bool = False) -> None:
         self.phase = phase
@@ -121,5 +124,8 @@ def _other_than_inferred(s: Statement, defined: Value) -> bool:
 
 
 def declares_type(cls: type[Statement], phase: Phase) -> bool:
-    """Return True if the text always declares the defined type: in a fusion, or if operands do not imply it."""
+    """Return True if the text always declares the type of the defined value.
+
+    That is so in a fusion, and for statements with operands that do not determine the type.
+    """
     return phase is Phase.FUSION or cls.infer is Statement.infer

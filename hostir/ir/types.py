@@ -31,9 +31,10 @@ FLAG = DType("flag", 8)  # only in host programs: signals set flags, and streams
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in a grid of one or two named axes, outermost first; `devices` is row-major.
+    """A grid of devices with one or two named axes, outermost first.
 
-    In nvFuser's terms the last axis is DIDx, the one before it DIDy. The text uses their names (`didx`, `tp`, ...).
+    `devices` lists the grid in row-major order. nvFuser calls the last axis DIDx and the axis before it DIDy. The text
+    of a program uses the names in `axes`, such as `didx` or `tp`.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Mesh:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """The position of each device in `devices`."""
+        """A map from each device to its index in `devices`."""
         return {device: place for place, device in enumerate(self.devices)}
 
     def coordinate(self, device: int, axis: str) -> int:
@@ -55,7 +56,10 @@ class Mesh:
         return self.places[device] // prod(self.shape[k + 1 :]) % self.shape[k]
 
     def team(self, device: int, axis: str) -> tuple[int, ...]:
-        """Return the team over `axis` of a device: the devices that differ from it only along the axis, in order."""
+        """Return the team of a device along a mesh axis, in the order of the axis.
+
+        The team is the device itself and all devices that differ from it only in their position on the axis.
+        """
         return self._teams[axis][device]
 
     def teams(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -63,7 +67,7 @@ class Mesh:
 
     @cached_property
     def _teams(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """The team of each device for each axis; members of a team share one tuple."""
+        """For each mesh axis, a map from each device to its team. All members of a team share one tuple."""
         teams_of: dict[str, dict[int, tuple[int, ...]]] = {}
         for k, axis in enumerate(self.axes):
             stride, block = prod(self.shape[k + 1 :]), prod(self.shape[k:])
@@ -84,9 +88,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Factor:
-    """A part of an axis.
+    """One factor of a tensor axis, with its sharding.
 
-    `on` is a mesh axis (split into equal contiguous blocks over its ranks), STREAM (sliced by a loop) or None.
+    `on` is a mesh axis if the factor is split into equal contiguous blocks over the ranks of this mesh axis. It is
+    STREAM if a loop runs over slices of the factor. Otherwise it is None.
     """
 
     extent: Size
@@ -112,13 +117,13 @@ class Axis:
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """The mesh axes and STREAM that its factors lie on, outermost first."""
+        """The mesh axes, and STREAM, on which factors of the axis lie, outermost first."""
         return tuple(f.on for f in self.factors if f.on)
 
     def resized(self, extent: Size) -> Axis:
-        """Return an axis of another extent with the same sharding: equal blocks on the same ranks.
+        """Return the axis with another extent and the same sharding.
 
-        The innermost factor changes. If it is no longer an integer, the checks of types report it.
+        Only the innermost factor changes. The checks of types report an innermost factor that is no longer an integer.
         """
         if extent == self.extent:
             return self
@@ -126,11 +131,15 @@ class Axis:
         return Axis((*outer, replace(last, extent=last.extent * extent / self.extent)))
 
     def without(self, *marks: str) -> Axis:
-        """Return the same axis with these marks removed."""
+        """Return the axis in normal form, without its sharding over these mesh axes. STREAM removes the slicing."""
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
     def normal(self) -> Axis:
-        """Return the shortest equal layout: plain neighbours merge; a sharded factor absorbs inner plain ones."""
+        """Return the same layout with as few factors as possible.
+
+        Neighbouring factors that are neither sharded nor sliced merge. If such a factor follows a sharded factor, it
+        becomes a part of the sharded factor. A sliced factor stays as it is.
+        """
         merged: list[Factor] = []
         for factor in self.factors:
             last = merged[-1] if merged else None
@@ -148,10 +157,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor's dtype, logical axes, mesh, and the mesh axes over which each rank holds only a partial sum.
+    """The type of a tensor: its dtype, its logical axes with their sharding, and its mesh.
 
-    `mesh` is None while the sharding is still to be propagated ("auto"). Derived properties are cached: passes, checks
-    and all simulated ranks ask for them many times, on few types.
+    `mesh` is None ("auto") until sharding has been propagated. `partial` names the mesh axes over which each rank holds
+    only one term of a sum. Derived properties are cached, because passes, checks and simulated ranks read them often.
     """
 
     dtype: DType
@@ -169,11 +178,14 @@ class TensorType:
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
 
     def axis_on(self, mark: str) -> int | None:
-        """Return the axis that carries this mark, or None."""
+        """Return the position of the axis that the mesh axis `mark` shards; None if it shards no axis.
+
+        If `mark` is STREAM, return the position of the axis that is sliced.
+        """
         return next((k for k, axis in enumerate(self.axes) if mark in axis.marks), None)
 
     def local_factor(self, factor: Factor) -> Size:
-        """Return the part of a factor that one rank holds."""
+        """Return the extent of a factor on one rank."""
         if factor.on in (None, STREAM) or self.mesh is None:
             return factor.extent
         return factor.extent / self.mesh.size(factor.on or "")
@@ -187,7 +199,10 @@ class TensorType:
         return replace(self, axes=tuple(axes))
 
     def host(self) -> TensorType:
-        """Return the form in a host program: without Stream marks (a loop replaces them), axes in normal form."""
+        """Return the type as in a host program: no axis is sliced by STREAM, and all axes are in normal form.
+
+        A host program has loops instead of sliced axes.
+        """
         return self._host
 
     @cached_property
@@ -216,5 +231,5 @@ Type = TensorType | Kind
 
 
 def bind_shape(shape: Iterable[Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the integers of a shape for these values of the symbols."""
+    """Return a shape as integers; `sizes` holds the values of the symbols."""
     return tuple(size.bind(sizes) for size in shape)

@@ -1,4 +1,4 @@
-"""Define views: statements whose result is the same memory with another shape or type. Both phases have them."""
+"""Define views, for fusions and host programs: the result is the same memory with another shape or type."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Shard(ViewStatement):
     syntax = "{out} = shard {x}"
 
     def _moved(self) -> list[tuple[int, str]]:
-        """Return the axes that become sharded, each with its mesh axis."""
+        """Return the positions of the axes that become sharded, each with the mesh axis that shards it."""
         pairs = zip(self.x.tensor.axes, self.out.tensor.host().axes, strict=True)
         return [(k, mark) for k, (old, new) in enumerate(pairs) for mark in new.marks if mark not in old.marks]
 

@@ -1,7 +1,6 @@
-"""Lowering: from a fusion to a host program, by named passes, each a pure function of a program.
+"""Lowering: passes turn a fusion into a host program. Each pass is a pure function of a program.
 
-The strategies and their passes are loaded on first use of one of the names below, so that `import hostir.ir` stays
-fast.
+The strategies and their passes are loaded when one of the names below is first used. So importing this package is fast.
 """
 
 from __future__ import annotations

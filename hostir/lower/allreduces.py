@@ -2,9 +2,9 @@
 
 In one step, every rank sends its complete partial sum to all other ranks, and adds up the partial sums of all ranks
 (`hostir/lower/scatters.py`). In two steps, each rank adds up its share of the rows, then sends the sum to all ranks.
-With R ranks, two steps move 2 / R of the bytes; but one step has to follow the other, and the number of ranks must
-divide the rows. Either all ranks add in the order of ranks, or one rank adds for all. So all ranks get the same bits,
-in every run.
+With R ranks, two steps move 2 / R of the bytes that one step moves. But the second step must wait for the first, and
+the number of ranks must divide the rows. In one step, all ranks add in the same order. In two steps, one rank adds for
+all. So all ranks get the same bits in every run.
 
 Two steps are either two collectives, which are lowered like others (`in_two_steps`), or chunks of rows: one chunk is
 gathered while the product of the next one runs (`hostir/lower/chunks.py`).
@@ -30,9 +30,9 @@ class AllReduceSteps:
     """Chooses the number of steps of an allreduce, and the number of blocks or chunks of its rows.
 
     Fields:
-        extra_bytes: the limit on how many more bytes a rank sends in one step than in two. Sending this many takes
-            about as long as a second step.
-        blocks: the maximum number of blocks of a product's rows in one step; each is sent when it is computed.
+        extra_bytes: an allreduce takes one step only if a rank then sends at most this many bytes more than in two
+            steps. Sending this many bytes takes about as long as a second step.
+        blocks: the maximum number of blocks of a product's rows in one step. Each is sent when it has been computed.
         chunks: the maximum number of chunks of rows in two steps.
         min_rows, min_bytes: the minimum size of a block or a chunk.
     """
@@ -44,9 +44,10 @@ class AllReduceSteps:
     min_bytes: int = 4 << 20
 
     def one(self, s: AllReduce, *, unknown: bool) -> bool:
-        """Return True if an allreduce takes one step: the number of ranks does not divide its rows, or it is small.
+        """Return True if an allreduce takes one step.
 
-        `unknown`: the answer for more than two ranks if the size is unknown.
+        It takes one step if it has two ranks, if the number of ranks does not divide its rows, or if it is small.
+        `unknown` is the result for more than two ranks if the size is not known before a call.
         """
         ranks, size = s.mesh.size(s.over), _bytes(s)
         if shared_axis(s) is None or ranks == 2:
@@ -54,11 +55,11 @@ class AllReduceSteps:
         return unknown if size is None else (ranks - 1) * (ranks - 2) * size <= ranks * self.extra_bytes
 
     def blocks_of(self, s: AllReduce) -> int:
-        """Return the number of blocks in which one step sends the rows of a product."""
+        """Return the number of blocks in which an allreduce in one step sends the rows of a product."""
         return self._parts(s, self.blocks, 1)
 
     def chunks_of(self, s: AllReduce) -> int:
-        """Return the number of chunks in two steps."""
+        """Return the number of chunks of an allreduce in two steps."""
         return self._parts(s, self.chunks, s.mesh.size(s.over))
 
     def _parts(self, s: AllReduce, most: int, ranks: int) -> int:
@@ -80,14 +81,17 @@ def _bytes(s: AllReduce) -> int | None:
 
 
 def rows_axis(s: AllReduce) -> int | None:
-    """Return the first axis with more than one element on a rank; None if it is sharded, or the last axis."""
+    """Return the position of the first axis with more than one element on a rank, if it can be cut into blocks of rows.
+
+    Return None if this axis is sharded, or is the last axis.
+    """
     axes = zip(s.out.tensor.host().axes[:-1], s.x.tensor.local_shape, strict=False)
     first = next((k for k, (_, size) in enumerate(axes) if not size.is_one), None)
     return None if first is None or s.out.tensor.host().axes[first].marks else first
 
 
 def shared_axis(s: AllReduce) -> int | None:
-    """Return the first axis of rows that the number of ranks divides; None if there is no such axis."""
+    """Return the position of the first axis of rows that the number of ranks divides; None if there is no such axis."""
     ranks = s.mesh.size(s.over)
     for k, axis in enumerate(s.out.tensor.host().axes[:-1]):
         if not axis.marks and not axis.extent.is_one and (axis.extent.value is None or axis.extent.value % ranks == 0):
@@ -98,14 +102,15 @@ def shared_axis(s: AllReduce) -> int | None:
 
 
 def fits_chunks(s: AllReduce) -> bool:
-    """Return True if the axis that ranks share is outermost in a rank's memory, so that chunks are contiguous."""
+    """Return True if chunks of an allreduce are contiguous: the axis that ranks share is outermost in memory."""
     return shared_axis(s) is not None and shared_axis(s) == rows_axis(s)
 
 
 def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple[Program, frozenset[str]]:
-    """Replace allreduces by a reduce_scatter of rows and an allgather; also return the names of the gathered tensors.
+    """Replace the `wanted` allreduces by a reduce_scatter of rows and an allgather; return the new program.
 
-    If an addition, an activation or a norm of rows follows, it is computed before the allgather, on a rank's rows.
+    If an addition, an activation or a norm of rows follows, each rank computes it on its rows, before the allgather.
+    Also return the names of the gathered tensors.
     """
     steps = _TwoSteps(program)
     for s in program.body:
@@ -120,7 +125,7 @@ def in_two_steps(program: Program, wanted: Callable[[AllReduce], bool]) -> tuple
 
 
 class _TwoSteps:
-    """Builds the body of a program with its allreduces replaced."""
+    """Builds the body of a program with allreduces replaced by two collectives."""
 
     def __init__(self, program: Program) -> None:
         self.names, self.users = Names.of(program), users_of(program)
@@ -131,7 +136,10 @@ class _TwoSteps:
         self.gathered: set[str] = set()
 
     def replace(self, s: AllReduce) -> None:
-        """Add the replacement of an allreduce, with the elementwise statements that follow it."""
+        """Add the reduce_scatter and the allgather that replace an allreduce.
+
+        Between them, add the statements after the allreduce that can run on a rank's rows.
+        """
         k, type = shared_axis(s), s.out.tensor.host()
         assert k is not None
         axis = Axis((Factor(type.axes[k].extent, s.over),))
@@ -170,13 +178,13 @@ class _TwoSteps:
         self.body += [scatter, *after, AllGather(mine, result, over=s.over, span=s.span)]
 
     def _known(self, value: Value) -> bool:
-        """Return True if a tensor is computed before the addends of the allreduce."""
+        """Return True if a tensor is an input, or is computed before the allreduce."""
         return value.name in self.defined
 
     def _added(self, other: Value, type: TensorType, k: int) -> str:
-        """Return the part of a tensor to add to a rank's rows: `all`, or its `rows`.
+        """Return the part of the tensor `other` to add to a rank's rows: `all` of it, or its `rows`.
 
-        Empty if it cannot be added there.
+        Return an empty string if the tensor cannot be added there.
         """
         if not self._known(other):
             return ""
@@ -187,7 +195,7 @@ class _TwoSteps:
         return "rows" if alike else ""
 
     def _shared(self, value: Value, rows: Value, user: Statement) -> Value:
-        """Return a rank's rows of a tensor: a view, directly after the tensor's definition."""
+        """Add a view of a rank's rows of a tensor, directly after the tensor's definition; return its result."""
         positions = [n for n, s in enumerate(self.body, 1) if result_of(s) == value]
         self.body.insert(positions[0] if positions else 0, Shard(value, rows, span=user.span))
         return rows

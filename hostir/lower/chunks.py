@@ -1,4 +1,4 @@
-"""Allreduces in two steps, by chunks of rows: while one chunk is gathered, the product of the next one runs."""
+"""Allreduces in two steps, in chunks of rows: the product of the next chunk runs while one chunk is gathered."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from hostir.lower.transfers import COPY_STREAM, SIGNAL_STREAM, Transfers
 class Chunks:
     """Builds an allreduce in chunks of rows.
 
-    The product of a chunk sets a flag after the rows for each rank, and copy engines send them. A chunk is summed up
-    after the product of the next chunk has run, so that its rows have arrived. Then each rank gets the other ranks'
-    sums.
+    The product of a chunk sets a flag after the rows for each rank, and copy engines send these rows. Then the product
+    of the next chunk runs, while these rows are copied. After that, each rank sums up its rows of the first chunk, and
+    gets the sums of the other ranks.
 
     Args:
-        product: the product whose rows are summed up, if nothing else reads it; it is then computed here.
+        count: the number of chunks.
+        streams: the maximum number of worker streams.
+        product: the product that makes the rows, if it is computed in chunks as well; else None.
     """
 
     def __init__(self, host: Host, s: AllReduce, count: int, streams: int, product: Contraction | None) -> None:
@@ -51,7 +53,7 @@ class Chunks:
         self.part = host.packed(part, s)
 
     def build(self) -> int:
-        """Add all statements; return the number of worker streams that they use."""
+        """Add all statements to the host program; return the number of worker streams that they use."""
         host, index = self.host, self.host.index("c")
         begin = self.sent.reuse_barrier()
         if begin or self.product is None:  # else copies wait for the flags of the product
@@ -65,12 +67,13 @@ class Chunks:
             later = Bin("/", Bin("+", index, Lit(self.count - 1)), last)
             add_up = If(later, Lit(1), tuple(self.add_up(previous)), span=self.reduce.span)
             host.body.append(self.each(index, self.count + 1, [send, add_up]))
-        # A peer signals its sums once this rank's copies to it have arrived: so copies end before the last gathers.
+        # A peer sums up a chunk after this rank's copies have arrived, and this rank gets the sums after that. So it
+        # is enough to wait for the stream that gets the sums.
         host.body.append(Synchronize(self.gathering))
         return self.workers
 
     def send(self, chunk: Expr) -> list[Statement]:
-        """Return the product of a chunk, and the copies of its rows to the ranks that sum them up."""
+        """Return the statements that compute the product of a chunk, and send its rows to the ranks that add them."""
         host, s, team, views = self.host, self.reduce, self.team, list[ViewStatement]()
         part = self.chunk(self.part, chunk, views)
         computed: list[Statement] = []
@@ -94,7 +97,7 @@ class Chunks:
         return [*views, *computed, SetStream(COPY_STREAM), loop, SetStream(host.user)]
 
     def add_up(self, chunk: Expr) -> list[Statement]:
-        """Return the sum of this rank's rows of a chunk, and the copies of the other ranks' sums."""
+        """Return the statements that sum up this rank's rows of a chunk, and get the sums of the other ranks."""
         host, s, team, views = self.host, self.reduce, self.team, list[ViewStatement]()
         mine = self.rows(self.chunk(self.part, chunk, views), team.rank, views)
         sent, sums = (self.slot(t.buffer, chunk, views) for t in (self.sent, self.sums))
@@ -129,7 +132,7 @@ class Chunks:
         ]
 
     def buffer(self, name: str, share: TensorType, *lead: int) -> Value:
-        """Return a buffer for a rank's rows of a chunk, with leading axes `lead`."""
+        """Return a new value for a symmetric buffer of a rank's rows of a chunk; `lead` are extents of leading axes."""
         type = share.with_axes([*(Axis.of(n) for n in lead), *share.axes])
         return Value(self.host.names.fresh(f"{self.reduce.out.name}_{name}"), type, self.reduce.span)
 
@@ -137,18 +140,21 @@ class Chunks:
         return add_view(Select(buffer, self.named(f"{buffer.name}_c"), chunk, span=self.reduce.span), views)
 
     def chunk(self, x: Value, chunk: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
-        """Return a view of a chunk, added to `views`; `axis` overrides the axis of rows."""
+        """Return a view of one chunk of a tensor; append the view to `views`. `axis` replaces the axis of rows."""
         name, k = self.named(f"{x.name}_c"), self.axis if axis is None else axis
         return add_view(Chunk(x, name, chunk, Size(self.count), k, span=self.reduce.span), views)
 
     def rows(self, x: Value, rank: Expr, views: list[ViewStatement], axis: int | None = None) -> Value:
-        """Return a view of the rows of a chunk that a rank sums up, added to `views`."""
+        """Return a view of the rows of a chunk that one rank sums up; append the view to `views`.
+
+        `axis` replaces the axis of rows.
+        """
         name, k = f"{x.name}_{'own' if rank == self.team.rank else 'i'}", self.axis if axis is None else axis
         chunk = Chunk(x, self.named(name), rank, Size(self.team.ranks), k, span=self.reduce.span)
         return add_view(chunk, views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for a view; its type is inferred from the view's statement."""
+        """Return a new value for the result of a view. `add_view` replaces its type by the inferred type."""
         return Value(self.host.names.fresh(name), self.reduce.out.type, self.reduce.span)
 
     def each(self, index: Ref, count: int, statements: list[Statement]) -> For:
@@ -156,10 +162,10 @@ class Chunks:
 
 
 def rows_in(count: int, axis: int) -> SlicePlace:
-    """Return the place of `count` chunks of rows."""
+    """Return the place of `count` chunks of rows along an axis."""
     return SlicePlace(axis, Size(), Size(count))
 
 
 def _epoch(chunk: Expr) -> Expr:
-    """Return the epoch of a chunk's flags."""
+    """Return the epoch of the flags of a chunk: the chunk's index plus 1."""
     return chunk.left if isinstance(chunk, Bin) else Bin("+", chunk, Lit(1))

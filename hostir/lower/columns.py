@@ -1,7 +1,8 @@
-"""Rewrite products whose columns are scattered as transposed products, `c^T = b^T @ a^T`, whose rows are scattered.
+"""Rewrite a product with scattered columns as a transposed product with scattered rows: `c^T = b^T @ a^T`.
 
-Then `ring`, `fused` and `push`, which overlap rows, overlap columns as well. The transposed operands are views. A copy
-transposes a rank's part of the sum back, because tensors are row-major.
+The strategies `ring`, `fused` and `push` overlap only scattered rows. With this rewriting they overlap scattered
+columns as well. The transposed operands are views. A copy transposes each rank's part of the sum back, because tensors
+are row-major.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ SWAPPED = (1, 0)
 
 
 def columns_as_rows(program: Program) -> Program:
-    """Transpose each product whose result only a reduce_scatter of columns reads, directly or through a cast."""
+    """Transpose each product if the only reader of its result is a reduce_scatter of columns.
+
+    A cast may come between the product and the reduce_scatter.
+    """
     makers = {result_of(s).name: s for s in program.body}
     users, names = users_of(program), Names.of(program)
-    # Replacements, by the results of the product, the cast and the reduce_scatter.
+    # For each statement to replace (a product, a cast or a reduce_scatter), by its result: the new statements.
     turned: dict[str, list[Statement]] = {}
     for s in program.body:
         if not isinstance(s, ReduceScatter) or not _by_columns(s):
@@ -46,14 +50,20 @@ def _by_columns(s: ReduceScatter) -> bool:
 
 
 def _can_be_transposed(s: Contraction) -> bool:
-    """Return True if the left side is a matrix, or can be reshaped to one because its rows are not sharded."""
+    """Return True if a product has only two operands, and its left operand is a matrix or can be reshaped to one.
+
+    A left operand with more than two axes can be reshaped if its rows are not sharded.
+    """
     rows = s.a.tensor.host().axes[:-1]
-    alone = len(operands_of(s)) == 2  # a linear has no bias here: with a sum over ranks the bias is added after it
+    alone = len(operands_of(s)) == 2  # the bias of a linear is already a separate addition, after the sum over ranks
     return alone and (len(rows) == 1 or (len(rows) > 1 and not any(axis.marks for axis in rows)))
 
 
 def _transposed(s: Contraction, scatter: ReduceScatter, names: Names) -> list[Statement]:
-    """Return the transposed product, the reduce_scatter of its rows, and the copy that transposes the result back."""
+    """Return the statements of the transposed product: views, the product, the reduce_scatter of its rows, and a copy.
+
+    The copy transposes the result back.
+    """
     body: list[Statement] = []
 
     def view(cls: type[Permute | Reshape], x: Value, axes: tuple[Axis, ...], suffix: str) -> Value:

@@ -21,10 +21,10 @@ from hostir.lower.propagate import splits_only
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
-    """Distributes rounds of a loop over worker streams, which fork from the caller's stream and join it after the loop.
+    """Distributes the rounds of a loop over worker streams, which fork before the loop and join after it.
 
-    The two loops that synchronise are separate from the working loop. nvFuser found that a fork inside the working loop
-    prevents overlap (its pull request 4217), and that leaving the fork out is a race (3913).
+    The fork and the join are separate loops before and after the working loop. nvFuser found that a fork inside the
+    working loop prevents overlap (its pull request 4217), and that leaving the fork out is a race (3913).
     """
 
     name = "streams"
@@ -50,7 +50,7 @@ class AssignStreams(Pass):
     def _around(self, loop: For, user: Value, names: Names) -> list[Statement]:
         pool = self._pool(loop)
         index = Value(names.fresh("s"), Kind.INDEX)
-        names.taken.discard(index.name)  # a loop's index is free again after the loop
+        names.taken.discard(index.name)  # the name may be used again after the loop
         worker, each = Ref(index), Size(pool)
         turn = Bin("%", Ref(loop.index), Lit(pool))
         return [
@@ -65,10 +65,10 @@ class AssignStreams(Pass):
 class Stagger(Pass):
     """Delays a round's computation until the communication that it should overlap with has its SMs.
 
-    NCCL's kernels and a matmul that fills the device do not share SMs: whichever starts first keeps the other waiting
-    for a wave of tiles. So the first computation of a round starts a little late. If communications come only after
-    computations, the next round's computation also waits for this round's computation. By then the communication is
-    ready, too.
+    NCCL's kernels and a matmul that fills the device do not share SMs. Whichever starts first keeps the other waiting
+    for a wave of tiles. So the first computation of each round is delayed a little. If the communication of a round
+    comes after its computation, the computation of the next round also waits for the computation of this round. The
+    communication of this round can start at the same moment, and gets its SMs during the delay.
     """
 
     name = "stagger"
@@ -98,7 +98,7 @@ class Stagger(Pass):
 
 
 def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
-    """Return statements that make the next round's stream wait for what this round has issued so far."""
+    """Yield statements that make the stream of the next round wait for the work that this round has issued so far."""
     following: Expr = Bin("%", Bin("+", Ref(loop.index), Lit(1)), turn.right)
     yield SetStream(following)
     yield Synchronize(turn)
@@ -107,7 +107,7 @@ def _next_after(turn: Bin, loop: For) -> Iterator[Statement]:
 
 @dataclass(frozen=True)
 class FreeBuffers(Pass):
-    """Frees each buffer that no output uses, on the caller's stream, after the last statement that accesses it."""
+    """Frees each buffer after the last statement that accesses it, on the caller's stream. Outputs are not freed."""
 
     name = "free"
 
@@ -137,7 +137,7 @@ class FreeBuffers(Pass):
 
 
 def _roots(program: Program) -> dict[str, str]:
-    """Map each view to the buffer or input behind it."""
+    """Map the name of each view to the name of the buffer or input that it is a view of."""
     roots: dict[str, str] = {}
     for s in program.walk():
         if isinstance(s, ViewStatement):
@@ -154,10 +154,11 @@ def _touched(s: Statement) -> Iterable[str]:
 
 
 def _streams(body: tuple[Statement, ...]) -> list[tuple[bool, bool, bool]]:
-    """Return three flags for each statement.
+    """Return three truth values for each statement:
 
-    They are True if the statement may run on a worker; if the caller's stream is current after it; and if the caller's
-    stream is current and has joined all workers.
+    - the statement may run on a worker stream;
+    - after it, the caller's stream is current;
+    - after it, the caller's stream is current and has waited for all workers.
     """
     flags = list[tuple[bool, bool, bool]]()
     on_worker = pending = False
@@ -173,7 +174,12 @@ def _switches(s: Statement) -> bool:
 
 
 def _streams_after(s: Statement, on_worker: bool, pending: bool) -> tuple[bool, bool]:
-    """Return whether a worker stream is current after `s`, and whether work on workers has not been waited for."""
+    """Return the values of `on_worker` and `pending` after statement `s`.
+
+    Args:
+        on_worker: True if a worker stream is current before `s`.
+        pending: True if the caller's stream has not yet waited for all earlier work on worker streams.
+    """
     if s.bodies:
         for inner in (each for body in s.bodies for each in body):
             on_worker, pending = _streams_after(inner, on_worker, pending)
@@ -207,7 +213,10 @@ def _if_used(used: set[str], s: Statement) -> tuple[Statement, ...]:
 
 
 def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[tuple[Statement, ...], dict[str, Value]]:
-    """Return the body without repeated views, and the removed names with their replacements."""
+    """Return the body without repeated views, and a map from the names of removed views to the remaining values.
+
+    `outer` holds the views that are defined before the body, in the program around it.
+    """
     seen, renamed, kept = dict(outer), dict[str, Value](), list[Statement]()
     for s in body:
         s = s.rename(renamed)
@@ -226,9 +235,10 @@ def _once(body: tuple[Statement, ...], outer: dict[Statement, Value]) -> tuple[t
 
 @dataclass(frozen=True)
 class MakeDense(Pass):
-    """Inserts a `dense` at the start for each input that must be contiguous: for transfers, merging reshapes, scales.
+    """Inserts a `dense` at the start of the program for each input that must be contiguous.
 
-    A `dense` copies an input with non-contiguous strides, and does nothing otherwise.
+    Communications and reshapes that merge axes need contiguous inputs. A kernel that waits for rows needs contiguous
+    scales of these rows. A `dense` copies an input that is not contiguous, and does nothing otherwise.
     """
 
     name = "dense"
@@ -245,7 +255,7 @@ class MakeDense(Pass):
 
 
 def _needed(program: Program) -> dict[str, Statement]:
-    """Map each input that must be dense to a statement that requires it."""
+    """Map the name of each input that must be dense to a statement that needs it dense."""
     roots, inputs = _roots(program), {v.name for v in program.inputs}
     places = {s.out.name for s in program.walk() if isinstance(s, Rank)}
     needed: dict[str, Statement] = {}
@@ -255,7 +265,7 @@ def _needed(program: Program) -> dict[str, Statement]:
         if isinstance(s, Communication) or merges or (isinstance(s, Put) and not _within_rank(s, places)):
             assert isinstance(s, (Communication, Reshape, Put))
             read = (s.x,)
-        else:  # scales: the executor makes no dense copy of them for a kernel that waits for rows
+        else:  # scales of rows that a kernel waits for: the executor makes no dense copy of them
             read = tuple(v for f in s.flag_operands if not f.raises for v in f.rows[1:])
         for v in read:
             root = roots.get(v.name, v.name)
@@ -266,6 +276,6 @@ def _needed(program: Program) -> dict[str, Statement]:
 def _within_rank(s: Put, places: set[str]) -> bool:
     """Return True if a put copies within the rank, by a kernel that takes any strides.
 
-    `places` name the rank's place.
+    `places` are the names of indices that hold this rank's position.
     """
     return not s.multiprocessors and isinstance(s.peer, Ref) and s.peer.value.name in places

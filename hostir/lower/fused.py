@@ -1,10 +1,10 @@
-"""Passes `fused` and `push`: each rank sends blocks of rows to all ranks, and one kernel takes each as it arrives.
+"""Passes `fused` and `push`: each rank sends blocks of rows to all ranks, and one kernel waits for each block.
 
-For an allgather, a block is one rank's shard, and a matmul waits for the blocks. (If the matmul sums over the gathered
-axis, a block is one rank's part of a slice of the rows.) For a reduce_scatter, the blocks are the rows that a matmul
-makes for each other rank, and a sum waits for the blocks of all ranks. In `fused` the matmul sets a flag after each
-block, so copies begin while it runs; in `push` they begin when it has ended. An allreduce is either such a sum of all
-rows, or takes both steps: `hostir/lower/allreduces.py` decides.
+For an allgather, a block is one rank's shard, and a matmul waits for the blocks. But if the matmul sums over the
+gathered axis, a block is one rank's part of a slice of the rows. For a reduce_scatter, the blocks are the rows that a
+matmul makes for each other rank, and a sum waits for the blocks of all ranks. In `fused` the matmul sets a flag after
+each block, so copies begin while it runs. In `push` copies begin when the matmul has ended. An allreduce either sums
+all rows on every rank, or is a reduce_scatter and an allgather: `hostir/lower/allreduces.py` decides.
 
 The schedule for an allgather follows kernels that wait for rows of a gathered operand inside the matmul: FLUX (Chang et
 al., 2024), and the all-gather matmuls of Triton-distributed (Zheng et al., 2025). The schedule for a reduce_scatter
@@ -14,7 +14,7 @@ for the count, and a separate kernel reduces. The two passes differ in who moves
 - in `fused`, copy engines move them, which costs the matmul no SMs;
 - in `push`, a few SMs of the sending rank move them, in one kernel before the kernel that waits. This is for few rows:
   a kernel writes to peers and sets flags in less time than copy engines take to start. The waiting kernel starts while
-  the first one copies. On CUDA with Triton's kernels, a product of few rows stores them to the peers itself
+  the copying kernel runs. On CUDA with Triton's kernels, a product of few rows itself stores its result to the peers
   (`hostir.machines.pushes.PushedProduct`). Low-latency collectives also store to peers from kernels: NCCL's LL
   protocols, and the one-shot kernels of TensorRT-LLM and of torch's symmetric memory.
 """
@@ -73,7 +73,10 @@ class Fused(Pass):
 
 @dataclass(frozen=True)
 class Push(Pass):
-    """Replaces collectives of rows by a kernel that copies to all ranks and a kernel that starts while it runs."""
+    """Replaces collectives of rows by a kernel that copies to all ranks and a kernel that waits for each block of rows.
+
+    The second kernel starts while the first kernel runs.
+    """
 
     name = "push"
     steps: AllReduceSteps = field(default_factory=AllReduceSteps)
@@ -83,7 +86,13 @@ class Push(Pass):
 
 
 def sent(program: Program, strategy: str, mover: Mover, pieces: Pieces, steps: AllReduceSteps) -> Program:
-    """Return the host program in which each rank sends its blocks of rows to the others by `mover`."""
+    """Return the host program of a fusion in which each rank sends its blocks of rows to the others.
+
+    Args:
+        strategy: the name of the pass, for messages.
+        mover: the hardware that copies the blocks.
+        pieces, steps: choose how many blocks a reduce_scatter or an allreduce has.
+    """
 
     def two(s: AllReduce) -> bool:
         return not steps.one(s, unknown=mover.sms > 0)
@@ -116,7 +125,8 @@ class _Sending:
     """Builds the host program of `sent`, statement by statement.
 
     Args:
-        chunked: allreduces in chunks, each with the product whose result it sums up if it is computed in chunks, too.
+        chunked: the allreduces that run in chunks. Each is mapped to the product that makes its rows, if this product
+            runs in chunks as well; else to None.
     """
 
     def __init__(
@@ -141,9 +151,8 @@ class _Sending:
         self.sums: list[Reduction] = [*rows.scatters, *(s for s in rows.reduces if s not in chunked)]
         self.leaving = _sums_of_products(rows, self.sums)
         self.scattered: dict[Reduction, ScatteredRows] = {}
-        self.arriving: dict[
-            str, SentRows
-        ] = {}  # by the gathered tensor: rows that the caller's stream has not waited for
+        # By the name of a gathered tensor: rows for which the caller's stream has not waited yet.
+        self.arriving: dict[str, SentRows] = {}
         self.workers = 0
 
     def add(self, s: Statement) -> None:
@@ -166,7 +175,7 @@ class _Sending:
             self.compute(s)
 
     def gather(self, s: AllGather) -> None:
-        """Send the rows of an allgather; its first user waits for them."""
+        """Add the copies that send the rows of an allgather. The first reader of the rows will wait for them."""
         sent_rows = (SentColumns if by_columns(s) else SentRows)(self.host, s, self.mover, self.scales)
         body = self.host.program.body
         behind = [each for each in self.sums if each in body[body.index(s) :]]
@@ -175,11 +184,18 @@ class _Sending:
         self.workers = max(self.workers, sent_rows.workers)
 
     def scatter(self, s: Reduction, product: Contraction | None = None) -> ScatteredRows:
-        """Return the builder of a sum over ranks; `product` makes its rows if copies may begin while it runs."""
+        """Return the builder of a sum over ranks.
+
+        `product` is the product that makes the rows, if copies may begin while it runs.
+        """
         return ScatteredRows(self.host, s, self.mover, self.pieces, self.steps, product)
 
     def compute(self, s: Statement) -> None:
-        """Add a statement that waits for the gathered rows that it reads, and makes rows that are summed up."""
+        """Add a computation or a view.
+
+        If it reads gathered rows, it waits for them. If it makes rows that are summed up over ranks, it sets the flags
+        that the copies of these rows wait for.
+        """
         scatter = None
         if isinstance(s, Contraction) and (scatter_of := self.leaving.get(s.out.name)) is not None:
             self.host.destination(s.out)
@@ -203,9 +219,10 @@ class _Sending:
 
 
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
-    """Replace the sum of a matmul and other partial sums by `matmul ... plus`, so that one product finishes the rows.
+    """Replace each addition of a product and another partial sum by `matmul ... plus`; return the new program.
 
-    Also return a map from each tensor that a product adds to (by name) to the sum that shares its memory.
+    So a single product finishes the rows, and can set their flags. The product is added to the other partial sum in
+    place. Also return a map from the name of each such partial sum to the result that takes over its memory.
     """
     makers, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
     body, onto = [*program.body], dict[str, Value]()
@@ -227,9 +244,10 @@ def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
 def _added(
     s: Add, makers: Mapping[str, Statement], users: Mapping[str, list[Statement]], outputs: Collection[str]
 ) -> tuple[Contraction, Value] | None:
-    """Return the product that can be the last term of a sum of partial sums, and the other term.
+    """Return the term of an addition of partial sums that can become `matmul ... plus`, and the other term.
 
-    None if no term can.
+    Return None if no term can. `users` maps the name of a tensor to its readers, and `makers` to the statement that
+    computes it. `outputs` are the names of the program's outputs.
     """
     alone = all(len(users[v.name]) == 1 and v.name not in outputs and v.type == s.out.type for v in s.operands)
     if not alone or not s.out.tensor.partial or not all(isinstance(makers.get(v.name), TensorOp) for v in s.operands):
@@ -244,7 +262,7 @@ def _added(
 
 
 def _in_chunks(s: AllReduce, program: Program) -> bool:
-    """Return True if an allreduce in two steps runs in chunks: no matmul can wait for its gathered rows."""
+    """Return True if an allreduce in two steps runs in chunks, because no matmul can wait for its gathered rows."""
     readers = [user for rows in _finished(s, program) for user in program.body if reads_rows(user, rows)]
     maker = maker_of_rows(program, s)
     waits = isinstance(maker, Contraction) and any(
@@ -254,7 +272,10 @@ def _in_chunks(s: AllReduce, program: Program) -> bool:
 
 
 def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
-    """Yield the sum, then each result of elementwise statements and norms that are its only users in turn."""
+    """Yield the result of an allreduce, and the results of the elementwise statements and norms that follow it.
+
+    Each of these statements is the only reader of the result before it.
+    """
     rows = s.out
     yield rows
     while rows not in program.outputs and len(after := users(program, rows)) == 1:
@@ -265,7 +286,10 @@ def _finished(s: AllReduce, program: Program) -> Iterator[Value]:
 
 
 def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contraction | None:
-    """Return the product whose result only an allreduce reads, if it can be computed in chunks; else None."""
+    """Return the product that makes the rows of an allreduce, if it can be computed in chunks; else None.
+
+    Nothing but the allreduce may read its result.
+    """
     maker, axis = next((other for other in program.body if result_of(other) == s.x), None), rows_axis(s)
     if axis is None or s.x in program.outputs or len(users(program, s.x)) > 1 or not isinstance(maker, Contraction):
         return None
@@ -276,7 +300,7 @@ def _product_in_chunks(s: AllReduce, program: Program, chunks: int) -> Contracti
 
 
 def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[str, Reduction]:
-    """Map the results of products to the collectives that sum up their rows; if there are several, to the first."""
+    """Map the name of each product's result to the first collective that sums up its rows."""
     sum_of: dict[str, Reduction] = {}
     for scatter in sums:
         if (product := product_of_rows(rows.program, scatter)) is not None:
@@ -285,9 +309,9 @@ def _sums_of_products(rows: RowCollectives, sums: Iterable[Reduction]) -> dict[s
 
 
 def _in_blocks(s: RowCollective) -> bool:
-    """Return True if the rows are a sequence of equal blocks, each with one piece of every rank's shard.
+    """Return True if the rows of a collective are a sequence of equal blocks, each with a piece of every rank's shard.
 
-    If the rows are summed up, the number of blocks must be known.
+    For rows that are summed up, the number of blocks must be an integer, not a symbol.
     """
     if isinstance(s, AllGather) and by_columns(s):  # these are sent in slices of rows
         return True
@@ -302,7 +326,10 @@ def _needs_block_axes(s: RowCollective) -> bool:
 
 
 def _matmuls_first(rows: RowCollectives) -> Program:
-    """Reorder statements so that the first user of gathered rows is a matmul, which can wait block by block."""
+    """Return the program with statements moved so that the first reader of gathered rows is a matmul, if possible.
+
+    A matmul can wait for the rows block by block.
+    """
     program = rows.program
     for gather in rows.gathers:
         matmul, body = first_matmul(program, gather), program.body

@@ -20,11 +20,12 @@ from hostir.lower.transfers import ARRIVED, COPY_STREAM, SIGNAL_STREAM, Blocks, 
 
 
 class SentRows:
-    """Builds one allgather: the transfers of the shards to all ranks, and the matmul that waits for their blocks.
+    """Builds one allgather: the copies of this rank's shard to all ranks, and the matmul that waits for all shards.
 
     Fields:
-        joined_later: True if a later sum over the same ranks issues copies after these, and the caller's stream waits
-            for them. (A sum over other ranks does not count: it could hold the SMs that signals of these copies need.)
+        joined_later: True if a later sum over the same ranks adds copies to the same stream after these copies. The
+            caller's stream then waits only for the later copies. A sum over other ranks does not count, because its
+            kernel could hold the SMs that the signals of these copies need.
     """
 
     joined_later = False
@@ -35,7 +36,7 @@ class SentRows:
         self.team = host.team(gather)
         self.multiplied = first_matmul(host.program, gather) is not None
         self.x = x = host.packed(host.values[gather.x.name], gather)
-        # If other statements than matmuls read the rows, they get a copy: the next call overwrites the buffer.
+        # Statements other than matmuls read a copy of the rows, because the next call overwrites the buffer.
         self.unshared = host.destination(gather.out) if wanted_otherwise(host.program, gather.out) else None
         name = host.names.fresh(f"{gather.out.name}_shared") if self.unshared else gather.out.name
         buffer = Value(name, gather.out.tensor.host(), gather.span)
@@ -47,14 +48,14 @@ class SentRows:
         self.workers = self.transfers.workers
 
     def count(self) -> Size:
-        """Return the number of blocks of a shard."""
+        """Return the number of blocks in which this rank's shard is sent."""
         return ONE if self.axis is None else self.gather.x.tensor.local_shape[self.axis]
 
     def send(self) -> None:
-        """Send the shard to all ranks: first to the previous rank, then to the rank before it, and so on.
+        """Add the copies of the shard to all ranks: first to the previous rank, then to the rank before it, and so on.
 
-        So blocks arrive at a rank in the order of their source ranks, beginning after the rank itself. Copy engines
-        send the shard to the other ranks. It is copied within the rank only if the matmul cannot read it in place.
+        So each rank gets the shard of the next rank first, then the shard of the rank after it, and so on. The shard is
+        also copied within the rank if the matmul cannot read it in place.
         """
         index, ranks, transfers = self.host.index("i"), self.team.ranks, self.transfers
         note = "to the rank that multiplies these rows next" if self.multiplied else ""
@@ -72,7 +73,10 @@ class SentRows:
         transfers.send(self.blocks, turns, self.mover, note)
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return the blocks of this rank's shard: a single block, or one for each index of the axis of blocks."""
+        """Return the blocks of this rank's shard: a single block, or one block for each index of the axis of blocks.
+
+        `x` is the shard, `buffer` is the symmetric buffer, and `count` is the number of blocks.
+        """
         views: list[ViewStatement] = []
         index: Ref | None = None
         flag: Expr = self.team.rank
@@ -84,7 +88,7 @@ class SentRows:
         return Blocks(x, mine, (*views, Shard(buffer, mine, span=self.gather.span)), flag, index, count)
 
     def copy_own(self) -> list[Statement]:
-        """Return the copy of the local rows to the buffer, and the signals that they have arrived."""
+        """Return the statements that copy the local rows to this rank's buffer, and signal that they are there."""
         s, signal = self.gather, self.transfers.signal(self.blocks, self.team.rank)
         mine = Value(self.host.names.fresh("mine"), self.x.tensor, s.span)
         note = "the matmul begins with these rows" if self.multiplied else ""
@@ -95,11 +99,15 @@ class SentRows:
 
     @property
     def copies_own(self) -> bool:
-        """True if the local rows are copied to the buffer, too.
+        """True if the local rows are copied to the buffer, too; False if the matmul reads them in place.
 
-        The copy is not needed if they are one block, a single matmul reads them, and copy engines move the other rows:
-        the matmul then reads them in place. The matmul must not read another gathered tensor, except scales of the
-        rows, because it would wait for all of that tensor before it starts.
+        The matmul reads them in place under these conditions:
+
+        - the local rows are one block;
+        - this matmul is the only reader of the gathered rows;
+        - copy engines move the other rows;
+        - the matmul reads no other gathered tensor, except the scales of the rows. Before it starts, it would wait for
+          all blocks of the other tensor.
         """
         users = self.host.users.get(self.gather.out.name, [])
         if self.mover.sms or self.axis is not None or self.unshared is not None or len(users) != 1:
@@ -108,9 +116,9 @@ class SentRows:
         return any(isinstance(s, AllGather) and s.out.name in operands for s in self.host.program.body)
 
     def multiply(self, s: Contraction, scatter: ScatteredRows | None) -> None:
-        """Add the matmul that waits for the blocks.
+        """Add the matmul that waits for the blocks, and make the caller's stream wait for this rank's copies.
 
-        After it, all copies have ended, and other statements may read the rows.
+        Other statements may then read the rows. `scatter` is the sum over ranks of the matmul's result, if any.
         """
         waits = self.waits()
         self.host.destination(s.out)
@@ -119,13 +127,13 @@ class SentRows:
         self.finish()
 
     def waits(self) -> dict[str, Any]:
-        """Return the fields by which the matmul waits for the blocks."""
+        """Return the fields of the matmul that make it wait for the blocks."""
         source = None if self.copies_own else self.blocks.source
         note = "own rows first, each other block when it is there"
         return {"ready": self.transfers.flags, "first": self.team.rank, "own": source, "note": note}
 
     def wait(self) -> None:
-        """Make the caller's stream wait for all blocks, because a statement other than a matmul needs them first."""
+        """Make the caller's stream wait for all blocks. This is for rows that a statement other than a matmul needs."""
         index, count = self.host.index("i"), self.blocks.count * self.team.ranks
         self.host.body.append(For(index.value, count, (self.transfers.wait(index),)))
         self.finish()
@@ -142,9 +150,10 @@ class SentRows:
 
 
 class SentColumns(SentRows):
-    """Builds one allgather of the axis that matmuls sum over: ranks send their parts of slices of the rows.
+    """Builds one allgather of the axis that matmuls sum over. Each rank has some columns of all rows.
 
-    The matmul waits for one flag for each slice. A worker stream sets it when the parts of all peers have arrived.
+    The rows are cut into slices. Each rank sends its part of every slice to all ranks. The matmul waits for one flag
+    for each slice. A worker stream sets this flag when the parts of all peers have arrived.
     """
 
     def __init__(self, host: Host, gather: AllGather, mover: Mover, scales: Collection[str] = ()) -> None:
@@ -152,11 +161,11 @@ class SentColumns(SentRows):
         self.workers = 2
 
     def count(self) -> Size:
-        """Return the number of slices."""
+        """Return the number of slices into which the rows are cut."""
         return Size(row_slices(self.gather))
 
     def blocks_of(self, x: Value, buffer: Value, count: Size) -> Blocks:
-        """Return this rank's parts of the slices."""
+        """Return the blocks that this rank sends: its part of each slice."""
         views: list[ViewStatement] = []
         index = self.host.index("s")
         mine = Value(self.host.names.fresh("mine"), x.tensor, self.gather.span)
@@ -170,11 +179,14 @@ class SentColumns(SentRows):
         return Blocks(source, target, tuple(views), self.flag(index, self.team.rank), index, count)
 
     def flag(self, slice: Expr, rank: Expr) -> Expr:
-        """Return the index of the flag that tells that a rank's part of a slice has arrived."""
+        """Return the index of the flag which says that a rank's part of a slice has arrived."""
         return Bin("+", Bin("*", slice, Lit(self.team.ranks)), rank)
 
     def copy_own(self) -> list[Statement]:
-        """Return the copy of the local parts to the buffer; the matmul comes after it."""
+        """Return the statements that copy this rank's parts to its buffer.
+
+        No signal is needed, because the matmul comes after this copy on the same stream.
+        """
         return [self.local_part, self.transfers.put(self.x, self.local_part.out, self.team.rank)]
 
     @property
@@ -182,7 +194,7 @@ class SentColumns(SentRows):
         return True
 
     def waits(self) -> dict[str, Any]:
-        """Add the statements that set a flag for each slice; return the fields by which the matmul waits for slices."""
+        """Return the fields of the matmul that make it wait for the slices; add the statements that set their flags."""
         host, flags = self.host, self.transfers.row(f"{self.gather.out.name}_whole", self.blocks.count)
         index = host.index("s")
         raised = Signal(flags, index, ARRIVED, self.team.rank, self.team.over, span=self.gather.span)
@@ -197,7 +209,7 @@ class SentColumns(SentRows):
         self.finish()
 
     def arrivals(self, slice: Ref) -> For:
-        """Return the waits for the peers' parts of a slice."""
+        """Return the loop that waits for the peers' parts of a slice."""
         index = self.host.index("i")
         peer = self.team.peer(Bin("+", index, Lit(1)))
         return For(index.value, Size(self.team.ranks - 1), (self.transfers.wait(self.flag(slice, peer)),))

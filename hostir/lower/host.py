@@ -1,4 +1,4 @@
-"""Build host programs: streams, buffers, places of ranks, names, and the layouts that communications need."""
+"""Build host programs: streams, buffers, positions of ranks, names, and the layouts that communications need."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 
 @dataclass(frozen=True)
 class Front:
-    """A view of a tensor with the axis that a communication moves outermost: axes are split, then permuted.
+    """A view of a tensor in which the axis that is communicated is outermost.
 
-    Communications need dense buffers, so a tensor is copied to one if the permutation changes the order in memory.
+    `split` is the type of the tensor after some axes have been split. `order` is the permutation of these axes.
+    Communications need dense buffers. So the tensor is copied if the permutation changes the order of its elements.
     """
 
     split: TensorType
@@ -47,7 +48,10 @@ class Front:
 
 
 def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
-    """Split the axis sharded over `mark` into separate axes: the ranks, and the factors around them."""
+    """Return the axes of a tensor after the axis that is sharded over `mark` has been split.
+
+    The ranks become a separate axis. Each factor outside or inside the ranks also becomes a separate axis.
+    """
     assert type.mesh
     ranks = Size(type.mesh.size(mark))
     axes: list[Axis] = []
@@ -66,7 +70,7 @@ def isolate(type: TensorType, mark: str) -> tuple[Axis, ...]:
 
 
 def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Front] | None:
-    """Return the views of both operands that move the communicated axis outermost; None if it already is outermost."""
+    """Return views of `x` and `out` in which the communicated axis is outermost; None if it already is outermost."""
     if isinstance(s, (AllReduce, Broadcast, SendRecv)):
         return None
     if isinstance(s, AllToAll):
@@ -86,7 +90,11 @@ def fronts(s: Communication, x: TensorType, out: TensorType) -> tuple[Front, Fro
 
 
 def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
-    """View `[.., A@m, .., B, ..]` as `[D, A@m, rest]`, and `[.., A, .., B@m, ..]` as `[D@m, A, rest]`."""
+    """Return the views of the operands of an alltoall over D ranks.
+
+    `x` is `[.., A@m, .., B, ..]` and is seen as `[D, A@m, rest]`. `out` is `[.., A, .., B@m, ..]` and is seen as
+    `[D@m, A, rest]`.
+    """
     a = x.axis_on(mark)
     assert a is not None
     axes = isolate(out, mark)
@@ -100,27 +108,30 @@ def _exchange(mark: str, x: TensorType, out: TensorType) -> tuple[Front, Front]:
 
 
 class Team:
-    """The team of a collective: this rank's place in the team, and the places of its peers."""
+    """The team of a collective, with expressions for the positions of this rank and of its peers in the team."""
 
     def __init__(self, host: Host, s: Collective, of: Value) -> None:
         self.over, self.ranks = s.over, s.mesh.size(s.over)
         self.rank = Ref(Value(host.names.fresh("r"), Kind.INDEX))
-        # True once calls are ordered, by flags or by a barrier.
+        # True if nothing more is needed to order this call after the last one: flags do it, or a barrier was added.
         self.past_last_call = (s.mesh.name, s.over) in host.ordered
         host.body.append(Rank(self.rank.value, of, s.over, span=s.span))
 
     def peer(self, offset: Expr) -> Expr:
-        """Return the place of the rank `offset` places after this one, modulo the number of ranks."""
+        """Return the position of the rank that comes `offset` positions after this rank, modulo the number of ranks."""
         return modulo(Bin("+", self.rank, offset), self.ranks)
 
 
 def modulo(expr: Expr, ranks: int) -> Expr:
-    """Return `expr % ranks`, for places and stream numbers that wrap around."""
+    """Return the expression `expr % ranks`, for positions and stream numbers that wrap around."""
     return Bin("%", expr, Lit(ranks))
 
 
 class Scope:
-    """The body of a program or a loop under construction, with the names, buffers and layouts that statements need."""
+    """A body of statements under construction, of a program or a loop.
+
+    Its methods add statements together with the buffers, views and copies that these statements need.
+    """
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -129,10 +140,10 @@ class Scope:
 
     @abstractmethod
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
-        """Allocate a dense buffer."""
+        """Allocate a dense buffer of a type, and return it. Errors about the buffer point at the place of `like`."""
 
     def add(self, s: Statement) -> None:
-        """Add a statement, with the copies or views that its operands' layouts need."""
+        """Add a statement, and before it the copies or views of operands that need another memory layout."""
         if isinstance(s, ViewStatement):
             self.view(s)
         elif isinstance(s, Communication):
@@ -141,7 +152,7 @@ class Scope:
             self.body.append(s)
 
     def view(self, s: ViewStatement) -> Value:
-        """Add a view; before it a dense copy, if it is a reshape that strides cannot express."""
+        """Add a view, and return its result. Before a reshape that strides cannot express, add a dense copy."""
         if isinstance(s, Reshape) and s.x.name not in self.dense and not splits_only(s):
             dense = self.scratch(f"{s.x.name}_dense", s.x.tensor, s.x)
             note = f"copy: {s.x} does not lie in one piece, as a reshape that merges axes needs it to"
@@ -153,7 +164,7 @@ class Scope:
         return s.out
 
     def see(self, value: Value, front: Front) -> Value:
-        """Return a view of the value with the axis that a communication moves outermost."""
+        """Add the views of `front`, and return the value with the communicated axis outermost."""
         if front.split.axes != value.tensor.axes:
             split = Value(self.names.fresh(f"{value.name}_split"), front.split, value.span)
             value = self.view(Reshape(value, split, span=value.span))
@@ -163,7 +174,7 @@ class Scope:
         return value
 
     def communicate(self, s: Communication) -> None:
-        """Add a communication with the layout that it needs, and the wait for it."""
+        """Add a communication and the wait for it. Also add the views and copies that its memory layout needs."""
         x, out = s.x, s.out
         if seen := fronts(s, x.tensor, out.tensor):
             x, out = self.see(x, seen[0]), self.see(out, seen[1])
@@ -175,7 +186,7 @@ class Scope:
             self.body.append(DenseCopy(out=out, x=target, span=s.span, note=_why(s, s.out)))
 
     def packed(self, x: Value, s: Communication) -> Value:
-        """Return the operand `x` of a communication if it is dense, else a dense copy."""
+        """Return the operand `x` of a communication if it is dense; otherwise add a dense copy and return it."""
         if x.name in self.dense:
             return x
         dense = self.scratch(f"{s.x.name}_packed", x.tensor, x)
@@ -188,37 +199,37 @@ def _why(s: Communication, operand: Value) -> str:
 
 
 class Host(Scope):
-    """Builds the host program of a fusion: statements outside loops, and the buffers of all statements."""
+    """Builds the host program of a fusion. It holds the statements outside loops, and the buffers of all statements."""
 
     def __init__(self, program: Program, ordered: Collection[tuple[str, str]] = ()) -> None:
         super().__init__(Names.of(program))
         self.program = program
-        self.ordered = ordered  # teams, by mesh and axis, whose calls need no barrier between them
+        self.ordered = ordered  # teams, as (mesh, axis), that need no barrier between two calls
         self.values = {v.name: replace(v, type=v.tensor.host()) for v in program.inputs}
         self.dense |= self.values.keys()
         self.users = users_of(program)
         self.outputs = {v.name for v in program.outputs}
         self.teams: dict[tuple[str, str], Team] = {}
-        self.folded: set[str] = set()  # results of statements that another statement computes as well
+        self.folded: set[str] = set()  # results of statements that have become a part of another statement
         self.apart: set[str] = set()  # results of allreduces that do not share memory with their operand
         self.forked = False  # True once a copy stream waits for the caller's stream
 
     @cached_property
     def user(self) -> Ref:
-        """The caller's stream; the program begins with `current_stream`."""
+        """The caller's stream. The first use puts a `current_stream` at the beginning of the program."""
         stream = Value(self.names.fresh("user"), Kind.STREAM)
         self.body.insert(0, CurrentStream(stream))
         return Ref(stream)
 
     def team(self, s: Collective, of: Value | None = None) -> Team:
-        """Return the team of a collective; `of` is a tensor on its mesh, by default its operand."""
+        """Return the team of a collective. `of` is a tensor on the same mesh, by default the collective's operand."""
         key = s.mesh.name, s.over
         if key not in self.teams:
             self.teams[key] = Team(self, s, of or self.values[s.x.name])
         return self.teams[key]
 
     def index(self, name: str) -> Ref:
-        """Return a loop index; its name may be used again after the loop."""
+        """Return a new loop index. Its name may be used again by a later loop."""
         index = Ref(Value(self.names.fresh(name), Kind.INDEX))
         self.names.taken.discard(index.value.name)
         return index
@@ -246,7 +257,10 @@ class Host(Scope):
         return buffer
 
     def buffer(self, value: Value) -> Value:
-        """Allocate a buffer for a value; if only an allreduce reads the value, share the allreduce's buffer."""
+        """Allocate a buffer for a value, and return it.
+
+        If only an allreduce reads the value, the value gets the memory of the allreduce's result instead.
+        """
         host = replace(value, type=value.tensor.host())
         self.dense.add(host.name)
         reduce = self.only_reduced(value)
@@ -257,22 +271,28 @@ class Host(Scope):
         return host
 
     def finished(self, streams: int = 0) -> Program:
-        """Return the host program. Called once every statement of the fusion has been added."""
+        """Return the host program, after every statement of the fusion has been added."""
         inputs, outputs = (tuple(self.values[v.name] for v in vs) for vs in (self.program.inputs, self.program.outputs))
         body = tuple(self.body)
         return Program(self.program.name, Phase.HOST, self.program.meshes, inputs, outputs, body, streams)
 
     def used_outside(self, value: Value, inside: Collection[str]) -> bool:
-        """Return True if a value is an output, or read by a statement whose result is not `inside`."""
+        """Return True if a value is an output, or if a statement outside a loop reads it.
+
+        `inside` holds the names of the results of the statements in the loop.
+        """
         users = self.users.get(value.name, [])
         return value.name in self.outputs or any(result_of(u).name not in inside for u in users)
 
     def only_reduced(self, value: Value) -> AllReduce | None:
-        """Return the allreduce that is the only user of a value, or None."""
+        """Return the allreduce that is the only reader of a value, if it may run in place; else None."""
         user = self.only_user(value)
         return user if isinstance(user, AllReduce) and user.out.name not in self.apart else None
 
     def only_user(self, value: Value) -> Statement | None:
-        """Return the only statement that reads a value, or None if there are others or it is an output."""
+        """Return the only statement that reads a value.
+
+        Return None if no statement or several statements read the value, or if it is an output.
+        """
         users = self.users.get(value.name, [])
         return users[0] if len(users) == 1 and value.name not in self.outputs else None

@@ -1,4 +1,4 @@
-"""Build the body of a loop, with statements on slices; for `pipeline` and `ring`."""
+"""Build the body of a loop that computes slice by slice; for the strategies `pipeline` and `ring`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from hostir.lower.slices import SlicedGroup, operand_places
 
 
 class Slices(Scope):
-    """Builds the statements of a group on the slices at one index; the host program holds the unsliced tensors."""
+    """Builds the statements of a group for one slice of its tensors.
+
+    Args:
+        host: the host program around the loop, which holds the unsliced tensors.
+        index: the index of the slice, such as the loop's index.
+        suffix: the end of the names of slices.
+    """
 
     def __init__(self, host: Host, group: SlicedGroup, index: Expr, suffix: str) -> None:
         super().__init__(host.names)
         self.host, self.group, self.index, self.suffix = host, group, index, suffix
-        self.slices: dict[str, Value] = {}  # by the fusion's name: this round's slice
-        self.spread: dict[str, Statement] = {}  # copies from a staged slice to its place, by the fusion's name
+        self.slices: dict[str, Value] = {}  # by a tensor's name in the fusion: its slice
+        self.spread: dict[str, Statement] = {}  # by a tensor's name: the copy of its slice to the unsliced tensor
         self.inside = {result_of(s).name for s in group.statements}
 
     def statement(self, s: Statement) -> None:
@@ -43,7 +49,10 @@ class Slices(Scope):
             self.body.append(self.spread[out.name])
 
     def sliced(self, s: Statement) -> Statement:
-        """Return the statement on slices instead of unsliced tensors, with axis numbers adjusted for a dropped axis."""
+        """Return the statement with slices in the place of the tensors that are sliced.
+
+        If a slice does not have the sliced axis, the axis numbers in the statement refer to the remaining axes.
+        """
         place = self.group.places[result_of(s).name]
         sliced = (*operand_places(s, place), result_of(s).name)
         renamed = s.rename({**self.host.values, **{name: self.slices[name] for name in sliced}})
@@ -57,7 +66,7 @@ class Slices(Scope):
         return renamed
 
     def viewed(self, s: ViewStatement, out: Value) -> None:
-        """Add a view inside the loop, and a copy of it if the value is needed outside the loop."""
+        """Add a view of slices to the loop. If its result is needed outside, also copy it to the unsliced tensor."""
         view = self.slices[out.name] = self.fresh(out, self.group.places[out.name].slice(out.tensor))
         self.add(self.sliced(s))
         if self.escapes(out):
@@ -65,17 +74,17 @@ class Slices(Scope):
             self.body.append(self.into(view, target, f"{out} is put together from views of slices"))
 
     def escapes(self, value: Value) -> bool:
-        """Return True if a value of the loop is needed outside it."""
+        """Return True if a value that is computed in the loop is needed outside the loop."""
         return self.host.used_outside(value, self.inside)
 
     def fresh(self, value: Value, type: TensorType) -> Value:
         return Value(self.names.fresh(f"{value.name}_{self.suffix}"), type, value.span)
 
     def slice_of(self, full: Value, value: Value) -> tuple[Value, bool]:
-        """Return a view of this round's slice of an unsliced tensor; and True if it has the type of the slice.
+        """Return a view of the slice in an unsliced tensor, and True if the view has the slice's type.
 
-        If several blocks lie outside the slices on one rank, a slice is not contiguous: the view then has the blocks as
-        a separate axis.
+        A rank may hold several blocks outside the slices, so that a slice is not contiguous. Then the view has these
+        blocks as a separate axis, and the second result is False.
         """
         place, type, index = self.group.places[value.name], full.tensor, self.index
         k = place.axis
@@ -99,7 +108,7 @@ class Slices(Scope):
         return out, False
 
     def outside(self, value: Value) -> Value:
-        """Return the slice of a tensor that is computed outside the loop."""
+        """Return the slice of a tensor that is computed outside the loop; copy the slice if it is not contiguous."""
         view, exact = self.slice_of(self.host.values[value.name], value)
         if exact:
             return view
@@ -108,7 +117,7 @@ class Slices(Scope):
         return stage
 
     def staged(self, value: Value) -> Value:
-        """Return this round's slice of a buffer that was allocated for the loop."""
+        """Allocate a buffer for the slices of a value, and return this round's slice."""
         name = f"{value.name}_slices"
         if value.name not in self.host.values:
             name = value.name
@@ -116,7 +125,10 @@ class Slices(Scope):
         return self.scratch(name, self.group.places[value.name].slice(value.tensor), value)
 
     def scratch(self, name: str, type: TensorType, like: Value) -> Value:
-        """Return the round's slice of a buffer [rounds, slice], so that overlapping rounds do not share memory."""
+        """Allocate a buffer with one slice for each round, and return this round's slice.
+
+        So rounds that overlap do not share memory.
+        """
         rounds = type.with_axes([Axis.of(self.group.count), *type.axes])
         buffer = self.host.scratch(name, rounds, like)
         out = Value(self.names.fresh(f"{name}_{self.suffix}"), type, like.span)
@@ -125,7 +137,10 @@ class Slices(Scope):
         return out
 
     def into(self, source: Value, target: Value, why: str) -> Statement:
-        """Return a copy between a slice and a view of the same slice that has the outer blocks as an axis."""
+        """Return the statement that copies a slice from `source` to `target`; `why` is the reason, for a comment.
+
+        One of the two may have the blocks outside the slice as a separate axis. The other is then reshaped to match.
+        """
         if len(source.tensor.axes) < len(target.tensor.axes):
             source = self.blocks(source, target.tensor)
         elif len(source.tensor.axes) > len(target.tensor.axes):
@@ -137,7 +152,11 @@ class Slices(Scope):
         return self.view(Reshape(value, out, span=value.span))
 
     def destination(self, out: Value) -> Value:
-        """Return the destination of a result's slice: in the unsliced tensor if used outside, else in a buffer."""
+        """Return the memory for the slice of a result.
+
+        It is a view of the unsliced tensor if the result is needed outside the loop, else a slice of a buffer. A slice
+        that is not contiguous is computed in a buffer, and `spread` then has the copy to the unsliced tensor.
+        """
         if out.name not in self.host.values and not self.escapes(out):
             reduce = self.host.only_reduced(out)
             return self.partial_of(out, reduce) if reduce and reduce.out.name not in self.slices else self.staged(out)
@@ -149,7 +168,11 @@ class Slices(Scope):
         return stage
 
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
-        """Return the allreduce's slice as the memory of a partial sum that only it reads: it is reduced in place."""
+        """Return the memory for the slice of a partial sum that only an allreduce reads.
+
+        It is the memory of the allreduce's result, so that the sum is reduced in place. If the slice of that result is
+        not contiguous, it is a slice of another buffer.
+        """
         target = self.slices[reduce.out.name] = self.destination(reduce.out)
         if target.name not in self.dense:
             return self.staged(out)

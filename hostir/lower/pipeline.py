@@ -58,7 +58,10 @@ class Pipeline(Pass):
 
 
 def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
-    """Return the program with a note on each communication that cannot overlap; `reasons` are keyed by its result."""
+    """Return the program with a note on each communication that cannot overlap.
+
+    `reasons` maps the name of a communication's result to the reason.
+    """
     body = (
         replace(s, note=f"{NOT_OVERLAPPED}: {reasons[name]}") if (name := result_of(s).name) in reasons else s
         for s in program.body
@@ -67,7 +70,7 @@ def with_reasons(program: Program, reasons: Mapping[str, str]) -> Program:
 
 
 def build(program: Program, loops: list[SlicedGroup]) -> Program:
-    """Build the host program that runs these loops, and the rest of the fusion unsliced."""
+    """Return the host program that runs these groups in loops, and the rest of the fusion unsliced."""
     host = Host(program)
     for step in schedule(program.body, loops):
         if isinstance(step, SlicedGroup):
@@ -87,7 +90,10 @@ def loop(host: Host, group: SlicedGroup) -> For:
 
 
 def annotated(program: Program) -> Iterator[tuple[Statement | None, Value, SlicePlace]]:
-    """Yield every tensor with a Stream part: its statement (None for an input), the tensor, the place of the slices."""
+    """Yield, for each tensor with a Stream factor, its statement, the tensor, and the place of its slices.
+
+    The statement of an input is None.
+    """
     for s, value in [*((None, v) for v in program.inputs), *((s, result_of(s)) for s in program.body)]:
         parts = [(k, stream_place(a)) for k, a in enumerate(value.tensor.axes)]
         places = [SlicePlace(k, *p) for k, p in parts if p]
@@ -106,7 +112,10 @@ def _refusal(s: Statement, reason: str) -> HostIRError:
 
 
 def groups(program: Program) -> list[SlicedGroup]:
-    """Return one loop for each annotated tensor, with all statements that can be sliced with it."""
+    """Return the groups of statements that loops run slice by slice.
+
+    Each tensor with a Stream axis has a group, unless an earlier group slices it already.
+    """
     collected = _Groups(program)
     for s, value, place in annotated(program):
         if not any(value.name in group.places for group in collected.groups):
@@ -139,7 +148,10 @@ class _Groups:
         return group
 
     def joins(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> bool:
-        """Add a statement to a group if it can be sliced there; return True if it was added."""
+        """Add a statement to a group if it can be sliced at `place`; return True if it was added.
+
+        Raise HostIRError if it cannot be sliced but is `required`.
+        """
         places = operand_places(s, place)
         if reason := why_not(s, place, places):
             refusal = _refusal(s, reason)
@@ -154,7 +166,7 @@ class _Groups:
         return True
 
     def add_with_producers(self, s: Statement, place: SlicePlace, group: SlicedGroup, required: bool = False) -> None:
-        """Add a statement to a group, and the producers of its operands if they can be sliced, too."""
+        """Add a statement to a group if it can be sliced, and then the producers of its operands in the same way."""
         if result_of(s).name in self.taken or not self.joins(s, place, group, required):
             return
         for name, at in operand_places(s, place).items():
@@ -162,8 +174,12 @@ class _Groups:
                 self.add_with_producers(self.producer[name], at, group)
 
     def add_users(self, group: SlicedGroup, seed: Value) -> None:
-        """Add the users of the loop's results that can be sliced and do not depend on statements outside the loop."""
-        outside: set[str] = set()  # computed outside the loop from its results, so available only after the loop
+        """Add the readers of the loop's results that can be sliced.
+
+        `seed` is the tensor with the Stream axis. If a statement outside the loop needs results of the loop, its
+        result is available only after the loop. So readers of this result stay outside, too.
+        """
+        outside: set[str] = set()  # values that are computed from the loop's results outside it, so after the loop
         inside = {result_of(s).name for s in group.statements}
         for s in self.program.body:
             name, reads = result_of(s).name, operands_of(s)
@@ -182,7 +198,11 @@ class _Groups:
 
 
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
-    """Return True if slices must keep the axis: it is a matrix's columns, or it aligns other operands (broadcast)."""
+    """Return True if slices of one element must keep the sliced axis.
+
+    The axis must stay if it is the columns of a product. It must also stay if another operand is broadcast, and is
+    aligned with the result by this axis.
+    """
     if isinstance(s, Contraction):
         return place.axis == len(s.out.tensor.axes) - 1
     return isinstance(s, Binary) and any(
@@ -191,10 +211,10 @@ def _needs_axis(s: Statement, place: SlicePlace) -> bool:
 
 
 def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
-    """Remove from a loop the statements that must be complete before the rest of the loop can run.
+    """Remove from a group the statements that must be complete before the loop can run.
 
-    A statement in the loop may use another's result unsliced. Or a statement outside may need a result of the loop, and
-    the loop may depend on that statement in turn.
+    A statement S must be complete in two cases. Another statement of the group may read the unsliced result of S. Or a
+    statement outside the group may need the result of S, while the group needs the result of that outside statement.
     """
     while True:
         inside = {result_of(s).name for s in group.statements}
@@ -204,7 +224,7 @@ def _remove_prerequisites(program: Program, group: SlicedGroup) -> None:
             for v in operands_of(s)
             if v.name in inside and v.name not in operand_places(s, group.places[result_of(s).name])
         }
-        feeds: dict[str, set[str]] = {}  # for each value made outside: the loop's values that it needs
+        feeds: dict[str, set[str]] = {}  # for each value computed outside the loop: the loop's results that it needs
         early = set(unsliced)
         for s in program.body:
             name, reads = result_of(s).name, [v.name for v in operands_of(s)]

@@ -38,7 +38,10 @@ def users_of(program: Program) -> dict[str, list[Statement]]:
 
 
 def stream_place(axis: Axis) -> tuple[Size, Size] | None:
-    """Return the extent of the factors outside the Stream factor, and its extent; None without a Stream factor."""
+    """Return the product of the factors outside the Stream factor, and the extent of the Stream factor.
+
+    Return None if the axis has no Stream factor.
+    """
     outer = Size()
     for factor in axis.factors:
         if factor.on == STREAM:
@@ -48,7 +51,10 @@ def stream_place(axis: Axis) -> tuple[Size, Size] | None:
 
 
 def keeps_dense(s: Statement) -> bool:
-    """Return True if the view of a dense tensor is dense: a reshape, or a permute that only moves axes of extent 1."""
+    """Return True if a view is dense whenever its operand is dense.
+
+    That holds for a reshape, and for a permute that moves only axes of extent 1.
+    """
     if not isinstance(s, Permute):
         return isinstance(s, Reshape)
     local = s.x.tensor.local_shape
@@ -57,7 +63,7 @@ def keeps_dense(s: Statement) -> bool:
 
 
 def splits_only(s: Reshape) -> bool:
-    """Return True if every axis of the result lies within one axis of the operand; then any strides allow a view."""
+    """Return True if a reshape only splits axes, so that it is a view whatever the operand's strides are."""
     inside = [size for size in s.out.tensor.local_shape if not size.is_one]
     for rest in s.x.tensor.local_shape:
         while inside and not rest.is_one and is_multiple(rest, inside[0]):
@@ -69,7 +75,7 @@ def splits_only(s: Reshape) -> bool:
 
 @dataclass(frozen=True)
 class Propagate(Pass):
-    """Gives each tensor without a mesh a sharding: inputs are replicated, results follow from their operands."""
+    """Gives each tensor without a mesh a sharding: inputs are replicated, results are sharded to fit their operands."""
 
     name = "propagate"
     explicit_reshards = False
@@ -94,7 +100,10 @@ class Propagate(Pass):
 
 
 def _without_lone_axes(program: Program) -> Program:
-    """Remove sharding over mesh axes of one rank, unless explicit communications may name them."""
+    """Return the program without sharding over mesh axes that have only one rank.
+
+    A program with explicit communications stays as it is, because they may name such a mesh axis.
+    """
     if any(isinstance(s, (Communication, Shard)) for s in program.body):
         return program
     every = {v.name: v for v in (*program.inputs, *map(result_of, program.body))}
@@ -118,7 +127,11 @@ def _on(type: TensorType, mesh: Mesh) -> TensorType:
 
 
 def _wanted(program: Program) -> dict[str, TensorType]:
-    """Map each tensor to the sharding that its only user, elementwise or a reshape, needs: the goal of a reduction."""
+    """Map the names of tensors to the shardings that they should have after a reduction, if they are partial sums.
+
+    A tensor with a declared sharding keeps it. Another tensor gets the sharding of its only user's result, if the user
+    is an elementwise computation, a norm or a reshape.
+    """
     users = users_of(program)
     declared = [*program.inputs, *(result_of(s) for s in program.body)]
     promised = [part for v in declared if v.tensor.mesh for part in _parts(v.tensor)]
@@ -130,7 +143,7 @@ def _wanted(program: Program) -> dict[str, TensorType]:
         if isinstance(s, Reshape) and result.name in wanted and s.x.tensor.mesh is None and users[s.x.name] == [s]:
             axes = place_marks(s.x.tensor.shape, flat_marks(wanted[result.name]))
             type = None if axes is None else replace(wanted[result.name], axes=axes)
-            # Ranks may divide M*N, and not M: rows that lie there need what the user has not promised.
+            # The number of ranks may divide M*N, but not M. So a new division must follow from a declared one.
             if type and all(p.is_integer or any((p / other).is_integer for other in promised) for p in _parts(type)):
                 wanted[s.x.name] = type
         if not isinstance(s, (Unary, Binary, RmsNorm)) or isinstance(s, Sum) or result.name not in wanted:
@@ -142,12 +155,15 @@ def _wanted(program: Program) -> dict[str, TensorType]:
 
 
 def _parts(type: TensorType) -> list[Size]:
-    """Return what a rank holds of each factor that lies over ranks."""
+    """Return, for each sharded factor of the type, its extent on one rank."""
     return [type.local_factor(f) for axis in type.host().axes for f in axis.factors if f.on]
 
 
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
-    """Return the declared type with the sharding that follows from the statement; its Stream marks stay."""
+    """Return the type of a statement's result. The sharding follows from the operands, Stream factors from `declared`.
+
+    A partial sum is reduced to the sharding of `wanted`, where that is possible.
+    """
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)
     if isinstance(s, (Communication, Shard)):
@@ -175,7 +191,10 @@ def _one_mesh(op: TensorOp) -> Sequence[TensorType]:
 
 
 def _reduced(type: TensorType, goal: TensorType) -> TensorType:
-    """Return the type of a partial sum once reduced. Its mesh axes shard the axes where the type `goal` has them."""
+    """Return the type of a partial sum after its reduction.
+
+    The reduced tensor is sharded like `goal` on axes that `goal` shards over mesh axes of the sum.
+    """
     axes = list(type.axes)
     for k, wanted in enumerate(goal.host().axes):
         if wanted.marks and set(wanted.marks) <= set(type.partial) and not axes[k].marks:
@@ -184,7 +203,7 @@ def _reduced(type: TensorType, goal: TensorType) -> TensorType:
 
 
 def _with_stream(s: Statement, axis: Axis, declared: Axis, mesh: Mesh | None) -> Axis:
-    """Return `axis` with the declared Stream part."""
+    """Return `axis` with the Stream factor of the declared axis; raise if slices would cut across ranks."""
     place = stream_place(declared)
     if place is None:
         return axis

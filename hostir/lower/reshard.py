@@ -33,7 +33,11 @@ from hostir.lower.shardings import OperandShardings, choose, choose_view
 
 @dataclass(frozen=True)
 class MakeReshards(Pass):
-    """Inserts a reshard where an operand lacks the sharding that a statement needs, or a result the declared one."""
+    """Inserts a reshard wherever an operand or a result does not have the sharding that it needs.
+
+    An operand needs the sharding with which its statement computes. A result needs its declared sharding. Afterwards
+    every change of sharding is a statement.
+    """
 
     name = "reshard"
     explicit_reshards = False
@@ -96,14 +100,20 @@ def _choice(s: Statement, declared: TensorType) -> OperandShardings:
 
 
 def _added_once(bias: Value, product: TensorType) -> bool:
-    """Return True if a bias must not be added to a partial product, because the bias is not a partial sum."""
+    """Return True if a bias must be added after the reduction of a partial product.
+
+    That is so unless the bias is a partial sum over the same mesh axes.
+    """
     return bool(product.partial) and bias.tensor.partial != product.partial
 
 
 def _bias_last(
     s: Linear | ScaledMatmul, names: Names, resharded: dict[tuple[str, TensorType], Value]
 ) -> Iterator[Statement]:
-    """Add the bias after the reduction of a partial sum, so that it is added once, not on every rank."""
+    """Yield the product without bias, its reduction, and the addition of the bias.
+
+    So the bias is added once to the sum, instead of once on every rank.
+    """
     assert s.bias is not None
     bias = s.bias
     product = Value(names.fresh(f"{s.out.name}_sum"), s.out.type, s.span)
@@ -116,14 +126,18 @@ def _same(a: TensorType, b: TensorType) -> bool:
 
 
 def _keep_stream(type: TensorType, declared: TensorType) -> TensorType:
-    """Return the type with the declared Stream split on axes that have the declared sharding."""
+    """Return `type` with the Stream factors of the declared type, on the axes that have the declared sharding."""
     return type.with_axes(
         d if d.without("stream").normal() == a.normal() else a for a, d in zip(type.axes, declared.axes, strict=True)
     )
 
 
 def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statement]:
-    """Yield reshards from `x` to `out`. Each changes one mesh axis, or the mesh."""
+    """Yield the reshards that lead from `x` to `out`.
+
+    Each reshard changes the sharding over one mesh axis, or moves the tensor to another mesh. `s` is the statement to
+    blame in errors.
+    """
     if partial := [mark for mark in out.tensor.partial if mark not in x.tensor.partial]:
         raise s.fail(f"{out} cannot be made a partial sum over {partial[0]}", expected="a complete result")
     steps = list(_steps(x.tensor, out.tensor))
@@ -138,7 +152,7 @@ def chain(x: Value, out: Value, s: Statement, names: Names) -> Iterator[Statemen
 
 
 def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
-    """Yield the types along the way; the last one is the goal."""
+    """Yield the types of the tensor after each step from `old` to `new`. The last one is `new`."""
     assert old.mesh
     assert new.mesh
     current, goal = old.host(), new.host()
@@ -151,7 +165,10 @@ def _steps(old: TensorType, new: TensorType) -> Iterator[TensorType]:
 
 
 def _next_step(current: TensorType, goal: TensorType, mesh: Mesh) -> TensorType:
-    """Change one mesh axis: reductions first, then local slices, then moves to another axis, then gathers."""
+    """Return the type after the next step towards `goal`. The step changes the sharding over one mesh axis.
+
+    Reductions come first, then local slices, then moves from one tensor axis to another, then gathers.
+    """
     for mark in current.partial:
         if mark not in goal.partial:
             reduced = replace(current, partial=tuple(m for m in current.partial if m != mark))
@@ -178,12 +195,15 @@ def _without(type: TensorType, *marks: str) -> TensorType:
 
 
 def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
-    """Return the axis with only these marks."""
+    """Return the axis, sharded only over those of its mesh axes that are in `marks`."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 
 def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """Return the type with a mark added on the goal's axis; None if the axis would then differ from the goal's axis."""
+    """Return `type` with its sharding over the mesh axis `mark` added, on the axis that has it in `goal`.
+
+    Return None if `goal` is not sharded over `mark`, or if this single change does not lead towards `goal`.
+    """
     k = goal.axis_on(mark)
     if k is None:
         return None
@@ -194,7 +214,10 @@ def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | No
 
 
 def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) -> Iterator[TensorType]:
-    """Yield the types between two meshes. A sharding without a direct transfer is reduced or gathered at the source."""
+    """Yield the types of the tensor after each step from one mesh to another.
+
+    Partial sums are reduced on the source mesh. If no transfer fits the shardings, the tensor is gathered there, too.
+    """
     for mark in current.partial:
         current = replace(current, partial=tuple(m for m in current.partial if m != mark))
         yield current
@@ -216,7 +239,7 @@ def _between(current: TensorType, goal: TensorType, source: Mesh, target: Mesh) 
 
 
 def _in_line(type: TensorType, mesh: Mesh) -> bool:
-    """Return True if the mesh has one axis and no axis of the tensor is split: gather and scatter need this."""
+    """Return True if the mesh has one axis and each axis of the tensor has one factor: gather and scatter need this."""
     return len(mesh.axes) == 1 and all(len(axis.factors) == 1 for axis in type.axes)
 
 
@@ -265,7 +288,10 @@ def _communication(s: Reshard, names: Names) -> Iterator[Statement]:
 
 
 def _shard(s: Reshard, mark: str, names: Names) -> Iterator[Statement]:
-    """Keep each rank's block: by a view if the block is contiguous in its axis, else by a copy of the pieces."""
+    """Yield the statements that take each rank's block of a tensor that is not sharded over `mark`.
+
+    If a rank's block is contiguous in its axis, this is a view. Otherwise the pieces of the block are copied.
+    """
     new = s.out.tensor.host()
     axis = next(a for a in new.axes if mark in a.marks)
     if leads(new, mark, [axis]):
@@ -289,9 +315,12 @@ Reduction = AllReduce | ReduceScatter
 
 
 def _reduced_once(program: Program) -> Program:
-    """Add up partial sums before they are reduced, not after: then one reduction is enough for both."""
+    """Return the program with one reduction instead of two where both terms of an addition are reduced in the same way.
+
+    The partial sums are then added first, and their sum is reduced once.
+    """
     names, users = Names.of(program), users_of(program)
-    reductions: dict[str, Reduction] = {}  # by result, if only one statement reads it
+    reductions: dict[str, Reduction] = {}  # reductions with a single reader, by the name of their result
     body: list[Statement] = []
     for s in program.body:
         if isinstance(s, Add) and (pair := _reduced_alike(s, reductions)):
@@ -306,7 +335,10 @@ def _reduced_once(program: Program) -> Program:
 
 
 def _reduced_alike(s: Add, reductions: Mapping[str, Reduction]) -> tuple[Reduction, Reduction] | None:
-    """Return the reductions of both operands if they reduce equal types of partial sums to the type of the result."""
+    """Return the reductions that make both terms of an addition, if both are reduced in the same way; else None.
+
+    The two reductions must be the same collective over the same mesh axis, with equal types of operands and results.
+    """
     x, y = reductions.get(s.x.name), reductions.get(s.y.name)
     if x is None or y is None or (type(x), x.over, x.x.type) != (type(y), y.over, y.x.type):
         return None

@@ -1,13 +1,14 @@
-"""Pass `ring`: each rank takes its peers in turn, and computes for one peer while the rows of another travel.
+"""Pass `ring`: each rank computes on the rows of one peer after another, while the rows of other peers are copied.
 
-An allgather becomes copies of the peers' shards, each followed by its matmuls. A reduce_scatter becomes a product for
-each rank, each followed by the copy to this rank, and one sum. Local rows are multiplied first if rows are gathered,
-else last. If matmuls sum over the gathered axis, a turn takes one slice of the rows, with the parts of all peers.
+An allgather becomes a copy of each peer's shard, followed by the matmuls of this shard. A reduce_scatter becomes a
+product of the rows for each peer, followed by the copy of these rows to the peer; at the end, each rank adds up what it
+has received. If rows are gathered, a rank multiplies its local rows first, otherwise last. If matmuls sum over the
+gathered axis, each turn takes one slice of the rows, with the parts of all peers.
 
 The schedule of the allgather follows the pipelined all-gather of torch's asynchronous tensor parallelism
-(`torch.distributed._symmetric_memory`): copies over symmetric memory instead of a collective, the local shard first,
-and each rank begins with another peer. In torch's reduce-scatter, peers get a rank's products after barriers. Here the
-rank puts them, and a flag signals their arrival.
+(`torch.distributed._symmetric_memory`). Copies over symmetric memory replace the collective, the local shard comes
+first, and each rank begins with a different peer. In torch's reduce-scatter, peers get a rank's products after
+barriers. Here the rank puts its products, and a flag signals their arrival.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ FIRST = Lit(0)  # the worker that prepares the shards before it takes its turns
 
 @dataclass(frozen=True)
 class Ring(Pass):
-    """Replaces collectives of rows by copies from or to one peer after another, each with its computations."""
+    """Replaces each collective of rows by copies from or to one peer after another, with computations between them."""
 
     name = "ring"
     streams: int = 4
@@ -83,7 +84,7 @@ class Ring(Pass):
         return host.finished(max(pools, default=0))
 
     def _joined_after(self, steps: Iterable[Statement | SlicedGroup], group: SlicedGroup) -> bool:
-        """Return True if a later group joins all workers of this one."""
+        """Return True if a later group makes the caller's stream wait for all worker streams of this group."""
         later = (s.statements[0] for s in steps if isinstance(s, SlicedGroup))
         pools = [_pool(s, self.streams) for s in later if isinstance(s, RowCollective)]
         first = group.statements[0]
@@ -96,10 +97,10 @@ def _pool(s: RowCollective, streams: int) -> int:
 
 
 def _groups(rows: RowCollectives) -> list[SlicedGroup]:
-    """Return, for each collective, the computations that can run on the rows of one rank.
+    """Return a group for each collective, with the computations that can run on the rows of one rank at a time.
 
-    If a group computes the rows of a reduce_scatter from the rows of an allgather, and both cut them in the same way,
-    the reduce_scatter joins that group.
+    A reduce_scatter joins the group of an allgather under two conditions. The group computes the rows to scatter, and
+    both collectives divide the rows among the ranks in the same way.
     """
     after = _after(rows)
     groups: list[SlicedGroup] = []
@@ -128,7 +129,7 @@ def _groups(rows: RowCollectives) -> list[SlicedGroup]:
 
 
 def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
-    """Return True if a group takes turns over the ranks to which a reduce_scatter sends."""
+    """Return True if a group takes its turns over the same ranks as a reduce_scatter."""
     first = group.statements[0]
     if isinstance(first, AllGather) and by_columns(first):
         return False
@@ -136,7 +137,10 @@ def _alike(group: SlicedGroup, scatter: ReduceScatter) -> bool:
 
 
 def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str]) -> SlicedGroup:
-    """Return a reduce_scatter with the computations of partial sums that can run on the rows for one rank."""
+    """Return the group of a reduce_scatter, with the computations that can make the rows for one rank at a time.
+
+    `taken` holds the results of computations that belong to other groups.
+    """
     group = SlicedGroup([], {scatter.x.name: shard_place(scatter)})
     for s in reversed(rows.program.body):
         name = result_of(s).name
@@ -153,14 +157,18 @@ def _computed_for(scatter: ReduceScatter, rows: RowCollectives, taken: set[str])
 
 
 def _in_turn(s: RowCollective, rows: RowCollectives, after: dict[str, int]) -> bool:
-    """Return True if some matmul of the rows depends on no later allgather, or if no matmul has to read the rows."""
+    """Return True if an allgather can be lowered to turns, one for each peer.
+
+    This needs a matmul that reads the gathered rows and depends on no later allgather. No matmul is needed if nothing
+    reads the rows, or if the allgather is the second step of an allreduce.
+    """
     readers = [user for user in rows.program.body if reads_rows(user, s.out)]
     early = (all(after.get(v.name, -1) < after[s.out.name] for v in operands_of(u) if v != s.out) for u in readers)
     return any(early) or not users(rows.program, s.out) or s.out.name in rows.regathered
 
 
 def _after(rows: RowCollectives) -> dict[str, int]:
-    """Return, for each value, the index of the last allgather that it depends on; -1 if it depends on no allgather."""
+    """Map the name of each value to the index of the last allgather on which the value depends; -1 without one."""
     after: dict[str, int] = {}
     number = {s.out.name: n for n, s in enumerate(rows.gathers)}
     for s in rows.program.body:
@@ -171,9 +179,11 @@ def _after(rows: RowCollectives) -> dict[str, int]:
 
 
 def _joins(s: TensorOp, group: SlicedGroup, inside: Collection[str], late: Collection[str]) -> bool:
-    """Add a computation to the group if it can run shard by shard on the group's results; return True if it was added.
+    """Add a computation to a group if it can run shard by shard on results of the group; return True if it was added.
 
-    Its other operands must not depend on this or a later allgather: groups run in the order of their allgathers.
+    `inside` holds the names of results of the group. `late` holds the names of values outside the group that depend on
+    this or a later allgather. The computation must not read `late` values, because groups run in the order of their
+    allgathers.
     """
     source = next((v for v in s.operands if v.name in inside), None)
     place = result_place(s, source, group.places[source.name]) if source else None
@@ -196,10 +206,11 @@ def _in_one_piece(s: TensorOp, place: SlicePlace, places: dict[str, SlicePlace])
 
 
 class Peers:
-    """Builds a group: in each turn the computations on the rows of one rank, after or before the copy of these rows.
+    """Builds the statements of a group. Each turn has the computations on the rows of one rank, and a copy of rows.
 
-    A shard has the same place and layout on every rank, including its owner. So the same kernels run on every rank, and
-    results computed from a shard have the same bits everywhere.
+    Gathered rows are copied before the computations, and rows to scatter after them. A shard has the same position and
+    layout on every rank, including the rank that owns it. So the same kernels run on every rank, and results computed
+    from a shard have the same bits everywhere.
     """
 
     def __init__(self, host: Host, group: SlicedGroup) -> None:
@@ -219,9 +230,11 @@ class Peers:
         self.pool = 0
 
     def build(self, streams: int, *, joined_later: bool = False) -> None:
-        """Add all statements.
+        """Add all statements of the group to the host program.
 
-        `joined_later`: True if a later group waits for at least as many workers.
+        Args:
+            streams: the maximum number of worker streams.
+            joined_later: True if a later group waits for at least as many worker streams.
         """
         host, body, worker = self.host, self.host.body, self.host.index("s")
         self.pool = min(streams, self.team.ranks - 1)
@@ -252,8 +265,8 @@ class Peers:
     def turn(self, turn: Ref, peer: Expr) -> tuple[Statement, ...]:
         """Return the statements of one turn, for one peer.
 
-        Gathered rows are multiplied on the worker stream that got them. If rows are only scattered, products run one
-        after another on the caller's stream, and a worker stream sends each.
+        Gathered rows are multiplied on the worker stream that copied them. If rows are only scattered, products run one
+        after another on the caller's stream, and a worker stream sends each product.
         """
         worker, user = SetStream(modulo(turn, self.pool)), self.host.user
         if self.gathered:
@@ -264,7 +277,7 @@ class Peers:
         return *before, *self.sent(peer)
 
     def computed(self, index: Expr, suffix: str, rows: Value | None = None) -> list[Statement]:
-        """Return the computations on the rows of the rank at place `index`; `rows` are its gathered rows."""
+        """Return the computations on the rows of the rank at position `index`; `rows` are its gathered rows, if any."""
         slices = Slices(self.host, self.group, index, suffix)
         if self.gathered and rows is not None:
             slices.slices[self.gathered.gather.out.name] = rows
@@ -273,7 +286,7 @@ class Peers:
         return slices.body
 
     def sent(self, peer: Expr) -> Iterator[Statement]:
-        """Yield the copies of a peer's rows to it, with their signals."""
+        """Yield the statements that copy rows to the peer that sums them up, and signal their arrival."""
         for s, scattered in self.scattered:
             blocks = scattered.blocks(self.host.values[s.x.name], peer)
             note = "to the rank that sums up these rows"
@@ -289,7 +302,10 @@ class Peers:
 
 
 class GatheredShards:
-    """Builds the copies of an allgather: the local shard goes to a symmetric buffer, and peers get it from there."""
+    """Builds the copies of an allgather. Each rank puts its shard into a symmetric buffer, and peers get it from there.
+
+    If all of the gathered tensor is needed, `kept` is True, and the shards are copied to that tensor.
+    """
 
     def __init__(self, host: Host, group: SlicedGroup, gather: AllGather) -> None:
         self.host, self.gather, self.team = host, gather, host.team(gather)
@@ -300,22 +316,26 @@ class GatheredShards:
             host.destination(gather.out)
 
     def kept_shard(self) -> list[Statement]:
-        """Return the copy of the local shard to the gathered tensor, if all of that tensor is needed."""
+        """Return the statement that copies the local shard to the gathered tensor, if all of this tensor is needed.
+
+        Otherwise return an empty list.
+        """
         note = f"copy: {self.gather.out} is wanted whole"
         copy = DenseCopy(out=self.local_rows, x=self.transfers.buffer, span=self.gather.span, note=note)
         return [copy] if self.kept else []
 
     def get(self, peer: Expr) -> tuple[Chunk | Select, Get]:
-        """Return the view of a peer's rows, and the copy from the peer."""
+        """Return two statements: a view of the memory for a peer's rows, and the copy of these rows from the peer."""
         shared = self.transfers.buffer
         rows = self.rows(shared, peer, "i")
         return rows, self.transfers.get(shared if self.kept else rows.out, rows.out, peer)
 
     def share(self) -> Value:
-        """Copy the local shard to a symmetric buffer; return it. Set `local_rows` to the rows for local matmuls.
+        """Add the copy of the local shard to a symmetric buffer; return the buffer.
 
-        The buffer has room for the shards of all ranks, unless all of the gathered tensor is needed: then the shards
-        go to a separate tensor.
+        Set `local_rows` to the local rows, in the memory where matmuls read them. The buffer has room for the shards of
+        all ranks. But if all of the gathered tensor is needed, peers' shards go to this tensor, and the buffer has room
+        for one shard.
         """
         s, host, rank = self.gather, self.host, self.team.rank
         x = host.values[s.x.name]  # a copy within the rank takes any strides
@@ -328,7 +348,7 @@ class GatheredShards:
         return self.transfers.buffer
 
     def rows(self, shared: Value, index: Expr, suffix: str) -> Chunk | Select:
-        """Return a view of the shard of the rank at place `index`, in the memory where this rank computes on it."""
+        """Return a view of the shard of the rank at position `index`, in the memory where matmuls read it."""
         full = self.gather.out
         out = Value(self.host.names.fresh(f"{full.name}_{suffix}"), self.piece, full.span)
         if self.kept:
@@ -337,9 +357,10 @@ class GatheredShards:
 
 
 class GatheredColumns:
-    """Builds an allgather of the axis that matmuls sum over: in each turn a slice of the rows, with the parts of peers.
+    """Builds an allgather of the axis that matmuls sum over. Each rank has some columns of all rows.
 
-    The parts lie side by side in one symmetric buffer, and peers get them from there. So each product sums over the
+    Each turn copies the columns of all peers for one slice of the rows, and then multiplies this slice. The columns of
+    all ranks lie side by side in one symmetric buffer, and peers get them from there. So each product sums over the
     complete axis at once, in the same order on every rank, and rounds once.
     """
 
@@ -359,7 +380,7 @@ class GatheredColumns:
         )
 
     def build(self, streams: int) -> None:
-        """Add all statements."""
+        """Add all statements to the host program, with at most `streams` worker streams."""
         host, body, team, transfers = self.host, self.host.body, self.team, self.transfers
         pool, worker = min(streams, team.ranks - 1), host.index("s")
         mine: list[ViewStatement] = []
@@ -381,7 +402,7 @@ class GatheredColumns:
             body.append(DenseCopy(out=self.unshared, x=transfers.buffer, span=self.gather.span, note=note))
 
     def gets(self, rows: Value, pool: int) -> For:
-        """Return the copies of the peers' parts of some rows, on the worker streams in turn."""
+        """Return the loop that copies the peers' columns of some rows, on `pool` worker streams in turn."""
         index, views = self.host.index("j"), list[ViewStatement]()
         peer = self.team.peer(Bin("+", index, Lit(1)))
         part = self.part(rows, peer, views)
@@ -389,7 +410,7 @@ class GatheredColumns:
         return For(index.value, Size(self.team.ranks - 1), each)
 
     def computed(self, turn: Ref, rows: Value) -> list[Statement]:
-        """Return the computations on a slice of the rows."""
+        """Return the computations on one slice of the rows; `turn` is the index of the slice."""
         slices = Slices(self.host, self.group, turn, turn.value.name)
         slices.slices[self.gather.out.name] = rows
         for s in self.computations:
@@ -397,7 +418,7 @@ class GatheredColumns:
         return slices.body
 
     def part(self, rows: Value, rank: Expr, views: list[ViewStatement]) -> Value:
-        """Return a view of the columns of a rank, added to `views`."""
+        """Return a view of the columns of `rows` that are from one rank; append the view to `views`."""
         last = len(rows.tensor.axes) - 1
         return add_view(
             Chunk(rows, self.named("part"), rank, Size(self.team.ranks), last, span=self.gather.span), views

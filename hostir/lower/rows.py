@@ -1,4 +1,4 @@
-"""Collectives of rows, and the layout of shards in them; for `ring`, `fused` and `push`."""
+"""Find the collectives of a program that move rows, and the layout of their shards; for `ring`, `fused` and `push`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hostir.lower.pipeline import with_reasons
 from hostir.lower.propagate import operands_of, result_of
 from hostir.lower.slices import SlicePlace
 
-SLICES = (4, 2)  # candidates for the number of slices of rows, if columns are gathered
+SLICES = (4, 2)  # if columns are gathered: the numbers of slices into which rows may be cut, best first
 
 RowCollective = AllGather | ReduceScatter
 
@@ -28,15 +28,14 @@ RowCollective = AllGather | ReduceScatter
 class RowCollectives:
     """The collectives of a program that move rows, and reasons why its other communications do not overlap.
 
-    Matmuls read the rows of an allgather; the rows of a reduce_scatter are sums of products. `scales` are allgathers of
-    scales that accompany an allgather of rows: each scaled matmul that reads these scales reads the rows they belong
-    to.
+    Matmuls read the rows of an allgather. The rows of a reduce_scatter are sums of products. `scales` are allgathers of
+    the scales of gathered rows: each scaled matmul that reads these scales also reads the rows to which they belong.
 
     Fields:
         moves: the allgathers and reduce_scatters of rows.
-        reduces: allreduces in one step, or in chunks.
-        regathered: results of allgathers that are the second step of an allreduce, whatever reads them.
-        reasons: why a communication does not overlap, by its result.
+        reduces: the allreduces that run in one step, or in chunks.
+        regathered: the names of results of allgathers that are the second step of an allreduce.
+        reasons: a map from the name of a communication's result to the reason why the communication does not overlap.
     """
 
     program: Program
@@ -47,7 +46,10 @@ class RowCollectives:
 
     @staticmethod
     def of(program: Program, strategy: str, two_steps: Callable[[AllReduce], bool]) -> RowCollectives:
-        """Collect the collectives of a program; `two_steps` tells whether an allreduce becomes two collectives."""
+        """Collect the collectives of a program.
+
+        `two_steps` returns True for an allreduce that is replaced by a reduce_scatter and an allgather.
+        """
         program = _with_reshapes_last(program)
         program, regathered = in_two_steps(program, lambda s: not _left_collective(s) and two_steps(s))
         moves = [s for s in program.body if isinstance(s, Communication) and not _of_one_rank(s)]
@@ -69,13 +71,13 @@ class RowCollectives:
         return [s for s in self.program.body if isinstance(s, AllGather) and s not in self.moves and self._go_along(s)]
 
     def _go_along(self, s: AllGather) -> bool:
-        """Return True if the gathered tensor is only used as scales of rows that this strategy moves as well."""
+        """Return True if all readers of the gathered tensor use it as the scales of rows that are gathered as well."""
         if s.out in self.program.outputs or not users(self.program, s.out) or _of_one_rank(s):
             return False
         return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
 
     def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
-        """Return the allgather of a scaled matmul's left operand, if `s` gathers the scales of the same rows."""
+        """Return the allgather of the rows that `user` multiplies; None if `s` does not gather their scales."""
         if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
             return None
         gather = next((g for g in self.gathers if g.out.name == user.a.name), None)
@@ -87,7 +89,7 @@ class RowCollectives:
         return gather if alike and same and gather.out.name not in before else None
 
     def with_scales_first(self) -> RowCollectives:
-        """Move the allgathers of scales before the allgathers of their rows, so that scales arrive before rows."""
+        """Return the collectives with each allgather of scales moved before the allgather of the rows to scale."""
         rows = self
         for scale in self.scales:
             body = rows.program.body
@@ -106,24 +108,24 @@ class RowCollectives:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
     def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
-        """Return the teams (mesh, axis) whose flags order successive calls of this program without a barrier.
+        """Return the teams, as (mesh, axis), with flags that order successive calls of this program without a barrier.
 
-        `gathering`: the allreduces that end with an allgather.
+        `gathering` are the allreduces that end with an allgather.
         """
         teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
         return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
 
     def _orders_calls(self, mesh: str, over: str, program: Program, gathering: Collection[AllReduce]) -> bool:
-        """Return True if the flags of a team's collectives order its calls: buffers then need no barrier before reuse.
+        """Return True if the flags of a team's collectives order two calls. Then no barrier is needed between them.
 
-        In each collective, every rank waits for blocks of every other rank. Suppose that the last collective sums up a
-        product that runs after all gathered rows have been read. Then a rank that has its sum knows that the other
-        ranks have read these rows. And a rank that has the first gathered rows of the next call knows that the other
-        ranks have their sums.
+        In each collective, every rank waits for blocks of every other rank. Suppose that the first collective gathers
+        rows. Suppose also that the last one sums up a product that runs after all gathered rows have been read. A rank
+        that has its sum then knows that the other ranks have read the rows of this call. A rank that has the first
+        gathered rows of the next call knows that the other ranks have their sums of this call.
 
-        Gathered rows that are an output and have no other reader count as read at the end of the call. A rank sends its
-        first rows of the next call after that. Other ranks overwrite the output's buffer after their first matmul,
-        which has waited for these first rows.
+        Gathered rows that are an output and have no other reader count as read at the end of the call. Only after that
+        does a rank send its first rows of the next call. In the next call, other ranks overwrite the buffer of the
+        output after their first matmul, and this matmul has waited for these first rows.
 
         The same argument holds if the first collective is a sum and the last one gathers.
         """
@@ -141,13 +143,16 @@ class RowCollectives:
         return not sums and all(body.index(reader) < body.index(maker) for reader in readers)
 
     def only(self, fits: Callable[[RowCollective], bool], why_not: str) -> RowCollectives:
-        """Keep the collectives that fit; give the others the reason `why_not`."""
+        """Return the collectives for which `fits` is true. The others do not overlap, for the reason `why_not`."""
         out = {s.out.name: why_not for s in self.moves if not fits(s)}
         moves = tuple(s for s in self.moves if s.out.name not in out)
         return replace(self, moves=moves, reasons={**self.reasons, **out})
 
     def noted(self, strategy: str) -> RowCollectives:
-        """Write the reasons into the program; raise if it communicates but moves no rows."""
+        """Return the collectives with the reasons as notes in the program; raise if no communication overlaps.
+
+        A program without communications does not raise.
+        """
         if self.moves or self.reduces or not self.reasons:
             along = {s.out.name for s in self.scales}
             reasons = {name: why for name, why in self.reasons.items() if name not in along}
@@ -160,9 +165,13 @@ class RowCollectives:
         )
 
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
-        """Give block axes to the tensors of collectives that want them, and to matmuls of their gathered rows."""
+        """Return the collectives changed so that tensors have block axes, `[blocks, ranks, ..., K]`.
+
+        This concerns the collectives for which `wanted` is true. Matmuls of their gathered rows get the same axes.
+        Reshapes lead back to the old axes.
+        """
         names = Names.of(self.program)
-        full: dict[str, Value] = {}  # by gathered tensor, or scales: the tensor with block axes
+        full: dict[str, Value] = {}  # by the name of gathered rows or scales: the tensor with block axes
         body: list[Statement] = []
         moves: list[RowCollective] = []
         scales = self.scales
@@ -200,7 +209,10 @@ class RowCollectives:
         return replace(self, program=self.program.with_body(body), moves=tuple(moves))
 
     def with_products_in_blocks(self) -> RowCollectives:
-        """Compute products directly with the block axes of a reduce_scatter, if it is their only reader."""
+        """Return the collectives with products changed to have block axes.
+
+        This concerns products that only a reduce_scatter reads, through a reshape to its block axes.
+        """
         program, names = self.program, Names.of(self.program)
         makers = {result_of(s).name: s for s in program.body}
         views = {s.x.name: makers.get(s.x.name) for s in self.scatters}
@@ -232,9 +244,10 @@ class RowCollectives:
 
 
 def _with_reshapes_last(program: Program) -> Program:
-    """Move reshapes of gathered rows after the matmuls that read them: matmuls read the rows as they are gathered.
+    """Return the program with reshapes of gathered rows moved behind the matmuls that read them.
 
-    A matmul takes rows with any axes. So the reshape of a flattened batch costs nothing, and moves no rows.
+    Matmuls then read the rows as they are gathered, so that they can wait for the blocks. A matmul takes rows with any
+    number of axes.
     """
     names = Names.of(program)
     makers = {result_of(s).name: s for s in program.body}
@@ -258,7 +271,10 @@ def _with_reshapes_last(program: Program) -> Program:
 
 
 def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Statement]:
-    """Yield the statements of a body, without reshapes that nothing reads or whose result another statement makes."""
+    """Yield the statements of a body without useless reshapes.
+
+    A reshape is useless if nothing reads its result, or if another statement now computes this result.
+    """
     read = {v.name for s in body for v in operands_of(s)} | {v.name for v in program.outputs}
     computed = {result_of(s).name for s in body if not isinstance(s, Reshape)}
     for s in body:
@@ -267,7 +283,10 @@ def _without_idle_views(program: Program, body: list[Statement]) -> Iterator[Sta
 
 
 def seen_from(rows: Value, makers: Mapping[str, Statement]) -> Value:
-    """Return the tensor before reshapes of `rows` that keep the last axis; `rows` itself without such reshapes."""
+    """Return the tensor from which `rows` was made by reshapes that keep the last axis; `rows` itself without reshapes.
+
+    `makers` maps the name of each tensor to the statement that computes it.
+    """
     maker = makers.get(rows.name)
     while isinstance(maker, Reshape) and maker.x.tensor.host().axes[-1] == maker.out.tensor.host().axes[-1]:
         rows = maker.x
@@ -285,7 +304,7 @@ def _of_one_rank(s: Communication) -> bool:
 
 
 def _left_collective(s: AllReduce) -> bool:
-    """Return True if an allreduce stays a collective: of one rank, or of a single number."""
+    """Return True if an allreduce is not lowered to one-sided form: it has a single rank, or its tensor has no axes."""
     return _of_one_rank(s) or not s.x.tensor.axes
 
 
@@ -315,12 +334,12 @@ def _why_not_overlapped(s: Communication, program: Program, strategy: str) -> st
 
 
 def by_columns(s: RowCollective) -> bool:
-    """Return True if the last axis is sharded."""
+    """Return True if a collective gathers or scatters the last axis: then it moves columns, not rows."""
     return shard_of(s).tensor.axis_on(s.over) == len(s.out.tensor.axes) - 1
 
 
 def row_slices(s: AllGather) -> int:
-    """Return the number of slices of rows for a gather of columns; 1 if no candidate is known to divide the rows."""
+    """Return the number of slices of rows for a gather of columns; 1 if no number in SLICES divides the rows."""
     first = s.out.tensor.host().axes[0]
     return 1 if first.marks else next((n for n in SLICES if (first.extent / n).is_integer), 1)
 
@@ -345,7 +364,10 @@ def reads_rows(s: Statement, rows: Value) -> bool:
 
 
 def first_matmul(program: Program, s: AllGather) -> Statement | None:
-    """Return the first matmul with the rows as its left operand and no other operand that depends on them."""
+    """Return the first matmul that reads gathered rows as its left operand, and has no other operand made from them.
+
+    Return None if there is no such matmul.
+    """
     after: set[str] = set()  # computed from the rows
     for user in program.body:
         reads = [v.name for v in operands_of(user)]
@@ -357,12 +379,15 @@ def first_matmul(program: Program, s: AllGather) -> Statement | None:
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Return True if a tensor is an output, or has readers other than matmuls with it as their left operand."""
+    """Return True if a tensor of rows is an output, or if any statement but a matmul of these rows reads it."""
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 
 def product_of_rows(program: Program, s: ReduceScatter | AllReduce) -> Contraction | None:
-    """Return the product whose rows a collective sums up, directly or through reshapes of rows; else None."""
+    """Return the product that computes the rows that a collective sums up; None if they are not from a product.
+
+    Reshapes of rows may come between the product and the collective.
+    """
     maker = maker_of_rows(program, s)
     return maker if isinstance(maker, Contraction) else None
 
@@ -387,7 +412,7 @@ def full_of(s: RowCollective) -> Value:
 
 
 def shard_place(s: RowCollective) -> SlicePlace:
-    """Return the place of the shards in the full tensor."""
+    """Return the place of the shards in the full tensor: one slice for each rank."""
     type = shard_of(s).tensor
     k = type.axis_on(s.over)
     assert k is not None
@@ -397,24 +422,28 @@ def shard_place(s: RowCollective) -> SlicePlace:
 
 
 def piece_axis(s: RowCollective) -> int:
-    """Return the first axis, from the sharded one on, where a rank has several elements: its rows can be cut there."""
+    """Return the axis along which a rank's rows can be cut into pieces.
+
+    It is the first axis with several elements on a rank, beginning with the sharded axis, without the last axis. If
+    there is no such axis, it is the sharded axis.
+    """
     k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
     return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)
 
 
 def long_axes(s: RowCollective) -> list[int]:
-    """Return the axes outside the sharded one with more than one element on a rank."""
+    """Return the positions of the axes outside the sharded axis that have more than one element on a rank."""
     k = shard_place(s).axis
     return [j for j, size in enumerate(shard_of(s).tensor.local_shape[:k]) if not size.is_one]
 
 
 def shard_in_pieces(s: RowCollective) -> bool:
-    """Return True if a shard is several blocks of one axis."""
+    """Return True if a rank's shard is several separate blocks of the sharded axis."""
     return not shard_place(s).blocks_outside(full_of(s).tensor).is_one
 
 
 def block_axes(s: RowCollective) -> tuple[Axis, ...]:
-    """Return the axes of the shard as `[blocks, ranks, ..., K]`, with the ranks as a separate axis."""
+    """Return the axes of the sharded tensor as `[blocks, ranks, ..., K]`, with the ranks as a separate axis."""
     axes = isolate(shard_of(s).tensor, s.over)
     at = next(n for n, axis in enumerate(axes) if s.over in axis.marks)
     blocks = Axis(tuple(f for axis in axes[:at] for f in axis.factors)).normal()

@@ -1,7 +1,7 @@
-"""Send the scales of gathered rows in one-sided form: to all ranks, before the rows; for `ring`, `fused` and `push`.
+"""Send the scales of gathered rows in one-sided form, before the rows; for `ring`, `fused` and `push`.
 
-Scales are few bytes. One kernel on the caller's stream sends this rank's scales to all peers before any row. So the
-flag or barrier that announces a row also guarantees that its scales have arrived.
+Scales are few bytes. One kernel on the caller's stream sends this rank's scales to all peers before any row is sent.
+So the flag or barrier that announces a row also guarantees that the scales of this row have arrived.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from hostir.lower.rows import long_axes
 from hostir.lower.scatters import one_of
 from hostir.lower.transfers import Transfers
 
-SMS = 16  # for copies in `push`, and for scales: fewer SMs do not fill the links, more leave too few for the matmul
+SMS = 16  # SMs for copies in `push`, and for scales. Fewer do not fill the links; more leave too few for the matmul.
 
 
 def send_scales(host: Host, gather: AllGather) -> None:
-    """Add the transfers of an allgather of scales, which nothing waits for; its result is the symmetric buffer.
+    """Add the copies of an allgather of scales. The result of the allgather is the symmetric buffer.
 
-    The local scales are copied last, by a separate kernel. The matmul may overlap copies by SMs directly before it, and
-    must not overlap the copy of local scales.
+    No statement waits for these copies (see the module's docstring). The local scales are copied last, by a separate
+    kernel. A matmul may start while copies by SMs directly before it still run. It must not do so while the local
+    scales are copied.
     """
     team, x = host.team(gather), host.packed(host.values[gather.x.name], gather)
     buffer = replace(gather.out, type=gather.out.tensor.host())
@@ -36,7 +37,7 @@ def send_scales(host: Host, gather: AllGather) -> None:
     axis = next(iter(long_axes(gather)), None)  # the axis of blocks, if a rank's scales are several blocks
 
     def each(to: Expr, sms: int, note: str) -> list[Statement]:
-        """Return the copies of the local scales to a rank."""
+        """Return the statements that copy this rank's scales to the rank at position `to`, by `sms` SMs if not 0."""
         views: list[ViewStatement] = []
         source, target = x, buffer
         if axis is not None:

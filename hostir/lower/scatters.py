@@ -1,8 +1,9 @@
-"""Sums over ranks in one-sided form: the places where each rank puts its addends, and the sum; for all strategies.
+"""Sums over ranks in one-sided form: ranks put their addends into each other's buffers, and then add them up.
 
-Every rank has a buffer with one place for a shard from each rank. A rank puts the rows for another rank in its place of
-that rank's buffer, and the receiver adds up the places in the order of ranks. So sums have the same bits in every run,
-and each sum is rounded once. A sum that waits for arrivals reads the local rows in place, without a copy to the buffer.
+Every rank has a symmetric buffer with one slot for each rank. A slot has room for one shard. The rank `s` puts the rows
+for rank `t` into slot `s` of the buffer of rank `t`. Each receiver adds up the slots in the order of the ranks. So a
+sum has the same bits in every run, and is rounded once. If the kernel of the sum itself waits for arrivals, it reads
+the local rows in place, without a copy to the buffer. The strategies `ring`, `fused` and `push` use this module.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ MIN_PIECE_ROWS = 256  # two tiles
 
 @dataclass(frozen=True)
 class Pieces:
-    """The number of pieces that the rows for another rank are cut into, so that copies begin early.
+    """Chooses the number of pieces into which the rows for another rank are cut, so that copies begin early.
 
-    More than two gain nothing: every copy takes time to start, and to signal when it has ended.
+    `most` is the largest number of pieces, and `min_bytes` the smallest size of a piece. More than two pieces gain
+    nothing, because every copy takes time to start, and to signal when it has ended.
     """
 
     most: int = 2
     min_bytes: int = 8 << 20
 
     def of(self, s: ReduceScatter) -> int:
-        """Return the number of pieces for a reduce_scatter: the most that are large enough; 1 if sizes are unknown."""
+        """Return the number of pieces for a reduce_scatter: as many as are large enough, or 1 if sizes are symbols."""
         shard = s.out.tensor
         extent, columns = shard.local_shape[piece_axis(s)].value, shard.local_shape[-1].value
         rows = product(shard.local_shape[:-1]).value
@@ -50,13 +52,13 @@ class Pieces:
 
 
 class ScatteredBlocks:
-    """The blocks of one reduce_scatter.
+    """The blocks of rows that ranks send in one reduce_scatter, and the sum of these blocks.
 
     Args:
         like: a tensor on the mesh.
-        axis: an axis of blocks outside the scattered one: one block is sent for each of its elements. None if the rows
-            for a rank are sent together, or in `pieces`.
-        pieces: the number of blocks that are sent to each rank.
+        axis: an axis outside the scattered axis. A rank's rows are then sent in one block for each index of this axis.
+            None if there is no such axis.
+        pieces: without `axis`, the number of blocks in which the rows for each rank are sent.
     """
 
     def __init__(self, host: Host, s: Reduction, like: Value, axis: int | None, pieces: int = 1) -> None:
@@ -72,21 +74,24 @@ class ScatteredBlocks:
 
     @property
     def parts(self) -> int:
-        """The number of blocks of all rows; each has one flag that tells when it is ready."""
+        """The number of blocks of the rows for all ranks. Each block has a flag that says when it has been computed."""
         return self.each * self.team.ranks
 
     @property
     def first(self) -> Expr:
-        """The block with which a product of all rows begins, so that flags rise in about the order of the turns.
+        """The block with which the product of all rows begins.
 
-        Blocks are computed in memory order, and wrap around. If the blocks for a rank are contiguous, or there are two
-        ranks, the product begins with the first block for the next rank, which is sent first.
+        With this choice, the product computes blocks in about the order in which they are sent. It computes blocks in
+        memory order, and goes on with block 0 after the last block. It ends with a block of this rank, which is not
+        sent.
 
-        Otherwise every outer block holds one block for each rank. If the product began the same way, the blocks of the
-        first outer block for the ranks before this one would come last, but they are sent early. So it begins in the
-        last outer block, directly after this rank's block, with blocks that are sent late.
+        If the blocks for a rank are contiguous, or there are two ranks, the product begins with the first block for the
+        next rank, because that block is sent first.
 
-        In both cases it ends with a block of this rank, which is not sent.
+        Otherwise there is an axis outside the scattered axis. Each index of this axis is an outer block, with one block
+        for each rank. Outer blocks are sent one after another. If the product began in the first outer block, with the
+        block for the next rank, it would also end there, with blocks that are sent early. So it begins in the last
+        outer block, directly after this rank's block, with blocks that are sent late.
         """
         ranks, blocks = self.team.ranks, self.each * self.team.ranks
         if self.axis is None or ranks == 2:
@@ -94,13 +99,14 @@ class ScatteredBlocks:
         return modulo(Bin("+", self.team.rank, Lit(blocks - ranks + 1)), blocks)
 
     def in_turns(self, full: Value, done: Value | None = None, first: Expr | None = None) -> tuple[Turns, Blocks]:
-        """Return the turns in which the blocks of `full` are sent.
+        """Return the turns in which the blocks of `full` are sent, and the blocks.
 
-        They begin with the blocks for the next rank; or with the block that is ready first, if it is for another rank.
+        The first turn sends the block `first`, if it is for another rank. Otherwise it sends a block for the next rank.
 
         Args:
-            done: local flags, one for each block of `full`, which tell that the block is ready.
-            first: the block that is ready first; None if it is for the next rank.
+            full: the rows for all ranks.
+            done: flags of this rank, one for each block of `full`. A flag says that its block has been computed.
+            first: the block that is computed first; None if it is a block for the next rank.
         """
         index, pieces, ranks = self.host.index("i"), self.pieces, self.team.ranks
         mine, sent = _times(self.team.rank, pieces), (ranks - 1) * pieces
@@ -108,16 +114,17 @@ class ScatteredBlocks:
         if first is not None and self.axis is None and ranks > 2:
             begin = modulo(Bin("-", _plus(first, sent), mine), ranks * pieces)
             number = modulo(Bin("+", index, begin), sent)
-        block = self.team.peer(Bin("+", number, Lit(1)))  # the number of the block in the rows of all ranks
+        block = self.team.peer(Bin("+", number, Lit(1)))  # the number of the block in the rows for all ranks
         if pieces > 1:
             block = modulo(Bin("+", mine, Bin("+", number, Lit(pieces))), ranks * pieces)
         to = block if pieces == 1 else Bin("/", block, Lit(pieces))
         return Turns(index, Size(sent), to), self.blocks(full, block, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return the views, the flag and the wait with which block number `block` of `full` is sent.
+        """Return the views, the flag and the wait for sending block number `block` of `full`.
 
-        A block is one rank's rows, a piece of these rows, or the rank's rows in each outer block.
+        The wait is for the block's flag in `done`. A block is the rows for one rank, or a piece of these rows. With an
+        outer axis, it is the rank's rows at each index of this axis.
         """
         host, s, team, pieces = self.host, self.scatter, self.team, self.pieces
         assert isinstance(s, ReduceScatter)
@@ -143,10 +150,12 @@ class ScatteredBlocks:
         return Blocks(source, target, tuple(views), flag, index, self.count, tuple(in_turn), wait)
 
     def add_up(self, note: str = "each block when all ranks have sent it", *, polls: bool = True) -> None:
-        """Add the sum over all ranks, with the epilogue that it computes.
+        """Add the sum over all ranks, with the addition and the activation that follow it (see `epilogue`).
 
-        `polls`: the sum's kernel waits for each block, and holds the SMs meanwhile. Otherwise the stream waits for all
-        blocks, while the local rows are copied to their place in the buffer.
+        Args:
+            note: a comment for the sum.
+            polls: True if the kernel of the sum waits for each block, and holds SMs meanwhile. False if the stream
+                waits for all blocks before the kernel; the local rows are then copied to their slot of the buffer.
         """
         host, s, rank = self.host, self.scatter, self.team.rank
         views: list[ViewStatement] = []
@@ -163,20 +172,24 @@ class ScatteredBlocks:
         host.body.append(total)
 
     def wait_for_all(self) -> For:
-        """Return the waits of the current stream for the blocks of all other ranks."""
+        """Return the loop in which the current stream waits for the blocks of all other ranks."""
         index, others = self.host.index("i"), self.team.ranks - 1
         flag = modulo(Bin("+", _times(self.team.peer(Lit(1)), self.each), index), self.each * self.team.ranks)
         return For(index.value, Size(others * self.each), (self.transfers.wait(flag),), span=self.scatter.span)
 
     def mine(self, full: Value, views: list[ViewStatement]) -> Value:
-        """Return a view of the local addends of this rank's sum, added to `views`."""
+        """Return a view of this rank's rows in `full`, the local addends of its sum; append the view to `views`."""
         assert isinstance(self.scatter, ReduceScatter)
         place = shard_place(self.scatter)
         chunk = Chunk(full, self.named("mine"), self.team.rank, place.count, place.axis, span=self.scatter.span)
         return add_view(chunk, views)
 
     def target(self, result: Value) -> Value:
-        """Return the destination of the sum: a new buffer; or a view of its permuted copy, if nothing else reads it."""
+        """Return the tensor into which the sum is written.
+
+        If only a permuted copy of the sum is needed, this is a view of the copy, and the copy statement is left out.
+        Otherwise it is the buffer of `result`.
+        """
         host, turned = self.host, self.host.only_user(result)
         copy = host.only_user(turned.out) if isinstance(turned, Permute) else None
         last = len(result.tensor.axes) - 1
@@ -189,18 +202,18 @@ class ScatteredBlocks:
         return out
 
     def piece(self, rows: Value, name: str, index: Expr, axis: int, views: list[ViewStatement]) -> Value:
-        """Return a view of one piece of the rows, added to `views`."""
+        """Return a view of piece `index` of some rows; append the view to `views`."""
         return add_view(Chunk(rows, self.named(name), index, Size(self.pieces), axis, span=self.scatter.span), views)
 
     def named(self, name: str) -> Value:
-        """Return a new value for a view; its type is inferred from the view's statement."""
+        """Return a new value for the result of a view. `add_view` replaces its type by the inferred type."""
         return Value(self.host.names.fresh(name), self.scatter.out.type, self.scatter.span)
 
 
 class OneStep(ScatteredBlocks):
     """The blocks of an allreduce in one step: every rank sends all of its rows to all other ranks.
 
-    With `pieces`, the rows are sent in that many blocks; each block goes to all ranks before the next one.
+    The rows are sent in `pieces` blocks. Each block goes to all ranks before the next block is sent.
     """
 
     def __init__(self, host: Host, s: AllReduce, like: Value, pieces: int = 1) -> None:
@@ -225,7 +238,7 @@ class OneStep(ScatteredBlocks):
         return Turns(index, Size(others * self.pieces), self.team.peer(to)), self.blocks(full, piece, done)
 
     def blocks(self, full: Value, block: Expr, done: Value | None = None) -> Blocks:
-        """Return block number `block` of `full`."""
+        """Return the views, the flag and the wait for sending block number `block` of `full`."""
         views: list[ViewStatement] = []
         in_turn: list[ViewStatement] = []
         rank, span = self.team.rank, self.scatter.span
@@ -244,11 +257,12 @@ class OneStep(ScatteredBlocks):
 
 
 class ScatteredRows:
-    """Builds one sum over ranks. If a product makes the rows, copies begin while it runs.
+    """Builds one sum over ranks: it sends the rows, and adds them up.
 
-    With copy engines, the product sets a flag after each block. It ends with the block of this rank. If it waits for
-    gathered rows, it must begin with rows that have arrived; then their order decides, and blocks are sent in that
-    order.
+    If a product makes the rows, and copy engines send them, copies begin while the product runs. For that the product
+    sets a flag after each block of rows, and its last block is the block of this rank. But if the product itself waits
+    for gathered rows, it must begin with the rows that arrive first. Then blocks are sent in the order in which they
+    are computed.
     """
 
     def __init__(
@@ -260,7 +274,7 @@ class ScatteredRows:
         steps: AllReduceSteps,
         product: Contraction | None = None,
     ) -> None:
-        # One stream, so that the stream itself signals: a signal kernel would get no SM while the product runs.
+        # With one stream, the stream itself signals. A kernel that signals would get no SM while the product runs.
         self.host, self.scatter, self.mover, self.product = host, s, replace(mover, streams=1), product
         rows = host.values[s.x.name if product is None else product.out.name]
         early = product is not None and not mover.sms
@@ -280,7 +294,7 @@ class ScatteredRows:
                 host.body += [*self.transfers.reuse_barrier(), SetStream(host.user)]
 
     def raising(self, s: Statement) -> Statement:
-        """Return the matmul with a flag set after each block of rows, if copies wait for the blocks."""
+        """Return the product `s`, changed to set a flag after each block of rows if copies wait for the blocks."""
         if self.done is None:
             return s
         assert isinstance(s, Contraction)
@@ -296,7 +310,11 @@ class ScatteredRows:
         return raising
 
     def send(self) -> None:
-        """Send each rank its rows: first to the next rank, and so on up; or in the order in which they are computed."""
+        """Add the copies that send each rank its rows.
+
+        The next rank gets its rows first, then the rank after it, and so on. If the product waits for gathered rows,
+        blocks are sent in the order in which they are computed.
+        """
         host, s, blocks = self.host, self.scatter, self.blocks
         full = host.packed(host.values[s.x.name], s)
         turns, sent = blocks.in_turns(full, self.done, self.first)
@@ -309,10 +327,10 @@ class ScatteredRows:
         self.transfers.send(sent, turns, self.mover, note)
 
     def receive(self) -> None:
-        """Add the sum of the blocks that all ranks have sent.
+        """Add the sum of the blocks from all ranks.
 
-        The sum takes each block when it has arrived. If copy engines send rows that no product makes, the sum starts
-        only when all blocks have arrived: it holds no SM while bytes travel.
+        The kernel of the sum waits for each block. There is one exception: copy engines send rows that no product
+        makes. Then the sum starts after all blocks have arrived. So it holds no SM while the blocks are copied.
         """
         if self.product is not None or self.mover.sms:
             self.blocks.add_up()
@@ -332,10 +350,11 @@ def in_one_step(host: Host, s: AllReduce) -> int:
 
 
 def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:
-    """Fold statements into a sum: an addition, then an activation; return their result, addend and activation.
+    """Find an addition and an activation that directly follow a sum, so that the kernel of the sum can compute them.
 
-    The added tensor must exist already, such as a bias or a residual. Each statement must be the only user of the
-    previous result.
+    Return the final result, the tensor to add (or None), and the name of the activation (or an empty string). Each of
+    these statements must be the only reader of the result before it. The tensor to add, such as a bias or a residual,
+    must already be computed. `result` is the result of the sum.
     """
     shape, addend, activation = result.tensor.shape, None, ""
     user = host.only_user(result)
@@ -352,7 +371,7 @@ def epilogue(host: Host, result: Value) -> tuple[Value, Value | None, str]:
 
 
 def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: list[ViewStatement]) -> Value:
-    """Return a view of one of `count` blocks of an axis, added to `views`."""
+    """Return a view of block `index` of the `count` blocks of an axis; append the view to `views`."""
     name = Value(host.names.fresh(f"{value.name}_{index.value.name}"), value.type, value.span)
     if value.tensor.axes[axis].marks:
         return add_view(Chunk(value, name, index, count, axis, span=value.span), views)
@@ -360,13 +379,19 @@ def one_of(host: Host, value: Value, axis: int, index: Ref, count: Size, views: 
 
 
 def add_view(view: Select | Chunk, views: list[ViewStatement]) -> Value:
-    """Append a view to `views`, with its inferred type; return its result."""
+    """Append a view statement to `views`, after giving its result the inferred type; return the result."""
     views.append(replace(view, out=replace(view.out, type=view.infer())))
     return views[-1].out
 
 
 def first_done(first: Expr, waits: int, parts: int) -> Expr:
-    """Return the first of `parts` result blocks to be complete, if a product begins with block `first` of `waits`."""
+    """Return the block of a product's result that is complete first.
+
+    Args:
+        first: the block of gathered rows with which the product begins.
+        waits: the number of blocks of gathered rows that the product waits for.
+        parts: the number of blocks of the result.
+    """
     if first == Lit(0) or parts % waits == 0:
         return first if first == Lit(0) else _times(first, parts // waits)
     return modulo(Bin("/", Bin("+", _times(first, parts), Lit(waits - 1)), Lit(waits)), parts)

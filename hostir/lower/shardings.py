@@ -1,4 +1,4 @@
-"""Choose operand shardings with which a computation needs no communication; `propagate` and `reshard` share it."""
+"""Choose operand shardings with which a statement needs no communication; for the passes `propagate` and `reshard`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from hostir.ir.view_ops import Permute, Reshape, ViewStatement
 
 @dataclass(frozen=True)
 class OperandShardings:
-    """Operand types with which a computation needs no communication, and the type of its result."""
+    """Types of operands with which a statement needs no communication, and the type of the statement's result."""
 
     operands: tuple[TensorType, ...]
     result: TensorType
 
 
 def choose(op: TensorOp, types: Sequence[TensorType], wanted: TensorType) -> OperandShardings:
-    """Choose which axis each mesh axis shards in a computation.
+    """Choose, for each mesh axis, the tensor axis that it shards in a computation; return the resulting types.
 
-    The rules, in this order: if all operands of a contraction are sharded on the contracted axis, it stays sharded and
-    the result is a partial sum. Else the sharding of an annotated result decides; else the sharding of the weight's
-    rows or columns; else of an axis of the left operand. Otherwise no axis is sharded, and sharded operands are
-    gathered. Raises if ranks cannot compute on such parts.
+    The first of these rules that applies decides:
+
+    - If all operands of a contraction are sharded on the contracted axis, they stay so: the result is a partial sum.
+    - If the result is annotated (`wanted`), operands are sharded to fit the annotation.
+    - In a contraction, the sharding of the right operand decides, then the sharding of the left operand.
+    - In other computations, the sharding of the first sharded operand decides.
+
+    If no rule applies, no axis is sharded, and sharded operands are gathered. Raises if ranks cannot compute on the
+    resulting parts.
     """
     mesh = wanted.mesh or next(t.mesh for t in types if t.mesh)
     here = tuple(t if t.mesh == mesh else _replicated(t, mesh) for t in types)
@@ -42,7 +47,7 @@ def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A computation on operands of these types, on one mesh; each map takes an operand's axes to the result's axes."""
+    """A computation on one mesh, with the types of its operands. `maps` relates each operand's axes to the result's."""
 
     op: TensorOp
     mesh: Mesh
@@ -76,12 +81,12 @@ class _Computation:
 
     @property
     def contracting(self) -> list[int]:
-        """Return the positions of operands with a contracted axis, except operands that follow others."""
+        """The positions of the operands with a contracted axis, without operands that take the sharding of others."""
         return [i for i, m in enumerate(self.maps) if CONTRACTED in m and i not in self.op.following]
 
     @property
     def added(self) -> set[str]:
-        """Return the mesh axes over which the result of an addition or of an exact cast stays a partial sum."""
+        """The mesh axes over which an addition or an exact cast has a partial sum as its result."""
         if isinstance(self.op, Cast) and self.op.exact:
             return set(self.types[0].partial) & set(self.wanted.partial)
         if not isinstance(self.op, Add):
@@ -89,12 +94,18 @@ class _Computation:
         return set.intersection(*(set(t.partial) for t in self.types))
 
     def stays(self, mark: str, homes: Mapping[str, int | None], operand: int) -> bool:
-        """Return True if an operand may be a partial sum over a mesh axis, as a term of a sum or a product's addend."""
+        """Return True if an operand may stay a partial sum over the mesh axis `mark`.
+
+        It may be a term of an addition of partial sums, or the bias of a product that is a partial sum.
+        """
         added = operand in self.op.following and homes[mark] == CONTRACTED
         return mark in self.added or added
 
     def home(self, mark: str) -> int | None:
-        """Return the axis of the result that a mesh axis shards, CONTRACTED for a partial sum, or None."""
+        """Return the axis of the result that the mesh axis `mark` shards.
+
+        Return CONTRACTED if the result is a partial sum over `mark`, and None if `mark` shards no axis.
+        """
         if mark in self.added:
             return CONTRACTED
         at = [m[k] if (k := t.axis_on(mark)) is not None else None for t, m in zip(self.types, self.maps, strict=True)]
@@ -108,7 +119,10 @@ class _Computation:
         return next((to for i in leading if (to := at[i]) is not None and to >= 0), None)
 
     def thin_out(self, axis: int, size: Size, homes: dict[str, int | None]) -> None:
-        """Remove mesh axes from an axis of the result that is too short to be sharded over all of them."""
+        """Remove mesh axes from an axis of the result until the number of ranks divides the axis.
+
+        `homes` maps each mesh axis to the axis of the result that it shards. This method changes the map.
+        """
         marks = [mark for mark in self.mesh.axes if homes[mark] == axis]
         while marks and self.from_annotation(axis, set(marks)) is None:
             if size.divisible_by(prod(self.mesh.size(mark) for mark in marks)):
@@ -116,11 +130,14 @@ class _Computation:
             homes[marks.pop()] = None
 
     def layout(self, axis: int, size: Size, marks: set[str]) -> Axis:
-        """Return the sharding of an axis of the result: as annotated, as in an operand, or plain blocks."""
+        """Return an axis of the result, sharded over `marks`: as annotated, as in an operand, or in plain blocks."""
         return (self.from_annotation(axis, marks) or _blocks(self.mesh, size, marks)).resized(size)
 
     def from_annotation(self, axis: int, marks: set[str]) -> Axis | None:
-        """Return an axis with exactly these marks from the annotation or from an operand, or None."""
+        """Return the annotated axis of the result if it is sharded over exactly these mesh axes.
+
+        Otherwise return the corresponding axis of the first operand for which this holds, or None.
+        """
         candidates = [self.wanted.axes[axis]] if self.wanted.mesh else []
         operands = (
             pair for i, pair in enumerate(zip(self.types, self.maps, strict=True)) if i not in self.op.following
@@ -129,7 +146,7 @@ class _Computation:
         return next((a.without(STREAM) for a in candidates if set(a.without(STREAM).marks) == marks), None)
 
     def contracted_layout(self, marks: set[str]) -> Axis | None:
-        """Return the sharding of the contracted axis, or None without a contracted axis."""
+        """Return the contracted axis, sharded over `marks`; None if the computation has no contracted axis."""
         axes = [self.types[i].axes[self.maps[i].index(CONTRACTED)] for i in self.contracting]
         layout = next((a.without(STREAM) for a in axes if set(a.marks) - {STREAM} == marks), None)
         return layout or (_blocks(self.mesh, axes[0].extent, marks) if axes else None)
@@ -151,9 +168,10 @@ def _blocks(mesh: Mesh, size: Size, marks: set[str]) -> Axis:
 
 
 def choose_view(op: ViewStatement, x: TensorType, wanted: TensorType) -> OperandShardings:
-    """Choose the operand's sharding for a view: elements stay on their ranks if possible; else they are gathered first.
+    """Choose the sharding of a view's operand; return the types of operand and result.
 
-    A partial sum is reduced before the view, unless the result is declared as a partial sum as well.
+    Elements stay on their ranks if possible. Otherwise they are gathered first. A partial sum is reduced before the
+    view, unless the result is declared as a partial sum, too.
     """
     mesh = wanted.mesh or x.mesh
     assert mesh is not None

@@ -1,4 +1,4 @@
-"""Slices: the statements that can run slice by slice along an axis, grouped by loops; for `pipeline` and `ring`."""
+"""Group the statements that a loop can run slice by slice along an axis; for `pipeline` and `ring`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hostir.lower.propagate import operands_of, result_of
 
 @dataclass(frozen=True)
 class SlicePlace:
-    """The position of slices in a tensor: `count` slices of an axis, with `outer` blocks outside them.
+    """The place of `count` slices in a tensor. The axis at position `axis` is seen as [outer, count, inner].
 
-    A slice of one element has no such axis, unless `keep` is set.
+    If each slice is one element of the axis, a slice does not have this axis, unless `keep` is set.
     """
 
     axis: int
@@ -28,12 +28,15 @@ class SlicePlace:
     keep: bool = False
 
     def drops_axis(self, type: TensorType) -> bool:
-        """Return True if each slice is one element of an unsharded axis: then the slice does not have this axis."""
+        """Return True if a slice of a tensor of this type does not have the sliced axis.
+
+        That is so if each slice is one element of an unsharded axis, unless `keep` is set.
+        """
         axis = type.host().axes[self.axis]
         return axis.extent == self.count and not axis.marks and not self.keep
 
     def cut(self, type: TensorType) -> Axis | None:
-        """Return the axis of one slice, or None if slices would cut across ranks."""
+        """Return the sliced axis as it is in one slice; None if slices would cut across ranks."""
         parts = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         return None if parts is None else Axis((*parts[0], *parts[1])).normal()
 
@@ -47,7 +50,10 @@ class SlicePlace:
         return host.with_axes(cut if i == self.axis else a for i, a in enumerate(host.axes))
 
     def blocks_outside(self, type: TensorType) -> Size:
-        """Return the number of blocks outside the slices in one rank's part of their axis."""
+        """Return the number of `outer` blocks in one rank's part of the axis.
+
+        If it is 1, a rank's part of a slice is contiguous in the axis.
+        """
         cut = refine(type.host().axes[self.axis], self.outer, self.count, type.mesh)
         assert cut is not None
         return product([type.local_factor(f) for f in cut[0]])
@@ -55,11 +61,14 @@ class SlicePlace:
 
 @dataclass
 class SlicedGroup:
-    """Statements that one loop runs slice by slice, and the places of the slices in each sliced tensor."""
+    """Statements that one loop runs slice by slice.
+
+    `places` maps the name of each sliced tensor to the place of its slices.
+    """
 
     statements: list[Statement] = field(default_factory=list)
     places: dict[str, SlicePlace] = field(default_factory=dict)
-    # Why a communication has to stay out of the loop, by its result.
+    # By the name of a communication's result: the reason why the communication stays outside the loop.
     left_out: dict[str, HostIRError] = field(default_factory=dict)
 
     @property
@@ -67,16 +76,19 @@ class SlicedGroup:
         return next(iter(self.places.values())).count
 
     def conflicts(self, places: dict[str, SlicePlace]) -> bool:
-        """Return True if the group slices one of these tensors at another place."""
+        """Return True if the group already slices one of these tensors at another place."""
         return any(self.places.get(name, at) != at for name, at in places.items())
 
     def add(self, s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> None:
-        """Add a statement, with the place of a slice in its result and the places in its operands."""
+        """Add a statement.
+
+        `place` is the place of the slices in its result. `places` maps the names of its operands to their places.
+        """
         self.statements.append(s)
         self.places |= {**places, result_of(s).name: place}
 
     def keep_axes(self) -> None:
-        """Make slices of one element keep the sliced axis."""
+        """Make slices keep the sliced axis even if each slice is a single element of it."""
         self.places = {name: replace(at, keep=True) for name, at in self.places.items()}
 
     @property
@@ -85,7 +97,10 @@ class SlicedGroup:
 
 
 def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
-    """Map the place of a slice in the result to its places in the operands; operands used unsliced are left out."""
+    """Return the places of the slices in a statement's operands, by the names of the operands.
+
+    `place` is the place of the slices in the statement's result. Operands that are used unsliced are left out.
+    """
     if isinstance(s, Communication):
         return {s.x.name: place}
     if isinstance(s, TensorOp):
@@ -102,7 +117,10 @@ def operand_places(s: Statement, place: SlicePlace) -> dict[str, SlicePlace]:
 
 
 def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace | None:
-    """Map the place of a slice in an operand to its place in the result; None if the result cannot be sliced there."""
+    """Return the place of the slices in the result, if `operand` is sliced at `place`.
+
+    Return None if the result cannot be computed slice by slice in this way.
+    """
     if isinstance(s, (Communication, Shard)):
         return place
     if isinstance(s, TensorOp):
@@ -117,7 +135,7 @@ def result_place(s: Statement, operand: Value, place: SlicePlace) -> SlicePlace 
 
 
 def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> SlicePlace | None:
-    """Return the place at the same position of the flattened tensor."""
+    """Return the place that slices of the old tensor have in the reshaped tensor; None if no axis contains them."""
     position = product(old.shape[: place.axis]) * place.outer
     before = ONE
     for k, extent in enumerate(new.shape):
@@ -129,7 +147,10 @@ def _through_reshape(old: TensorType, new: TensorType, place: SlicePlace) -> Sli
 
 
 def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> str | None:
-    """Return the reason why a statement cannot run slice by slice, or None if it can."""
+    """Return the reason why a statement cannot run slice by slice; None if it can.
+
+    `place` is the place of the slices in its result, and `places` holds the places in its operands.
+    """
     named = {v.name: v for v in [*operands_of(s), result_of(s)]}
     for name, at in [(result_of(s).name, place), *places.items()]:
         type = named[name].tensor
@@ -153,7 +174,11 @@ def why_not(s: Statement, place: SlicePlace, places: dict[str, SlicePlace]) -> s
 
 
 def schedule(body: tuple[Statement, ...], loops: list[SlicedGroup]) -> list[Statement | SlicedGroup]:
-    """Return statements and loops in program order, except that a loop runs as one item, after everything it needs."""
+    """Return the statements and loops of a program in an order in which they can run.
+
+    The statements of a loop become one item, which comes after everything that the loop needs. Otherwise the order is
+    the order of the program.
+    """
     loop_of = {result_of(s).name: g for g in loops for s in g.statements}
     results = {result_of(s).name for s in body}
     steps: list[Statement | SlicedGroup] = []

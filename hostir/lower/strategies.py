@@ -28,7 +28,11 @@ from hostir.lower.ring import Ring
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to lower a fusion: its passes for a number of worker streams, and the stream counts that `auto` tries."""
+    """A way to lower a fusion.
+
+    `passes` returns the passes for a number of worker streams. `stream_counts` are the numbers of worker streams that
+    `auto` tries.
+    """
 
     passes: Callable[[int], Sequence[Pass]]
     stream_counts: tuple[int, ...] = (1,)
@@ -73,7 +77,7 @@ class HasProgram(Protocol):
     """Protocol of objects that hold a fusion, such as `hostir.Fusion`."""
 
     def program(self) -> Program:
-        """The fusion as a program."""
+        """Return the fusion as a program."""
 
 
 def lower(
@@ -105,7 +109,10 @@ Watcher = Callable[[str, Program], None]
 
 @dataclass(frozen=True, eq=False)
 class _Fusion:
-    """A fusion as the key of a cache: it equals only itself, because equal programs may come from different lines."""
+    """A fusion as the key of a cache. Two keys are equal only if they hold the same object.
+
+    Equal programs may come from different lines of the user's code, and errors must point at the right line.
+    """
 
     program: Program
 
@@ -117,11 +124,12 @@ class _Fusion:
 
 
 def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None = None) -> Program:
-    """Run the passes in order, and verify the result of each.
+    """Run the passes in order, verify the result of each, and return the host program.
 
     The final host program is proved free of races, deadlocks and misuse of memory. HOSTIR_DUMP writes the program
-    before and after every pass to numbered files, which can be parsed again. HOSTIR_SPEC=0 verifies only at the end, 1
-    after every pass. 2 also prints and parses the program after every pass, and requires an equal program.
+    before and after every pass to numbered files, which can be parsed again. HOSTIR_SPEC=0 verifies only the final
+    program. HOSTIR_SPEC=1 verifies the program after every pass. HOSTIR_SPEC=2 also prints and parses it after every
+    pass, and requires an equal program.
     """
     spec, folder, done = knobs.SPEC.get(), knobs.DUMP.get(), 0
     verify(program)
@@ -138,12 +146,15 @@ def run_passes(program: Program, passes: Sequence[Pass], watch: Watcher | None =
 
 @lru_cache(maxsize=1)  # strategies run one after another on the same fusion
 def _explicit(fusion: _Fusion, spec: int) -> Program:
-    """Return a fusion after the passes of EXPLICIT."""
+    """Return a fusion transformed by the passes of EXPLICIT."""
     return reduce(lambda program, each: _run(each, program, spec), EXPLICIT, fusion.program)
 
 
 def _proved(program: Program) -> Program:
-    """Prove the program for small sizes, and return it. Findings that only say "not checked" become a warning."""
+    """Prove the program for small sizes, and return it. Raise HostIRError if it is wrong.
+
+    Only warn if the program could not be checked.
+    """
     try:
         return prove(program)
     except HostIRError as findings:

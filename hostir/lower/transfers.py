@@ -10,12 +10,12 @@ parts:
   writing the source, a flag of this rank tells when it is ready. A barrier after the previous call tells that the
   buffer is free: every rank has read the blocks of that call;
 - *its arrival*: if the sender puts the block, a flag of the receiver tells that it has arrived. If the receiver gets
-  the block, the receiver's stream orders it.
+  the block, later statements on the receiver's stream find it there.
 
-`Transfers` makes the statements. The strategy decides who produces and who consumes a block. `ring` computes on the
-rows of a block before it puts them or after it got them. `fused` and `push` have one matmul, which waits for the blocks
-that ranks put, or sets a flag after each block to put; and one sum of the blocks of all ranks. The communication
-determines the blocks and their layout: `hostir/lower/rows.py`.
+`Transfers` makes the statements. The strategy decides which statements produce and consume a block. In `ring`, a rank
+computes the rows of a block before it puts them, or computes on them after it got them. In `fused` and `push`, one
+matmul waits for the blocks that ranks put, or sets a flag after each block that is to be put. One sum adds up the
+blocks of all ranks. `hostir/lower/rows.py` describes the blocks of each communication and their layout.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SIGNAL_STREAM = Lit(1)  # the worker stream of kernels that signal after these c
 
 @dataclass(frozen=True)
 class Mover:
-    """The mover of bytes: copy engines on worker streams, or a kernel on some SMs, on the caller's stream.
+    """The hardware that copies blocks: copy engines on worker streams, or SMs with a kernel on the caller's stream.
 
-    For more than one copy, copy engines use two worker streams if allowed: a kernel on the second stream sends the
-    signal after each copy, since a signal by the copying stream itself would delay the next copy.
+    Several copies by copy engines use two worker streams, if `streams` allows it. A kernel on the second stream then
+    sends the signal after each copy, because a signal by the copying stream itself would delay the next copy.
     """
 
     sms: int = 0  # the number of SMs of the kernel; 0: copy engines
@@ -51,7 +51,7 @@ class Mover:
 
 @dataclass(frozen=True)
 class Turns:
-    """The order in which a rank sends blocks: in turn `index` it sends one to the rank at place `to`."""
+    """The order in which a rank sends blocks: `count` turns. In turn `index` it sends to the rank at position `to`."""
 
     index: Ref
     count: Size
@@ -60,12 +60,14 @@ class Turns:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a rank sends. Each has a view of the source, a view of the target, and a flag.
+    """The blocks that a rank sends in a turn: one block, or `count` blocks in a loop with the index `index`.
 
     Fields:
-        views: views to make for each block if there are several blocks, numbered by `index`; else once.
-        in_turn: views to make in each turn.
-        awaited: the wait for the local flag that tells that the source is ready, if a kernel sets one.
+        source, target: the views from which and to which a block is copied.
+        views: the view statements that `source` and `target` need. They are made once, or for each block of the loop.
+        flag: the index of the flag that signals the arrival of a block.
+        in_turn: the view statements that depend on the turn.
+        awaited: the wait for the local flag which says that a kernel has written the source, if there is such a flag.
     """
 
     source: Value
@@ -79,7 +81,10 @@ class Blocks:
 
 
 class Transfers:
-    """Builds the transfers of one collective to a symmetric buffer, with a row of flags: one for each of its blocks."""
+    """Builds the transfers of one collective to a symmetric buffer.
+
+    `flags` is the number of blocks that are signalled, each with a flag. None means no flags.
+    """
 
     def __init__(self, host: Host, s: Collective, buffer: Value, flags: Size | None = None) -> None:
         self.host, self.team, self.buffer, self.span = host, host.team(s), buffer, s.span
@@ -98,7 +103,7 @@ class Transfers:
     def reuse_barrier(self) -> list[Statement]:
         """Return a barrier that waits until all ranks have read the blocks of the previous call.
 
-        One barrier is enough for all transfers of a team: later ones get an empty list.
+        One barrier is enough for all transfers of a team. Later calls of this method return an empty list.
         """
         if self.team.past_last_call:
             return []
@@ -110,42 +115,48 @@ class Transfers:
         return Barrier(self.buffer, self.team.over, span=self.span, note=note)
 
     def put(self, source: Value, target: Value, to: Expr, *, note: str = "", sms: int = 0) -> Put:
-        """Return the copy of a block to a rank: by `sms` SMs, or by a copy engine if 0."""
+        """Return the statement that copies a block to the rank at position `to`.
+
+        `sms` is the number of SMs that copy; 0 for a copy engine.
+        """
         return Put(source, target, to, self.team.over, sms=sms, span=self.span, note=note)
 
     def get(self, source: Value, target: Value, peer: Expr) -> Get:
-        """Return the copy of a block from a rank."""
+        """Return the statement that copies a block from the rank at position `peer`."""
         return Get(source, target, peer, self.team.over, span=self.span)
 
     def wait(self, flag: Expr) -> WaitSignal:
-        """Return the wait of the current stream for a block of this rank's buffer."""
+        """Return the statement by which the current stream waits for a block of this rank's buffer."""
         return WaitSignal(self.flags, flag, ARRIVED, span=self.span)
 
     def put_and_signal(self, blocks: Blocks, to: Expr, note: str, sms: int = 0) -> tuple[Put, Signal]:
-        """Return the copy of a block to a rank, and the signal that it has arrived."""
+        """Return the statements that copy a block to the rank at position `to`, and signal that it has arrived."""
         return self.put(blocks.source, blocks.target, to, note=note, sms=sms), self.signal(blocks, to)
 
     def signal(self, blocks: Blocks, to: Expr) -> Signal:
-        """Return the signal to a rank that a block has arrived."""
+        """Return the statement that signals to the rank at position `to` that a block has arrived."""
         return Signal(self.flags, blocks.flag, ARRIVED, to, self.team.over, span=self.span)
 
     def once(self, blocks: Blocks) -> tuple[ViewStatement, ...]:
-        """Return the views that all turns use; () if there are several blocks."""
+        """Return the views to make once, before all turns; () if they are made for each of several blocks."""
         return () if blocks.index else blocks.views
 
     def each(self, blocks: Blocks, statements: Iterable[Statement]) -> list[Statement]:
-        """Return the statements for each block, in a loop if there are several."""
+        """Return the statements to run for each block; with several blocks, a loop that also makes the views."""
         if blocks.index is None:
             return [*statements]
         return [For(blocks.index.value, blocks.count, (*blocks.views, *statements), span=self.span)]
 
     def fork(self) -> None:
-        """Switch to the copy stream, and make it wait for the work of the caller's stream so far."""
+        """Make the copy stream current, and make it wait for the work of the caller's stream so far."""
         self.host.body += [SetStream(COPY_STREAM), Synchronize(self.host.user)]
         self.host.forked = True
 
     def send(self, blocks: Blocks, turns: Turns, mover: Mover, note: str) -> None:
-        """Add the transfers of the blocks in these turns. Unless SMs copy, the copy stream must be current."""
+        """Add the transfers of the blocks in these turns.
+
+        If copy engines copy, the copy stream must be current; afterwards the caller's stream is current.
+        """
         if mover.sms:
             copies = self.put_and_signal(blocks, turns.to, note, mover.sms)
             loop = For(turns.index.value, turns.count, (*blocks.in_turn, *copies), span=self.span)
@@ -163,6 +174,6 @@ class Transfers:
         self.host.body += [*self.reuse_barrier(), *self.each(blocks, [loop]), SetStream(self.host.user)]
 
     def join(self) -> None:
-        """Make the caller's stream wait for all copies of `send` and the signals after them."""
+        """Make the caller's stream wait for all copies that `send` has added to worker streams, and their signals."""
         if self.workers:
             self.host.body.append(Synchronize(SIGNAL_STREAM if self.workers > 1 else COPY_STREAM))
