@@ -185,7 +185,7 @@ def groups_that_wait_for_each_other_in_a_cycle_are_refused() -> None:
 
 @case
 def calls_of_ready_groups_in_a_cycle_end_with_an_error() -> None:
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=10)) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=6)) for _ in range(2)]
     if RANK > 1:
         return
     for make in (gather_layer, sum_layer):
@@ -197,7 +197,7 @@ def calls_of_ready_groups_in_a_cycle_end_with_an_error() -> None:
         for layer in layers:
             layer.check(4, 1)
         contains(refusal(lambda: layers[RANK].check(4, 2)), f"rank {RANK}, '")  # noqa: B023
-        contains(refusal(lambda: layers[RANK].check(4, 2)), f"rank {RANK} waited 10 s for rank")  # noqa: B023
+        contains(refusal(lambda: layers[RANK].check(4, 2)), f"rank {RANK} waited 6 s for rank")  # noqa: B023
         contains(refusal(lambda: layers[RANK].check(4, 2)), f"rank {RANK} makes no more calls")  # noqa: B023
 
 

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 import torch.distributed._functional_collectives as funcol
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -47,20 +45,10 @@ from tests.torch.on_ranks import (
     tp_mesh,
     with_parameters_of_rank_0,
 )
+from tests.torch.without_code import backend_with
 
 if torch.__version__ < "2.13":  # for gathers along other axes than the first: dynamo cannot trace this function
     torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
-
-
-def backend_with(overlap: OverlapPass) -> Any:
-    """Return a backend of torch.compile that runs each graph after the pass, without generating code."""
-
-    def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        overlap(module.graph)
-        module.recompile()
-        return make_boxed_func(module.forward)
-
-    return aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
 
 
 class Watched(OverlapPass):
