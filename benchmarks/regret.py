@@ -132,8 +132,7 @@ def timings_of(row: Result, gpu: str) -> dict[str, Timing]:
     for slices in (1, *several):
         try:
             fusion = fusion_of(FUSIONS[row["kind"]](row, slices))
-            known = [candidates_of(fusion, platform, kernels) for kernels in KERNELS]
-            timings = [timing for each in known for timing in estimated(each, platform, {}, "graph")[0]]
+            timings, _ = estimated(candidates_of(fusion, platform, KERNELS), platform, {}, "graph")
         except HostIRError:
             continue
         for timing in timings:

@@ -39,14 +39,15 @@ def uses_peers(program: Program) -> bool:
 
 
 def candidates_of(
-    fusion: Program, platform: Platform, kernels: str = "auto", *, for_testing: bool = False
+    fusion: Program, platform: Platform, kernels: str | Sequence[str] = "auto", *, for_testing: bool = False
 ) -> Candidates:
     """Lower a fusion by every strategy that a platform allows.
 
     Args:
         fusion: a program in the fusion phase.
         platform: the platform that it will run on.
-        kernels: the only kernels to consider: `aten`, `cublas` or `triton`; `auto` for those that suit the platform.
+        kernels: the only kernels to consider: `aten`, `cublas` or `triton`, or several of them; `auto` for those that
+            suit the platform.
         for_testing: include candidates that run on the platform only for testing, so that they can be measured.
     """
     programs: dict[Candidate, Program] = {}
@@ -89,7 +90,9 @@ def _clause(s: Statement, reason: str) -> str:
     return f"the {s.keyword()}{place} is {NOT_OVERLAPPED}: {reason}"
 
 
-def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tuple[Candidate, Program | HostIRError]]:
+def _lowered(
+    fusion: Program, platform: Platform, kernels: str | Sequence[str]
+) -> Iterator[tuple[Candidate, Program | HostIRError]]:
     """Yield the program of each candidate, or the error that its strategy raises."""
     for strategy, streams in [(name, n) for name, s in STRATEGIES.items() for n in s.stream_counts]:
         program: Program | HostIRError
@@ -103,10 +106,10 @@ def _lowered(fusion: Program, platform: Platform, kernels: str) -> Iterator[tupl
             yield Candidate(strategy, streams, family), program
 
 
-def _kernel_families(fusion: Program, platform: Platform, kernels: str) -> Sequence[str]:
+def _kernel_families(fusion: Program, platform: Platform, kernels: str | Sequence[str]) -> Sequence[str]:
     """Return the families of kernels to consider for a fusion."""
     if kernels != "auto":
-        return (kernels,)
+        return (kernels,) if isinstance(kernels, str) else kernels
     if platform.computes != "cuda" or (platform.machine == CUDA and find_spec("triton") is None):
         return ("aten",)
     if any(s.contracts for s in fusion.body):
