@@ -22,7 +22,7 @@
 
 typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, KINDS } Kind;
 
-/* One call of the driver. `place` is the number of its statement's operation, for messages. */
+/* One call of the driver. `place` is the index of the plan's step that makes it, for messages. */
 typedef struct {
   Kind kind;
   int place;
@@ -49,7 +49,8 @@ typedef struct {
   };
 } Entry;
 
-/* A place that holds an address in a slot, plus an offset: plain, or within a tensor map. */
+/* A place among the bytes of an entry. It holds the address of a slot plus an offset: as a plain address, or in a tensor
+ * map. */
 typedef struct {
   unsigned slot;
   int is_map;
@@ -62,8 +63,8 @@ typedef struct {
   Py_ssize_t entries, patches, slots, streams, released;
   Entry *entry;
   Patch *patch;       /* sorted by slot */
-  Py_ssize_t *first;  /* of each slot: its first patch; and one more, the end */
-  uint64_t *address;  /* of each slot: the address that is patched in */
+  Py_ssize_t *first;  /* the first patch of each slot, and then the number of patches */
+  uint64_t *address;  /* the address of each slot in the latest run */
   CUstream *stream;
   int running;
 } Tape;
@@ -123,7 +124,7 @@ static CUresult issue(Entry *entry, CUstream stream) {
   case MEMORY:
     return driver.cuStreamBatchMemOp_v2(stream, entry->memory.count, entry->memory.ops, 0);
   case COPY:
-    if (entry->copy.target == entry->copy.source) /* the caller has made it in its place */
+    if (entry->copy.target == entry->copy.source) /* the caller has written the tensor in place */
       return CUDA_SUCCESS;
     return driver.cuMemcpyAsync(entry->copy.target, entry->copy.source, entry->copy.size, stream);
   case ROWS:
@@ -379,7 +380,7 @@ static char *holder(Entry *entry, size_t *size) {
   }
 }
 
-/* A patch: (slot, entry, offset within the entry's bytes, offset of the address, whether it is in a tensor map). */
+/* A patch: (slot, entry, offset in the entry's bytes, offset to add to the slot's address, True if in a tensor map). */
 static int make_patch(Tape *tape, Patch *each, PyObject *row) {
   Py_ssize_t entry, offset;
   long long addend;
@@ -461,7 +462,7 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *arguments, PyObject *opt
     goto failed;
   }
   for (Py_ssize_t i = 0; i < slots; i++)
-    tape->address[i] = UINT64_MAX; /* no address */
+    tape->address[i] = UINT64_MAX; /* no address yet */
   for (Py_ssize_t i = 0; i < tape->entries; i++) {
     tape->entry[i].kind = KINDS; /* nothing to free yet */
     if (make_entry(tape, &tape->entry[i], PyTuple_GET_ITEM(entries, i)))
