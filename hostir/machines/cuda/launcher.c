@@ -1,7 +1,7 @@
 /* Runs tapes: flat lists of driver calls whose addresses and streams change from call to call.
  *
- * hostir/machines/cuda/tape.py describes a tape. Its constructor copies everything that a run needs, so that a run
- * allocates nothing: it patches the addresses that have changed, and makes the calls of the driver one by one.
+ * hostir/machines/cuda/tape.py describes tapes. The constructor of a tape copies everything that a run needs, so a run
+ * allocates nothing. A run replaces the addresses that have changed, and then makes the driver calls one by one.
  *
  * The driver's library is opened at run time. So this module builds where there is no driver, and a test can put a
  * library that records its calls in the driver's place.
@@ -49,8 +49,7 @@ typedef struct {
   };
 } Entry;
 
-/* A place among the bytes of an entry. It holds the address of a slot plus an offset: as a plain address, or in a tensor
- * map. */
+/* A place in the bytes of an entry that holds a slot's address plus an offset: plain, or in a tensor map. */
 typedef struct {
   unsigned slot;
   int is_map;

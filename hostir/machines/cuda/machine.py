@@ -220,10 +220,10 @@ class CudaPlan:
         outs: Sequence[Any] | None = None,
         capturing: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Issue one run and return the outputs. If the caller passes `outs`, the outputs are written to these tensors.
+        """Issue one run and return the outputs.
 
-        `capturing` is True if the current stream is part of a capture. If a launch fails, raises HostIRError that names
-        the statement.
+        If the caller passes `outs`, the outputs are written to these tensors. `capturing` is True if the current stream
+        is part of a capture. If a launch fails, raises HostIRError that names the statement.
         """
         registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
