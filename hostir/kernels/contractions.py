@@ -38,7 +38,7 @@ def sum_by_blocks(
     done: DoneFlags | None = None,
     own_rows: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(axis) + addend)` in Triton. See `add_up` for the result and for the flags.
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton. Return the same as `hostir.kernels.reduce.add_up`.
 
     With `ready`, the kernel waits for the flags of each block of rows. With `done`, it raises a flag after each block.
     """
@@ -337,7 +337,7 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 def triton_kernels(device_type: str) -> dict[str, Kernel]:
     """Return the Triton kernels without flags, by the name of the computation, for devices of type `cpu` or `cuda`.
 
-    Raises HostIRError if Triton is not installed, or if it does not run in the interpreter on a CPU.
+    Raises HostIRError if Triton is not installed, and for a CPU if Triton's interpreter is switched off.
     """
     try:  # Triton need not be installed unless somebody asks for it
         from hostir.kernels.devices import INTERPRETED

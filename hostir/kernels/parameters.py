@@ -66,7 +66,7 @@ class KernelLaunch:
     def of(kernel: Any) -> KernelLaunch:
         """Return the properties of a kernel that Triton 3.6 or 3.7 has compiled and loaded.
 
-        Raises TypeError for a kernel that needs scratch memory, or a tensor descriptor without a tensor map.
+        Raises TypeError if the kernel needs scratch memory, or takes a tensor descriptor without a tensor map.
         """
         about = kernel.metadata
         if getattr(about, "global_scratch_size", 0) or getattr(about, "profile_scratch_size", 0):

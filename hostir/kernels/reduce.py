@@ -141,7 +141,7 @@ def _offset(part, sizes, place, C: tl.constexpr):
 
 @triton.jit
 def _pointers(part, at, number, C: tl.constexpr):
-    """Return pointers to elements of a run of the last axis. `number` counts them from the element at offset `at`."""
+    """Return pointers to the elements `number` of the last axis, counted from the element at offset `at`."""
     AXES: tl.constexpr = C.AXES
     # Rounding changes nothing, but tells the compiler that 16 bytes can be moved at a time.
     return part.base + at // C.VECTOR * C.VECTOR + number * part.strides[AXES - 1]
@@ -347,7 +347,10 @@ class SumLaunch:
         )
 
     def _counts(self, stream: int) -> torch.Tensor | None:
-        """Return counts of the blocks with completion flags, all 0, for one launch on a stream."""
+        """Return the memory in which one launch on a stream counts the stored pieces of each block.
+
+        It is an int64 for each block with a completion flag, and all 0. Returns None without completion flags.
+        """
         if self.raises is None:
             return None
         _, tickets = workspace(self.device, stream, 0, 2 * self.raises)
@@ -609,7 +612,7 @@ def _check_blocks(
 def adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
     """Return True if `sum_kernel` suits a sum without flags.
 
-    That is so for few sources that are further apart in memory than the elements of each source.
+    It suits at most MAX_SOURCES sources that are further apart in memory than the elements of each source.
     """
     kept = [i for i in range(x.ndim) if i != axis]
     levels = collapse(out.shape, [x.stride(i) for i in kept], out.stride())

@@ -1,4 +1,4 @@
-"""Tables of kernels. A table has a kernel for each computation; there is one for each policy and type of device."""
+"""Tables of kernels. There is a table for each policy and type of device. It has a kernel for each computation."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _sum_block(
 
 
 def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
-    """Return the indices of the flags to raise after block `block`, one of `blocks` blocks of computation.
+    """Return the indices of the flags to raise after block `block` of a computation in `blocks` blocks.
 
     A flag rises once all rows that it announces have been computed. `computed` are the blocks computed so far.
     """

@@ -32,7 +32,7 @@ class Pushes:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
-        """Return all runs of a program. Each run is as long as possible."""
+        """Return all runs of copies by SMs in a program. Each run is as long as possible."""
         runs: list[_Run] = []
         run: _Run | None = None
         for op in unrolled.ops:  # this pattern is about two classes, so it names them
@@ -87,7 +87,7 @@ class _Run:
     def takes_signal(self, op: SignalOp) -> bool:
         """Return True if a signal can join the run.
 
-        It must come directly after a copy on the same stream, and the stream must send it, not a kernel.
+        It must come directly after a copy on the same stream, and the stream must send it without a kernel.
         """
         return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
 

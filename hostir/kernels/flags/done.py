@@ -1,8 +1,8 @@
 """Completion flags: a kernel raises a flag as soon as it has stored a block of rows, and goes on with other blocks.
 
 The programs of the kernel count the pieces of a block that they have stored. The program that completes a block raises
-its flag with a release. Each count is a release too, and the last one acquires: so everything that the programs wrote
-before they counted happens before the flag rises.
+its flag with a release. Each count is a release, too, and the last count is also an acquire. So everything that the
+programs wrote before they counted happens before the flag rises.
 """
 
 from __future__ import annotations

@@ -210,9 +210,10 @@ def _fence_async_proxy(x):
     """Return `x`. Later TMA loads see everything that ordinary loads would see now.
 
     TMA reads through the async proxy. An acquire by an ordinary atomic does not order such reads: PTX's memory model
-    requires a proxy fence between the write and the read. The fence belongs here, in the reader and after the acquire,
-    whether a peer's kernel wrote the rows with ordinary stores, or a copy engine, which has no proxy. The thread that
-    issues a TMA load must have executed the fence. The compiler chooses that thread, so all threads execute it.
+    requires a proxy fence between the write and the read. The fence belongs here, in the reader and after the acquire.
+    This holds for rows that a peer's kernel wrote with ordinary stores, and for rows from a copy engine, which has no
+    proxy. The thread that issues a TMA load must have executed the fence. The compiler chooses that thread, so all
+    threads execute it.
     """
     return tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1

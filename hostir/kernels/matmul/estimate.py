@@ -1,6 +1,6 @@
 """Estimates of the time that a matmul takes with a tile, and the choice of the fastest tile.
 
-The kernel and the cost model of strategies use the same estimate. Needs neither torch nor Triton.
+The kernel and the cost model of strategies use the same estimate. This module needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
 
 
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
-    """Return the time to load the right operand from memory: once for each block, or 0 if it stays in L2."""
+    """Return the time in microseconds to load the right operand from memory.
+
+    The operand is loaded once for each block. If it stays in L2, the time is 0.
+    """
     right = gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
     return times * right / rates.read / 1e3

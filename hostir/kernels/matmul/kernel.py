@@ -1,6 +1,6 @@
 """The device side of the persistent Triton matmul.
 
-Arguments that belong together are tuples. Tuples exist at compile time only, so they cost no instruction.
+Arguments that belong together are passed as one tuple. Tuples exist at compile time only, so they cost no instruction.
 """
 
 from __future__ import annotations
@@ -502,7 +502,7 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 
 @triton.jit
 def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
-    """Compute this program's unsplit tiles from tile `begin` on, before tile `stop`, in steps of the grid size."""
+    """Compute this program's unsplit tiles: tiles `begin`, `begin` + grid size and so on, all before tile `stop`."""
     stored = 0  # tiles that are stored but not yet counted
     # With PUSHED the loop contains another loop, so it is not flattened.
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS and C.PUSHED == 0):

@@ -48,9 +48,9 @@ class Grid:
     """The tiles that cover an output, in the order in which programs take them: batch by batch, block by block.
 
     Fields:
-        batches: the number of batches. No tile spans two batches. The blocks of a single batch become batches if they
-            are at least as high as a tile, or if no tile may span two blocks. Otherwise they do not, because tiles
-            would be partly empty.
+        batches: the number of batches. No tile spans two batches. If the gemm has one batch and rows arrive in blocks,
+            each block becomes a batch: if blocks are at least as high as a tile, or if no tile may span two blocks.
+            Lower blocks do not become batches, because their tiles would be partly empty.
         rows: the number of rows of a batch.
         tiles: the number of tiles.
         steps: the number of steps along K of each tile.

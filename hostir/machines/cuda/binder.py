@@ -1,4 +1,4 @@
-"""Binding on CUDA: the operations of an unrolled program become steps, closures that issue work to streams."""
+"""Binding on CUDA: the operations of an unrolled program become steps: closures that issue work to streams."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class CudaBinder:
         self.here(op, bind_allocate(op, self.context.registers, self.context.device))
 
     def add_symmetric(self, op: SymmetricOp) -> None:
-        """Set the register now, since the buffer is the same in every run."""
+        """Put the buffer into its register now, because it is the same buffer in every run."""
         assert self.memory is not None
         self.context.registers[op.out] = self.memory.buffer(op)
 

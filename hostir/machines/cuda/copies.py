@@ -51,13 +51,13 @@ class CopySteps:
         self.behind_products = {id(each.reader) for each in products}
 
     def copy(self, op: CopyOp) -> Step:
-        """Return the step of a copy from or to a peer by a copy engine."""
+        """Return the step that copies from or to a peer by a copy engine."""
         registers, streams, x, out, stream = self.context.registers, self.context.streams, op.x, op.out, op.stream
         copy = StridedCopy()
         return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
 
     def copy_within(self, op: CopyOp) -> Step:
-        """Return the step of a copy within this GPU, by a kernel."""
+        """Return the step that copies within this GPU by a kernel."""
         registers, x, out, kernel = self.context.registers, op.x, op.out, self.context.kernels["copy"]
         return lambda: copy_here(registers[out], registers[x], kernel)
 

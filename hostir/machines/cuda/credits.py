@@ -83,7 +83,7 @@ class CallBoundary:
         return [*marks, take, partial(_record, streams, CALLER, self.credits_taken)]
 
     def before(self, op: Op) -> list[Step]:
-        """Return the steps that its stream must do before an operation.
+        """Return the steps that come before an operation, on the operation's stream.
 
         The stream may have to wait for the beginning of the call. Before its first access to a peer, it takes the
         credits, or waits for the stream that takes them: see `takes_credits_first`.

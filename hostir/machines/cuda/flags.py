@@ -1,4 +1,4 @@
-"""Flags on CUDA. Streams and kernels set flags of peers; streams wait for flags of this rank. Barriers consist of both.
+"""Flags and barriers on CUDA. Streams and kernels set flags of peers, and streams wait for flags of this rank.
 
 The host only issues work, and waits for nothing. A flag holds an epoch, and is reset to 0 at the end of a call: see
 hostir.machines.cuda.flow_control. So all work can be captured into a CUDA graph, and every replay is correct.

@@ -175,7 +175,7 @@ def flow_control_of(unrolled: UnrolledProgram, memory: SharedMemory) -> FlowCont
 
 
 def prepare(rank: int, memory: SharedMemory) -> None:
-    """Initialise a rank's memory for its first call: give it all credits, and raise the flags that streams replace."""
+    """Initialise a rank's memory for its first call: set its credits and raise the flags that stream order replaces."""
     flow_control: FlowControl = memory.kept[FlowControl]
     memory.buffers[CREDITS, rank].fill_(len(flow_control.signaled))
     for place, slot in flow_control.stream_ordered:

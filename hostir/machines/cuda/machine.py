@@ -291,7 +291,10 @@ class CudaPlan:
         return self.unrolled.describe(op)
 
     def progress(self) -> None:
-        """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
+        """Return None: the host never waits in a run, so there is no progress to watch.
+
+        `Executor.synchronize` watches the device.
+        """
 
     def give_up(self, problem: HostIRError) -> None:
         """Do nothing: work that was issued cannot be stopped."""

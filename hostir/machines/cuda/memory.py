@@ -55,7 +55,7 @@ class PeerMemory:
     def offering(self, size: int) -> Iterator[str]:
         """Enter the context of a rendezvous, and yield the index of this rank's GPU for peers.
 
-        When the context ends, drop the memory that nothing has taken over, for example because the rendezvous failed.
+        When the context ends, drop this object's references to the memory. If the rendezvous failed, this frees it.
         """
         if why := why_not(self.device):
             raise RuntimeError(why)
@@ -92,9 +92,9 @@ class PeerMemory:
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
         """Wait until all calls have ended on the GPU. If they wait for peers too long, raise all flags of this rank.
 
-        This is called after a call that ended midway. Earlier calls end by themselves. Calls that end only because this
-        raises flags read NaN. This polls the streams: a thread that waits for the complete device may keep the driver
-        from issuing the work that raises the flags.
+        hostir calls this after a call that ended midway. Earlier calls end by themselves. Calls that end only because
+        their flags are raised here read NaN. This method polls the streams, because a thread that waits for the
+        complete device may keep the driver from issuing the work that raises the flags.
 
         Args:
             memories: all symmetric memory of this rank.
@@ -132,8 +132,8 @@ class PeerMemory:
     ) -> None:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
-        Once is not enough for the flags: calls reset them, and the next call waits again. Copy engines fill the
-        buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
+        Flags must be raised repeatedly: a call that ends resets them, and the next call waits for them again. Copy
+        engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
         """
         with torch.cuda.stream(aside):
             for memory in memories:

@@ -54,21 +54,21 @@ def join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: t
 
 
 def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Record an event on a stream, also on the tape that is being recorded."""
+    """Record an event on a stream. If a tape is being recorded, also add this to the tape."""
     event.record(stream)
     if TAPING.writer is not None:
         TAPING.writer.record(event.cuda_event, stream.cuda_stream)
 
 
 def wait(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Make a stream wait for an event, also on the tape that is being recorded."""
+    """Make a stream wait for an event. If a tape is being recorded, also add this to the tape."""
     event.wait(stream)
     if TAPING.writer is not None:
         TAPING.writer.wait(event.cuda_event, stream.cuda_stream)
 
 
 class CallOrder:
-    """The order of calls that must run one after another, even if they are made on different streams."""
+    """Orders calls that must run one after another, even if they are made on different streams of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

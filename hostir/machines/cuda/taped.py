@@ -52,8 +52,8 @@ class IssuedSteps:
 class Tapes:
     """The tapes of a plan, by the caller's stream and the alignment of the call's tensors.
 
-    A tape serves only one of these, because kernels are compiled for aligned addresses, and workspaces belong to
-    streams.
+    Each stream and each alignment needs a separate tape. Kernels are compiled for the alignment of addresses, and
+    workspaces belong to streams.
     """
 
     def __init__(self, module: Any) -> None:
@@ -101,7 +101,7 @@ class TapedRun:
     def tape(self, ends: list[int]) -> IssuedSteps:
         """Issue all steps of the plan, and return the steps that a later run issues instead.
 
-        Meanwhile, `ends[-1]` counts the steps that have begun.
+        While this issues the steps, `ends[-1]` is the number of steps that have begun.
         """
         plan, writer = self.plan, TapeWriter(self.memories, {handle: n for n, handle in enumerate(self.streams)})
         entries: list[Sequence[TapeEntry]] = []
@@ -135,7 +135,7 @@ class TapedRun:
         return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
 
     def flush(self, end: int) -> None:
-        """Add a step that issues the pending entries. With it, the first `end` steps of the plan have begun."""
+        """Add a step that issues the pending entries. When it begins, the first `end` steps of the plan have begun."""
         if not self.pending:
             return
         segment = Segment.of(self.pending, len(self.streams))

@@ -3,8 +3,8 @@
 All dtypes travel as bytes. The ranks add up in f32 or better, in the order of the team. So sums of bf16 are rounded
 once, and every run gives the same bits.
 
-Each function takes the operation, the registers of the plan, the process group, the ranks of the group (`members`), and
-a function `finish` that waits until a collective has ended.
+The functions of communications take the operation, the registers of the plan, the process group, the ranks of the group
+(`members`), and a function `finish` that waits until a collective has ended.
 """
 
 from __future__ import annotations

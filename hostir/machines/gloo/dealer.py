@@ -136,7 +136,10 @@ class LaneDealer:
         lane.add(op, step)
 
     def deal_communication(self, op: CollectiveOp | MessagesOp, lane: ThreadLane) -> None:
-        """Add a communication to its team's lane. It starts when its stream reaches it. Its end sets an event."""
+        """Add a communication to its team's lane.
+
+        The communication starts when the operation's stream reaches it. When it ends, an event is set.
+        """
         ready, arrived = self.failure.event(), self.failure.event()
         self.arrivals[op.handle] = arrived
         collective = isinstance(op, CollectiveOp) or op.collective

@@ -28,7 +28,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """What a step may wait for: nothing, another lane of this rank, or another rank."""
+    """A kind of step: it waits for nothing, for another lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"

@@ -180,7 +180,7 @@ def _split(views: Sequence[torch.Tensor], first: int, second: int) -> tuple[View
 
 
 def _take(sources: Mapping[int, torch.Tensor], taken: dict[int, torch.Tensor], unread: Views) -> None:
-    """Read rows of some sources into `taken`, and make the rows `unread` undefined, which `own_rows` replace."""
+    """Read rows of some sources into `taken`. Make the rows `unread` undefined, because `own_rows` replace them."""
     taken.update({source: x.clone() for source, x in sources.items()})
     for x in unread:
         make_undefined(x)

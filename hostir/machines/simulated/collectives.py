@@ -208,7 +208,8 @@ def _note(where: Note, part: CollectiveSide) -> Note:
 def disagreement(operation: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
     """Return the error for ranks of a team that disagree in their communication or barrier with index `number`.
 
-    `operation` is the word for it. `notes` has one note for each rank, and None for a rank that issues fewer of them.
+    `operation` is `communication` or `barrier`. `notes` has one note for each rank, and None for a rank that issues
+    fewer of them.
     """
     described = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(

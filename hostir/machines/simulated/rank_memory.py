@@ -17,7 +17,10 @@ from hostir.machines.simulated.tasks import FlagGate, Task
 
 
 class RankMemory:
-    """The memory of one rank. `dtype` is the dtype of all its buffers; None stands for the declared dtypes."""
+    """The memory of one rank.
+
+    `dtype` is the dtype of all buffers except flags; None stands for the dtypes that the program declares.
+    """
 
     def __init__(
         self, issuer: Issuer, memory: SimulatedMemory, symmetric: SymmetricBuffers, dtype: torch.dtype | None
@@ -78,7 +81,7 @@ class RankMemory:
     def refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
         """Raise HostIRError if the current statement writes memory that it reads, unless it may work in place.
 
-        It writes `out`, and reads the tensors `reads`.
+        The statement writes `out`, and reads the tensors `reads`.
         """
         s = self.issuer.statement
         for n, x in enumerate(reads):

@@ -30,9 +30,9 @@ def random_order(seed: int, tasks: Sequence[Task]) -> Priority:
     """Return random priorities that are likely to expose missing edges. Every legal order is possible.
 
     Each lane has a random priority. Depending on the seed, priorities change never, seldom, often, or at every step. If
-    priorities never change, the lane that comes last runs only when no other lane can run. For example, all tasks of
-    one stream may run before the first collective. If the scheduler chose each next task at random, such orders would
-    be very rare. (This is the idea of probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.)
+    priorities never change, the lane with the last priority runs only when no other lane can run. For example, all
+    tasks of one stream may run before the first collective. If the scheduler chose each next task at random, such
+    orders would be very rare. (This is the idea of probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.)
 
     An even seed also delays one of `tasks` until nothing else can run. The task's followers wait with it, and all other
     tasks overtake it. Consecutive even seeds delay consecutive tasks.
@@ -107,7 +107,10 @@ def execute(
 
 
 def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
-    """Add the followers of a task that now wait for no other task to `ready`. With `held`, holding edges count, too."""
+    """Add to `ready` the followers of a task that has run, if they wait for no other task.
+
+    With `held`, holding edges count, too.
+    """
     for follower in task.followers:
         follower.blockers -= 1
         if not follower.blockers:
