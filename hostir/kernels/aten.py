@@ -162,8 +162,8 @@ def scaled_matmul(
     `torch._scaled_mm` computes it if it supports the operands. Otherwise it is computed in float64. `fast` is passed to
     `torch._scaled_mm`.
 
-    Tensor-wise and row-wise scales may have G elements along K, each for K/G elements of an operand. The reference on
-    unsharded tensors has such scales.
+    Tensor-wise and row-wise scales may have G elements along K, each for K/G elements of an operand. This happens if
+    each of G ranks has scaled its shard of K, and the product is computed on the unsharded tensors as a reference.
     """
     if out.dtype != torch.float64 and scaled_by_library(out, a, b, scale_a, scale_b, bias, fast=fast):
         return

@@ -1,6 +1,6 @@
 """Layouts of tensors for kernels: merged axes, views of rows and blocks of rows, strides of TMA descriptors.
 
-Also a pool of small arrays on the device, which kernels read.
+The module also has a pool of small device arrays that kernels read.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[i
 
 
 def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int, ...]:
-    """Return one register for each input: the view of symmetric memory into which the program copies the input.
+    """Return one register for each input: it holds the view of symmetric memory to which the program copies the input.
 
     The register is NONE if there is no such copy. The caller can write an input directly to this memory, which saves
     the copy.

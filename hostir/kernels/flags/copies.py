@@ -144,14 +144,14 @@ def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
 class PushKernel:
     """A kernel that copies pieces of memory to peers and raises flags. Calling it launches it on the current stream.
 
-    A flag rises once its piece and all pieces before it have arrived. The kernel copies pieces in any order. So the
-    target of a piece must overlap neither the source nor the target of another piece.
+    A flag rises once its piece and all earlier elements of `pieces` have arrived. The kernel copies pieces in any
+    order. So the target of a piece must overlap neither the source nor the target of another piece.
 
     The matmul that computes the source can make these copies itself: see `multiply` and `Pushed`.
 
     Args:
         device: this rank's device.
-        pieces: the pieces to copy, in the order of their flags.
+        pieces: the pieces to copy.
         size: the size of each piece in bytes.
         sms: the number of SMs to use; all of them if the device has fewer.
         words: the pool that holds the kernel's table; by default a new one.

@@ -136,7 +136,10 @@ def check_flags(flags: torch.Tensor, first: int) -> None:
 
 
 def block_height(x: torch.Tensor, blocks: int) -> int:
-    """Return the number of rows of each of `blocks` equal blocks of `x`; raise ValueError if they are not equal."""
+    """Return the number of rows of a block, if `x` is split evenly into `blocks` blocks of rows.
+
+    Raises ValueError if the rows do not split evenly.
+    """
     rows = math.prod(x.shape[:-1])
     if rows % blocks:
         raise ValueError(f"{rows} rows do not make {blocks} equal blocks")

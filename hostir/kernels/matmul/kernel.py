@@ -143,7 +143,7 @@ class LeftOperand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Everything of the matmul that all tiles share: matrices, sizes, and the order of tiles.
+    """The arguments of the matmul that all tiles share: matrices, sizes, and the order of tiles.
 
     Fields:
         group: rows of tiles per group, see `tile_position`.

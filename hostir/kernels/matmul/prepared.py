@@ -201,7 +201,7 @@ class MatmulLaunch:
         return self.described[number].descriptor(tensor, self.blocks[number])
 
     def _encoded_descriptor(self, compiled: Compiled, number: int, tensor: torch.Tensor) -> Sequence[Any]:
-        """Return the arguments that encode the descriptor of an operand. Descriptors are kept by address."""
+        """Return the kernel arguments that encode the TMA descriptor of an operand. They are cached by address."""
         kept, address = self._encoded[number], tensor.data_ptr()
         encoded = kept.get(address)
         if encoded is None:

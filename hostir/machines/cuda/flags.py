@@ -78,7 +78,7 @@ class CudaFlags:
     def is_sent(self, op: SignalOp) -> bool:
         """Record a signal; return True if the call sends the same signal earlier.
 
-        It must not be sent again: the second signal might arrive after the flag's reset.
+        The same signal must not be sent twice: the second one might arrive after the flag's reset.
         """
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
         sent = signal in self.sent

@@ -82,7 +82,8 @@ class FlowControl:
         signaled: the peers whose flags this rank raises. It needs a credit from each of them.
         signalers: the peers that raise this rank's flags. It grants a credit to each of them.
         raised: this rank's flags that signals raise in a call, with the last epoch of each flag.
-        unawaited: the flags in `raised` that reach a last epoch for which no statement of this rank waits.
+        unawaited: the flags in `raised` for which no statement of this rank waits until their last epoch. The end of
+            the call waits for them.
         stream_ordered: this rank's flags that only this rank raises, on the same stream that waits for them. The order
             of the stream replaces these flags.
         implied_barriers: the teams whose first barrier is replaced by credits.

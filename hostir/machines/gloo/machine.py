@@ -162,7 +162,10 @@ class GlooPlan:
         return outputs
 
     def execute(self) -> None:
-        """Run all lanes, and wait for them. After a failure, do not wait for the lanes of teams: they may be stuck."""
+        """Run all lanes, and wait for them.
+
+        After a failure, do not wait for the lanes of teams: they may be stuck in a communication.
+        """
         self.begun = False
         self.host.run()
         if self.failure.problem:

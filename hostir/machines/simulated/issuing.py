@@ -19,8 +19,8 @@ class IssueQueue:
     Fields:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
-        pushing: if the latest tasks are copies by SMs and signals directly after them: a task that marks their common
-            start, and these tasks. Otherwise empty.
+        pushing: the latest tasks, if they are copies by SMs and signals directly after copies. The first element is a
+            task that marks their common start. Empty if the latest task is another one.
         signalled: True if the last task in `pushing` is a signal.
     """
 
