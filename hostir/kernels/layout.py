@@ -216,6 +216,6 @@ class Words:
             free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
         words = free.pop()
         weakref.finalize(owner, free.append, words).atexit = False
-        values = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        values = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # even if torch's default device is another
         values = values.pin_memory() if self.device.type == "cuda" else values
         return words[: len(values)].copy_(values, non_blocking=True)

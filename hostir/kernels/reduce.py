@@ -543,7 +543,7 @@ def add_up(
     if ready is not None or done is not None or adds_in_order(x, out, axis):
         moved = own_rows is not None and own_rows.shape != out.shape
         if own_rows is not None and moved:
-            own_rows = own_rows.reshape(out.shape)  # a view, if there is one
+            own_rows = own_rows.reshape(out.shape)  # a view if possible
         again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own_rows)
         return None if moved else again
     if addend is not None or activation:

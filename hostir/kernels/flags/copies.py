@@ -177,7 +177,7 @@ class PushKernel:
         self.table = (words or Words(device, 1)).of(self, numbers, place)
         self.arrived = self.table[4 * self.count :].view(torch.int32)[: -(-self.count // self.together)]
         self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would be idle
-        self.alignment = size  # all sizes and addresses, ored: their common low zero bits
+        self.alignment = size  # all sizes and addresses combined by OR: a low bit is 0 if it is 0 in all of them
         for piece in pieces:
             self.alignment |= piece.offset | piece.target
         self.offsets, self.layout = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)

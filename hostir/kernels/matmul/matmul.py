@@ -54,7 +54,7 @@ from hostir.kernels.scales import FlatScales, of_blocks
 EXACT_RUN = 64  # float32 products per partial sum
 
 _MAX_LAUNCHES = 4096
-_launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by all that they depend on
+_launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by everything that they depend on
 
 
 class _Options(NamedTuple):
@@ -266,7 +266,8 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
         described = _described((a, b, out, None), rows, None)
         own_rows = own_rows if described is None else None
     copies_own = has_own and own_rows is None
-    # Programmatic dependent launch came with TMA, on Hopper. A copy would run between the previous kernel and this one.
+    # Programmatic dependent launch came with TMA, on Hopper. A copy of `own_rows` would run between the previous kernel
+    # and this one, so the two could not overlap.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
     blockwise = scales is not None and of_blocks(scales, N)

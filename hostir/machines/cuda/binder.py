@@ -1,4 +1,4 @@
-"""Binding on CUDA: the operations of an unrolled program become steps: closures that issue work to streams."""
+"""Binding on CUDA. Operations of an unrolled program become steps, which are closures that issue work to streams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from hostir.plan.operations import (
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaMachine
 
-CYCLES_PER_US = 2000  # of a clock near 2 GHz
+CYCLES_PER_US = 2000  # cycles per microsecond of a GPU clock near 2 GHz
 
 
 class CudaOneSided:

@@ -89,7 +89,7 @@ class CopySteps:
             offset = self.context.unrolled.layouts[copy.x].offset * to.element_size()
             pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
         # The kernel raises its flags in any order. So it raises each flag once, to its last epoch: a lower epoch might
-        # arrive after this rank's peer has reset the flag to 0.
+        # arrive after the peer has reset the flag to 0.
         last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
         pieces = [
             (offset, target, flag if last[flag] == number else 0, epoch)

@@ -69,7 +69,7 @@ class PeerMemory:
         if not dist.is_initialized():
             self.mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
             return
-        import torch.distributed._symmetric_memory as symmetric_memory  # here, as it takes its time to load
+        import torch.distributed._symmetric_memory as symmetric_memory  # imported here, because it takes long to load
 
         self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
 

@@ -82,7 +82,7 @@ def collective(
 
 def _options(options_class: Any, inline: bool) -> Any:
     options = options_class()
-    options.asyncOp = not inline  # without it, NCCL runs on the current stream and delays the work that follows
+    options.asyncOp = not inline  # if False, NCCL runs on the current stream and delays the work that follows
     return options
 
 

@@ -18,7 +18,7 @@ from hostir.kernels.parameters import TAPING
 from hostir.machines.cuda.driver import capture_id, new_stream
 
 WORKERS = 32  # the number of shared worker streams of a device, unless one executor needs more
-RESTING = 32  # of the private streams with a cuBLAS workspace, this many that were freed last are not reused
+RESTING = 32  # the number of private streams with a cuBLAS workspace that wait for reuse, the ones freed last
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # the latest current stream, by device index
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: Counter[torch.device] = Counter()  # the number of worker streams that executors were given

@@ -138,7 +138,7 @@ class LocalMachine:
         actions = [task for task in issued if task.run is not None]
         shuffled = Random(0).sample(actions, len(actions))
         last = max(task.call for task in actions)
-        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # nothing follows the last call
+        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # the last call last: nothing follows it
 
     def _failed(self, task: Task, problem: Exception) -> Exception:
         span, where = self.where(task)
