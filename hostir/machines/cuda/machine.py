@@ -132,10 +132,9 @@ class CudaPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
-        self.placed = [
-            (home, i) for i, (home, _) in outputs if home != NONE
-        ]  # outputs that a run computes in the caller's tensors
-        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # outputs that it copies there
+        # A run computes some outputs in the caller's tensors, and copies the other outputs to them at its end.
+        self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]
+        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]
         self.eager_only = uniform_only(unrolled)  # the reason why its runs must not be captured; empty if they may
         self.memory = machine.symmetric.of(unrolled, self, sizes_key, limit)
         context = PlanContext(
