@@ -1,8 +1,8 @@
 """The computations of the language in ATen: one function for each, `f(out, *operands, **options)`.
 
 Each function writes all of `out`, whatever its strides. It accumulates in f32 or better, unless the user allows torch
-to accumulate in f16 (`allow_fp16_accumulation`). By default torch lets cuBLAS add up the parts of split-K in 16 bits:
-this is switched off for all threads while a product is issued, and then set back to the user's choice.
+to accumulate in f16 (`allow_fp16_accumulation`). By default torch lets cuBLAS add up the parts of split-K in 16 bits. A
+contraction switches this off for all threads while it issues its product, and then restores the user's setting.
 
 `out` must not share memory with the operands of a contraction or a sum. In elementwise computations it may be one of
 the operands.
@@ -26,15 +26,16 @@ REDUCED_PRECISION = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
-# Getter and setter of each setting: a quarter of the time of torch.backends. A value is a pair: True if 16-bit
-# sums are allowed, and True if split-K is allowed. torch requires the second to be True if the first is.
+# The getter and the setter of each setting. They take a quarter of the time of torch.backends. A value is a pair: True
+# if 16-bit sums are allowed, and True if split-K is allowed. torch requires the second to be True if the first is.
 _SETTINGS = {
     dtype: (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
     for dtype, name in REDUCED_PRECISION.items()
 }
 _setting = threading.Lock()  # held while a setting differs from the user's
 
-# Up to this many numbers are added one by one, as torch's order depends on layouts. For more, torch is more accurate.
+# Up to this many numbers are added one by one, because the order in which torch adds depends on layouts. For more
+# numbers, torch's sum is more accurate.
 IN_ORDER = 16
 
 
@@ -53,12 +54,12 @@ def linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch
 
 
 def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    """`out = x + y`, broadcast from the last axis on."""
+    """`out = x + y`. Shapes broadcast as in torch."""
     torch.add(x, y, out=out)
 
 
 def mul(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    """`out = x * y`, broadcast from the last axis on."""
+    """`out = x * y`. Shapes broadcast as in torch."""
     torch.mul(x, y, out=out)
 
 
@@ -109,7 +110,10 @@ def cast(out: torch.Tensor, x: torch.Tensor, *, dtype: str) -> None:
 def sum(
     out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
 ) -> None:
-    """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once. Few elements are added in order."""
+    """`out = activation(x.sum(axis) + addend)`, in f32 or better, rounded once.
+
+    Up to IN_ORDER elements are added in their order on a CPU, and on a GPU if there is an addend or an activation.
+    """
     if 0 < x.shape[axis] <= IN_ORDER and (out.is_cpu or addend is not None or activation):
         add_up(out, x.unbind(axis), addend, activation)
         return
@@ -133,7 +137,7 @@ def add_up(
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
-    """`out = x / sqrt(mean(x^2) + eps) * weight` of each row, in f32 or better, rounded once."""
+    """`out = x / sqrt(mean(x^2) + eps) * weight` for each row of `x`, in f32 or better, rounded once."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     total = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     out.copy_(total if weight is None else total * weight)
@@ -155,9 +159,11 @@ def scaled_matmul(
 ) -> None:
     """`out[..., n] = bias[n] + sum over k of (a * scale_a)[..., k] (b * scale_b)[k, n]`, rounded once.
 
-    torch's library computes it if it takes such operands; else it is computed in float64. Tensor-wise and row-wise
-    scales may have G elements along K, one for each K/G elements of an operand, as in the reference on unsharded
-    tensors. `fast` is passed to the library.
+    `torch._scaled_mm` computes it if it supports the operands. Otherwise it is computed in float64. `fast` is passed to
+    `torch._scaled_mm`.
+
+    Tensor-wise and row-wise scales may have G elements along K, each for K/G elements of an operand. This happens if
+    each of G ranks has scaled its shard of K, and the product is computed on the unsharded tensors as a reference.
     """
     if out.dtype != torch.float64 and scaled_by_library(out, a, b, scale_a, scale_b, bias, fast=fast):
         return
@@ -176,24 +182,29 @@ def scaled_matmul(
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
-    """`out = max(amax / max, 2^-126)` in f32, for each row of `x`, or for each `block` elements of a row."""
+    """`out = max(amax / limit, 2^-126)` in f32, for each row of `x`, or for each `block` elements of a row.
+
+    `amax` is the largest absolute value of the row or block. `limit` is the largest number of `dtype`, an fp8 dtype.
+    """
     blocks = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
     amax = blocks.float().abs().amax(-1) if x.shape[-1] else torch.zeros_like(out, dtype=torch.float32)
-    # To divide by a Python number, torch multiplies by its rounded reciprocal on CUDA. The scale can then be off by one
-    # unit of f32, which moves elements halfway between two numbers of fp8 by a step. By a tensor, torch really divides.
+    # On CUDA, torch divides by a Python number by multiplying with its rounded reciprocal. The scale can then be off by
+    # one unit of f32. Elements halfway between two numbers of fp8 would be rounded to the other number. If the divisor
+    # is a tensor, torch divides exactly.
     limit = torch.full((), torch.finfo(FP8[dtype]).max, device=x.device)
     out.copy_((amax / limit).clamp_min_(LEAST_SCALE))
 
 
 def largest(out: torch.Tensor, x: torch.Tensor) -> None:
-    """`out` is the largest element of `x`, NaN if there is one, and 0 if there are no elements."""
+    """`out = max(x)`, the largest element: NaN if `x` contains a NaN, and 0 if `x` is empty."""
     out.copy_(x.amax().view(out.shape) if x.numel() else torch.zeros_like(out))
 
 
 def quantize(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, dtype: str) -> None:
     """`out = x / scale` in fp8, computed in f32, limited to the dtype's range and rounded to nearest even.
 
-    `scale` has the axes of `x`, each of size 1 or as in `x`. Its last axis may also have one element for each block.
+    `scale` has as many axes as `x`, each of size 1 or of the size in `x`. The last axis of `scale` may also have one
+    element for each block of a row.
     """
     narrow = FP8[dtype]
     limit = torch.finfo(narrow).max
@@ -215,13 +226,14 @@ BY_CUBLAS = (matmul, linear, scaled_matmul)  # kernels that call cuBLAS
 def _contract(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Compute `out = a @ b (+ bias)`, with sums in f32. A bias is a row, or has the shape of `out`.
 
-    If rows are not multiples of 16 bytes, cuBLAS chooses other kernels, and different ones for a slice and for all
-    rows. With 16-bit sums, some of these have 1.4 times the error of others.
+    Sums in f32 matter most if rows are not multiples of 16 bytes. For such rows cuBLAS chooses other kernels, and it
+    may choose one kernel for a slice of the rows and another for all rows. With 16-bit sums, some of these kernels have
+    1.4 times the error of others.
     """
     setting = _SETTINGS.get(out.dtype)
     if setting is None:
         _multiply(out, a, b, bias)
-    elif out.is_cpu:  # in f32: a hundred times as fast on CPUs without 16-bit arithmetic
+    elif out.is_cpu:  # f32 is a hundred times as fast on CPUs without 16-bit arithmetic
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         _multiply(wide, a.float(), b.float(), None if bias is None else bias.float())
         out.copy_(wide)
@@ -262,5 +274,8 @@ def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 
 @functools.lru_cache(maxsize=1024)
 def _folds(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Return True if torch.matmul merges all leading axes into one product. Strides of axes of size 1 count too."""
+    """Return True if torch.matmul computes one product for all leading axes.
+
+    Like torch.matmul, this compares the strides of all leading axes, also of axes of size 1.
+    """
     return len(shape) > 1 and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))

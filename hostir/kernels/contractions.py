@@ -1,4 +1,9 @@
-"""Kernels of the table in Triton: contractions (matmul, linear, scaled matmul) and sums, also by blocks of rows."""
+"""The Triton kernels in the tables of `hostir.kernels.table`.
+
+They compute contractions (matmul, linear, scaled matmul), sums, and scales, quotients and norms of rows. There are
+further kernels for contractions and sums: they wait for a flag of each block of rows, and raise a flag after each
+block.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,10 @@ def sum_by_blocks(
     done: DoneFlags | None = None,
     own_rows: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(axis) + addend)` in Triton; each block of rows waits for its flags."""
+    """Compute `out = activation(x.sum(axis) + addend)` in Triton. Return the same as `hostir.kernels.reduce.add_up`.
+
+    With `ready`, the kernel waits for the flags of each block of rows. With `done`, it raises a flag after each block.
+    """
     from hostir.kernels.reduce import add_up  # loads Triton: only where it is used
 
     return add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
@@ -42,20 +50,23 @@ def sum_by_blocks(
 # A contraction multiplies the rows of `a` by a right side. All contractions share the code that waits for flags, raises
 # flags, or copies to peers.
 
-# f(out, a, row, **flags) multiplies some rows of the operand; `row` is the index of the first of them.
+# A function f(out, a, row, **flags) that multiplies some rows of an operand. `row` is the index of the first row.
 Multiply = Callable[..., Again | None]
-# f(out, a, *others, **options) takes the arguments of a kernel. It computes nothing yet, but returns a Multiply.
+# A function f(out, a, *others, **options) that takes a kernel's arguments. It computes nothing and returns a Multiply.
 RightSide = Callable[..., Multiply]
 
 
 def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None) -> Multiply:
-    """Multiply by `b` `[K, N]`. An addend must be `out` itself: the product is then added to it."""
+    """Return a function that multiplies rows by `b` `[K, N]`.
+
+    The addend must be None or `out` itself. If it is `out`, the function adds the product to the old values of `out`.
+    """
     assert addend is None or (addend.data_ptr(), addend.stride()) == (out.data_ptr(), out.stride())
     return _product(b, adds=addend is not None)
 
 
 def _linear(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Multiply:
-    """Multiply by the transpose of `weight` `[N, K]`, and add `bias` `[N]`; round once."""
+    """Return a function that multiplies rows by `weight^T`, adds `bias` `[N]` and rounds once. `weight` is `[N, K]`."""
     return _product(weight.t(), bias=bias)
 
 
@@ -75,7 +86,7 @@ def _scaled_matmul(
     *,
     fast: bool = False,
 ) -> Multiply:
-    """Multiply as `hostir.kernels.scaled.scaled_matmul` does."""
+    """Return a function that multiplies rows as `hostir.kernels.scaled.scaled_matmul` does."""
     from hostir.kernels.matmul.matmul import multiply
 
     along_k, (of_a, of_b), copied = readable(a, b, scale_a, scale_b)
@@ -92,7 +103,7 @@ CONTRACTIONS: Mapping[str, RightSide] = {"matmul": _matmul, "linear": _linear, "
 
 
 def _without_flags(right_side: RightSide) -> Kernel:
-    """Return the kernel of a contraction without flags: all rows of `a` are ready."""
+    """Return a kernel that computes a contraction without flags. All rows of `a` are ready when it starts."""
 
     def kernel(out: torch.Tensor, a: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> Again | None:
         return _contract(out, a, right_side(out, a, *others, **options))
@@ -101,12 +112,14 @@ def _without_flags(right_side: RightSide) -> Kernel:
 
 
 def _by_blocks(right_side: RightSide) -> Kernel:
-    """Return the kernel of a contraction that waits for the flags of `ready` and raises the flags of `done`.
+    """Return a kernel that computes a contraction, waits for the flags of `ready` and raises the flags of `done`.
 
-    Each block of rows begins when its flag has risen. `own_rows` replace a block, which needs no flag. If the leading
-    axes of `a` and `out` merge, the kernel is one launch. Else there are several launches, and one more after them that
-    raises all flags of `done`. Raises HostIRError if the leading axes do not merge and the blocks do not fit the slices
-    of the outermost axis (see `_contract_ready`).
+    The kernel computes a block of rows once the block's flag has risen. `own_rows` replace block `ready.first`, which
+    needs no flag. If the leading axes of `a` and `out` merge, the kernel is one launch. Otherwise it is several
+    launches, and a last launch that raises all flags of `done`.
+
+    The kernel raises HostIRError if the leading axes do not merge and the blocks do not fit the slices of the outermost
+    axis (see `_contract_ready`).
     """
 
     def kernel(
@@ -143,7 +156,11 @@ def _scaled_matmul_by_blocks(
     ready: ReadyFlags | None = None,
     **options: Any,
 ) -> Again | None:
-    """Compute as `_by_blocks`. Raises HostIRError for scales that it would have to copy before their rows arrive."""
+    """Compute a scaled matmul as a kernel from `_by_blocks` does.
+
+    Raises HostIRError if `ready` is set and the scales of the rows have no single stride. The kernel would have to copy
+    such scales before the rows arrive.
+    """
     if ready is not None and scale_a.numel() > 1 and rows(scale_a) is None:
         raise error(
             "a matmul cannot wait for rows if their scales have no single stride",
@@ -153,9 +170,9 @@ def _scaled_matmul_by_blocks(
 
 
 def _pushed(right_side: RightSide) -> Kernel:
-    """Return the kernel of a contraction that also copies pieces of `out` to peers, as `pushed` says; `out` is dense.
+    """Return a kernel that computes a contraction and makes the copies of `pushed`: pieces of `out` to peers.
 
-    If the leading axes of `a` do not merge, a second kernel makes the copies.
+    `out` must be contiguous. If the leading axes of `a` do not merge, a second launch makes the copies.
     """
 
     def kernel(
@@ -188,12 +205,17 @@ def _contract_ready(
     ready: ReadyFlags,
     own_rows: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute a contraction that begins each block of the flattened rows when its flag has risen.
+    """Compute a contraction. Each block of the flattened rows is computed once its flag has risen.
 
-    If the leading axes of `a` and `out` merge into `[batch, rows]`, it is one launch, which waits for each block by
-    itself. Otherwise each slice of the outermost axis is a launch; the slice that holds block `ready.first` comes
-    first. Each slice must then consist of complete blocks, or each block of complete slices; else raises HostIRError.
-    With `own_rows`, and blocks that do not consist of complete batches, each block is a launch.
+    `row` is the index of the first row of `a` in the complete operand.
+
+    If the leading axes of `a` and `out` merge into `[batch, rows]`, one launch computes everything, and waits for each
+    block. Otherwise there is one launch for each slice of the outermost axis. The slice that holds block `ready.first`
+    comes first. Each slice must then consist of complete blocks, or each block must consist of complete slices.
+    Otherwise this raises HostIRError.
+
+    With `own_rows`, there is one launch for everything if blocks consist of complete batches, or if there is only one
+    batch. Otherwise there is at least one launch for each block.
     """
     count = a.shape[:-1].numel()
     if own_rows is not None:
@@ -230,19 +252,25 @@ def _contract_ready(
 
 
 def _of_block(ready: ReadyFlags, block: int) -> ReadyFlags:
-    """Return the flags of one block, for a launch that follows another one and so overlaps no other kernel."""
+    """Return the flags of one block, for a launch that is not the first and so overlaps no other kernel."""
     one = slice(block, block + 1)
     return replace(ready, flags=ready.flags[one], timeouts=ready.timeouts[one], first=0, overlapped_sms=0)
 
 
 def _in_complete_batches(out: torch.Tensor, a: torch.Tensor, blocks: int) -> bool:
-    """Return True if the leading axes merge for one launch, and blocks are complete batches or parts of one batch."""
+    """Return True if one launch can read `own_rows` in place.
+
+    The leading axes must merge into `[batch, rows]`. Either there is only one batch, or each block is complete batches.
+    """
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     return len(levels) < 2 or (len(levels) == 2 and levels[0][0] % blocks == 0)
 
 
 def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 0) -> Again | None:
-    """Compute a contraction without flags, with a launch for each slice if leading axes do not merge."""
+    """Compute a contraction without flags. If leading axes do not merge, launch once for each slice.
+
+    `row` is the index of the first row of `a` in the complete operand.
+    """
     if _merges(out, a):
         return product(out, a, row)
     for i, (out_part, a_part) in enumerate(zip(out, a, strict=True)):
@@ -251,7 +279,7 @@ def _contract(out: torch.Tensor, a: torch.Tensor, product: Multiply, row: int = 
 
 
 def scaled_matmul_of_either(out: torch.Tensor, *operands: Any, fast: bool = False) -> Again | None:
-    """Compute a scaled matmul by torch's library if it takes such operands, else in Triton."""
+    """Compute a scaled matmul by `torch._scaled_mm` if it supports the operands, else in Triton."""
     if scaled_by_library(out, *operands, fast=fast):
         return None
     return WITHOUT_FLAGS["scaled_matmul"](out, *operands, fast=fast)
@@ -281,7 +309,10 @@ BY_ROWS: Mapping[str, Kernel] = {"row_scales": _row_scales, "quantize": _quantiz
 def sum_of_few(
     out: torch.Tensor, x: torch.Tensor, addend: torch.Tensor | None = None, *, axis: int, activation: str = ""
 ) -> Again | None:
-    """Compute a sum by torch, but in Triton for a few tensors that lie one after another: torch is slow there."""
+    """Compute a sum in Triton if it adds a few tensors that lie one after another in memory, else by torch.
+
+    torch is slow for such tensors.
+    """
     from hostir.kernels.reduce import adds_in_order
 
     if adds_in_order(x, out, axis):
@@ -290,7 +321,7 @@ def sum_of_few(
     return None
 
 
-# Kernels that may return a function that repeats the call; see `repeating`.
+# Kernels that may return a function which repeats the call; see `repeating`.
 REPEATABLE: tuple[Kernel, ...] = (*WITHOUT_FLAGS.values(), scaled_matmul_of_either, sum_by_blocks, sum_of_few)
 # Kernels that launch Triton kernels, at least for some operands. Their Triton kernels can be loaded before a call.
 IN_TRITON: tuple[Kernel, ...] = (*REPEATABLE, *BY_BLOCKS.values(), *PUSHED.values(), *BY_ROWS.values())
@@ -304,7 +335,10 @@ def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
 
 
 def triton_kernels(device_type: str) -> dict[str, Kernel]:
-    """Return the Triton kernels of the table for a type of device."""
+    """Return the Triton kernels without flags, by the name of the computation, for devices of type `cpu` or `cuda`.
+
+    Raises HostIRError if Triton is not installed, and for a CPU if Triton's interpreter is switched off.
+    """
     try:  # Triton need not be installed unless somebody asks for it
         from hostir.kernels.devices import INTERPRETED
     except ImportError as problem:

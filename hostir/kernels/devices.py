@@ -29,7 +29,12 @@ _interpreter_lock = threading.Lock()
 
 
 class _Thread(threading.local):
-    """State of a thread: whether it has a CUDA context, and whether it loads kernels instead of launching them."""
+    """State of a thread.
+
+    Fields:
+        bound: True if CUDA has bound a context to the thread.
+        only_loads: True if the thread loads kernels and does not launch them.
+    """
 
     bound = False
     only_loads = False
@@ -97,9 +102,10 @@ def launching(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 def bind_thread(device: torch.device) -> None:
-    """Bind the CUDA context of `device`, which is the current device, to this thread.
+    """Bind the CUDA context of `device` to this thread. `device` must be the current device.
 
-    CUDA binds it at a thread's first call of the CUDA runtime. Encoding a descriptor calls only the driver.
+    CUDA binds the context when a thread first calls the CUDA runtime. A thread that encodes a TMA descriptor calls only
+    the driver, so it needs this function first.
     """
     if not _thread.bound:
         torch.cuda.mem_get_info(device)
@@ -107,10 +113,10 @@ def bind_thread(device: torch.device) -> None:
 
 
 class Compiled:
-    """A compiled kernel, which is launched with arguments of the types that it was compiled for.
+    """A compiled Triton kernel that is launched without Triton's search for it.
 
-    Triton's launch inspects every argument to find the compiled kernel, and encodes every descriptor. To reuse the
-    kernel and the encoded descriptors of an earlier launch saves most of the host time.
+    Triton's launch inspects every argument to find the compiled kernel, and encodes every descriptor. This class calls
+    the compiled kernel directly, with descriptors that were encoded before. That saves most of the host time.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -127,22 +133,29 @@ class Compiled:
 
     @functools.cached_property
     def kernel_launch(self) -> KernelLaunch:
-        """The common part of all launches. Raises TypeError if native code cannot launch the kernel."""
+        """The properties of the kernel that all launches share. Raises TypeError if native code cannot launch it."""
         return KernelLaunch.of(self._kernel)
 
     def encoded(self, number: int, descriptor: TensorDescriptor) -> Sequence[Any]:
-        """Return the arguments that encode descriptor `number`. They hold the tensor's address, not the tensor."""
+        """Return the kernel arguments that encode a TMA descriptor, the kernel's descriptor with index `number`.
+
+        They hold the address of the tensor, but do not keep the tensor alive.
+        """
         return tuple(self._encode(descriptor, self._described[number] if self._described else None))
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Launch with all arguments: tensors as addresses, descriptors encoded, constants as they were compiled."""
+        """Launch a grid of `programs` programs on the stream with the handle `stream`.
+
+        `arguments` are all arguments of the kernel: addresses of tensors, encoded descriptors, and the constants that
+        the kernel was compiled for.
+        """
         if TAPING.writer is not None:
             TAPING.writer.launch(self, programs, stream, arguments)
         self._launch(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
 
 
-# Kernels are compiled and loaded before the first call that launches them issues any work. Compiling takes seconds, and
-# peers would wait; and a kernel may turn out to need more than the device has.
+# The first call that launches kernels compiles and loads all of them before it issues any work. There are two reasons:
+# peers should not wait for a compiler that takes seconds, and a kernel may turn out to need more than the device has.
 
 
 class TooLargeError(HostIRError):
@@ -150,9 +163,10 @@ class TooLargeError(HostIRError):
 
 
 def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Compiled | None:
-    """Compile a kernel for such arguments, and load it on the current device. Returns None in the interpreter.
+    """Compile a kernel for arguments of these types, and load it on the current device.
 
-    Raises TooLargeError if the kernel needs more than the device has.
+    `options` are Triton's compile options. Returns None in the interpreter. Raises TooLargeError if the kernel needs
+    more shared memory or threads than the device has.
     """
     if INTERPRETED:
         return None
@@ -167,7 +181,10 @@ def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> C
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Launch a kernel through Triton on the current device. Within `loading`, only load it."""
+    """Launch a grid of `programs` programs through Triton on the current device.
+
+    In the context of `loading`, only compile and load the kernel.
+    """
     if _thread.only_loads:
         load(kernel, arguments, options)
     else:
@@ -178,7 +195,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Make this thread load kernels instead of launching them, within the context. Operands are `StandIn`s."""
+    """Enter a context in which this thread loads kernels and does not launch them. Operands are `StandIn`s."""
     _thread.only_loads = True
     try:
         yield
@@ -187,17 +204,18 @@ def loading() -> Iterator[None]:
 
 
 def only_loads() -> bool:
-    """Return True in a thread that loads kernels instead of launching them."""
+    """Return True if this thread is in the context of `loading`: it loads kernels and does not launch them."""
     return _thread.only_loads
 
 
 class StandIn(torch.Tensor):
-    """A tensor without memory, with the layout, the device and the address of another. What writes to it does nothing.
+    """A tensor without memory that imitates the layout, the device and the address of a real tensor.
 
-    It is a tensor on torch's meta device that gives another device and address. Its views have addresses within it.
+    It is a tensor on torch's meta device that reports another device and address. Operations that write to it do
+    nothing. Its views are stand-ins too, with addresses in the same storage.
 
     Fields:
-        place: the device.
+        place: the device that it reports.
         origin: the address of its storage.
     """
 
@@ -250,7 +268,11 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def _like(cls, x: torch.Tensor, known: Mapping[int, StandIn]) -> StandIn:
-        """Return a meta tensor that was made of others, some of them its memory perhaps, as a stand-in like them."""
+        """Return a stand-in for the meta tensor `x`, the result of an operation on the stand-ins `known`.
+
+        `known` has the operands by their storage. If `x` is a view of an operand, it gets the operand's origin, else
+        address 0. The device is that of the first operand.
+        """
         standin, other = x.as_subclass(cls), known.get(_storage(x))
         standin.place = next(iter(known.values())).place
         standin.origin = 0 if other is None else other.origin
@@ -258,7 +280,7 @@ class StandIn(torch.Tensor):
 
 
 def _bare(x: Any, known: dict[int, StandIn]) -> Any:
-    """Return an argument with plain meta tensors in the place of stand-ins, which are added to those known."""
+    """Return an argument of an operation with all tensors replaced by plain meta tensors; add stand-ins to `known`."""
     if isinstance(x, StandIn):
         known[_storage(x)] = x
         return x.as_subclass(torch.Tensor)

@@ -1,6 +1,6 @@
 """Layouts of tensors for kernels: merged axes, views of rows and blocks of rows, strides of TMA descriptors.
 
-Also a pool of small arrays on the device, which kernels read.
+The module also has a pool of small device arrays that kernels read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 
 
 def launch_layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return everything about a tensor that a launch depends on, except its address."""
+    """Return a key of all properties of a tensor that a prepared launch depends on; None without a tensor.
+
+    The address is not in the key, only whether it is a multiple of 16.
+    """
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
@@ -58,11 +61,17 @@ def rows_or_copy(t: torch.Tensor) -> torch.Tensor:
 def row_pieces(
     parts: Sequence[tuple[torch.Tensor, int]], count: int, cuts: Iterable[int] = ()
 ) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Cut `count` rows of several tensors into the same pieces, each with a single row stride in every tensor.
+    """Cut `count` rows of several tensors into the same pieces, so that each piece has one row stride in every tensor.
 
-    `parts` are the tensors, of any layouts, each with the first row to take. Rows are the leading axes flattened.
-    `cuts` are further rows at which a piece must begin. Returns the first row of each piece, counted from 0, and its
-    rows in each tensor as views `[rows, K]`.
+    Rows are the flattened leading axes.
+
+    Args:
+        parts: the tensors, of any layouts, each with the index of its first row to take.
+        count: the number of rows to take from each tensor.
+        cuts: further rows at which a piece must begin, counted from the first row taken.
+
+    Returns `(start, views)` for each piece: its first row, counted from the first row taken, and its rows in each
+    tensor as views `[rows, K]`.
     """
     merged = [collapse(t.shape[:-1], t.stride()[:-1]) or [(1, t.shape[-1])] for t, _ in parts]
     turns = {
@@ -78,7 +87,10 @@ def row_pieces(
 
 
 def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, count: int) -> torch.Tensor:
-    """Return `count` rows from `start` on, which have a single stride; `levels` are the merged leading axes."""
+    """Return rows `[start, start + count)` of `t` as a view `[count, K]`. These rows must have a single stride.
+
+    `levels` are the merged leading axes of `t`, from `collapse`.
+    """
     left, offset = start, int(t.storage_offset())
     for size, stride in reversed(levels):
         left, index = divmod(left, size)
@@ -87,10 +99,10 @@ def _rows_at(t: torch.Tensor, levels: Sequence[tuple[int, ...]], start: int, cou
 
 
 def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> list[torch.Tensor]:
-    """Return the rows of block `block`, one of `blocks` equal blocks of `x`, as views.
+    """Return the rows of one block of `x` as views: block `block` of `blocks` equal blocks.
 
-    Returns one view `[rows, K]` if the rows of both tensors have a single stride, else several views. The leading axes
-    of `other` are equal to those of `x`: a call with the tensors swapped cuts the block in the same way.
+    Returns one view `[rows, K]` if the rows of both tensors have a single stride, else several views. `other` must have
+    the same leading axes as `x`. So a call with the tensors swapped cuts the block in the same way.
     """
     flat = rows(x)
     if flat is not None and rows(other) is not None:
@@ -103,7 +115,10 @@ def block_of(x: torch.Tensor, other: torch.Tensor, block: int, blocks: int) -> l
 def with_rows(
     out: torch.Tensor, a: torch.Tensor, block: int, blocks: int, own_rows: torch.Tensor | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of views for one block: rows of `out`, and the rows of `a`, or `own_rows`, to multiply."""
+    """Return pairs of views that together cover one block: rows of `out`, and the rows to multiply for them.
+
+    The rows to multiply are rows of `own_rows`, or of `a` if `own_rows` is None.
+    """
     outs = block_of(out, a, block, blocks)
     if own_rows is None:
         return list(zip(outs, block_of(a, out, block, blocks), strict=True))
@@ -114,7 +129,10 @@ def with_rows(
 def with_all_rows(
     out: torch.Tensor, a: torch.Tensor, blocks: int, first: int, own_rows: torch.Tensor | None = None
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return `with_rows` of every block, with `own_rows` for block `first`. Faster than one call per block."""
+    """Return the result of `with_rows` for every block, with `own_rows` for block `first` only.
+
+    This takes less time than one call of `with_rows` per block.
+    """
     outs, parts = rows(out), rows(a)
     if outs is None or parts is None or not len(outs):
         return [with_rows(out, a, block, blocks, own_rows if block == first else None) for block in range(blocks)]
@@ -126,7 +144,7 @@ def with_all_rows(
 
 
 def _rows_of(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """Return rows `[start, stop)` of the flattened leading axes, as views of several axes."""
+    """Return rows `[start, stop)` of `x` as one or more views. Rows are counted along the flattened leading axes."""
     inner = x.shape[1:-1].numel()
     if start == stop:
         return []
@@ -143,11 +161,16 @@ _STRIDE_LIMIT = 1 << 40
 
 
 def descriptor_strides(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> list[int] | str:
-    """Return strides (in elements) for a TMA descriptor of `shape` over the memory of `t`, or the rule that they break.
+    """Return strides (in elements) for a TMA descriptor of `shape` over the memory of `t`.
 
-    The rules are those of `cuTensorMapEncodeTiled`: a base address on 16 bytes, innermost stride 1, every other stride
-    a multiple of 16 bytes and of the next inner stride, and at least the extent of the inner axis. The stride of an
-    axis of size 1 is never used, so one that breaks the rules is replaced by one that does not.
+    If `strides` break a rule of TMA (`cuTensorMapEncodeTiled`), returns a string that describes the problem. The rules:
+
+    - The address is a multiple of 16 bytes.
+    - The innermost stride is 1.
+    - Every other stride is a multiple of 16 bytes and of the next inner stride.
+    - Every other stride is at least the extent of the next inner axis.
+
+    The stride of an axis of size 1 is never used. If it breaks a rule, a valid stride replaces it.
     """
     if t.data_ptr() % 16:
         return "its first element is not on a 16-byte boundary"
@@ -173,7 +196,7 @@ class Words:
 
     Args:
         device: the device of the arrays.
-        owners: the expected number of owners that live at a time. The pool allocates arrays for that many at once.
+        owners: the expected number of owners (kernels) alive at a time. The pool allocates that many arrays at once.
     """
 
     def __init__(self, device: torch.device, owners: int) -> None:
@@ -181,11 +204,11 @@ class Words:
         self.free: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def of(self, owner: object, numbers: Sequence[int], place: int) -> torch.Tensor:
-        """Return an int64 array with these numbers, aligned to 128 bytes. It belongs to the owner while that lives.
+        """Return an int64 array with these numbers, aligned to 128 bytes.
 
-        The host does not wait. The numbers are valid for the later work of the current stream, which must be ordered
-        after all work of earlier owners. Each `place` has separate memory: a plan uses one place for each of its
-        kernels.
+        The array returns to the pool when `owner` is garbage-collected. The numbers are copied on the current stream,
+        and the host does not wait. The caller must order this copy after all work of earlier owners of the array. Each
+        `place` has separate memory: a plan uses one place for each of its kernels.
         """
         size = -(-len(numbers) // 16) * 16
         free = self.free.setdefault((place, size), [])
@@ -193,6 +216,6 @@ class Words:
             free.extend(torch.empty(self.owners, size, dtype=torch.int64, device=self.device).unbind())
         words = free.pop()
         weakref.finalize(owner, free.append, words).atexit = False
-        values = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # whatever the default device is
+        values = torch.tensor([*numbers], dtype=torch.int64, device="cpu")  # even if torch's default device is another
         values = values.pin_memory() if self.device.type == "cuda" else values
         return words[: len(values)].copy_(values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""RMS norm of rows, in Triton. One program computes a row; it reads rows of up to MAX_WIDTH elements only once."""
+"""The RMS norm of rows in Triton. One program computes a row. It reads a row of up to MAX_WIDTH elements only once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Normalize a row, and multiply it by the weight. Loads `WIDTH` elements at a time; with `ONCE`, all at once."""
+    """Normalize a row and multiply it by the weight. Load `WIDTH` elements at a time. ONCE: `WIDTH` covers the row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     read = to_float32(tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=column < columns, other=0.0))
@@ -53,7 +53,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float) -> None:
-    """Compute `out = x / sqrt(mean(x^2) + eps) * weight` of each row in Triton, in f32, rounded once.
+    """Compute `out = x / sqrt(mean(x^2) + eps) * weight` for each row of `x` in Triton, in f32, rounded once.
 
     ATen computes it for f64, for tensors without elements, and for rows without a single stride.
     """

@@ -1,7 +1,8 @@
-"""Parameters of compiled Triton kernels, as the driver takes them. No other place knows how Triton passes arguments.
+"""Parameters of compiled Triton kernels in the form that the CUDA driver takes.
 
-Triton 3.6 and 3.7 pass the same parameters: those that are not constants, in order, with tuples flattened. A tensor
-descriptor is passed as a tensor map, sizes and strides. Two pointers to scratch memory come last.
+Only this module knows how Triton passes arguments. Triton 3.6 and 3.7 do it alike: they pass all arguments except
+constants, in order, with tuples flattened. A tensor descriptor becomes a tensor map, sizes and strides. Two pointers to
+scratch memory come last.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ CODES = {
     **{"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"},
     **{"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"},
     **{"fp32": "f", "f32": "f", "fp64": "d"},
-}  # how `struct` packs a parameter of a type of Triton's
+}  # the format characters of `struct`, by the names of Triton's types
 
 
 class Taping(threading.local):
-    """The writer of the calls of the driver that a thread makes.
+    """Per-thread state: the writer that records the thread's driver calls on a tape.
 
     Fields:
-        writer: a `hostir.machines.cuda.tape.TapeWriter`; None while nothing is recorded.
+        writer: a `hostir.machines.cuda.tape.TapeWriter`; None while the thread records nothing.
     """
 
     writer: Any = None
 
     def keep(self, *tensors: object) -> None:
-        """Keep tensors that a recorded launch uses as long as the recording."""
+        """Keep tensors alive as long as the tape that is being recorded: a launch on the tape uses them."""
         if self.writer is not None:
             self.writer.kept += tensors
 
@@ -41,15 +42,15 @@ TAPING = Taping()
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """The common part of all launches of a compiled Triton kernel.
+    """The properties of a compiled Triton kernel that all its launches share.
 
     Fields:
         function: the handle of the kernel, a CUfunction.
         warps, ctas: warps of a CTA, and CTAs of a cluster.
         shared: bytes of shared memory.
-        dependent: whether the kernel may start before the one ahead of it on its stream has ended.
-        cooperative: whether all programs must be resident at once.
-        types: the types of the kernel's parameters, flat, in Triton's words; see `parameter_types`.
+        dependent: True if the kernel may start before the previous kernel of its stream has ended.
+        cooperative: True if all programs must be resident at once.
+        types: the types of the kernel's parameters, from `parameter_types`.
     """
 
     name: str
@@ -63,9 +64,9 @@ class KernelLaunch:
 
     @staticmethod
     def of(kernel: Any) -> KernelLaunch:
-        """Return the launch of a kernel that Triton has compiled and loaded (versions 3.6 and 3.7).
+        """Return the properties of a kernel that Triton 3.6 or 3.7 has compiled and loaded.
 
-        Raises TypeError for a kernel that needs scratch memory, or a tensor descriptor without a tensor map.
+        Raises TypeError if the kernel needs scratch memory, or takes a tensor descriptor without a tensor map.
         """
         about = kernel.metadata
         if getattr(about, "global_scratch_size", 0) or getattr(about, "profile_scratch_size", 0):
@@ -83,13 +84,15 @@ class KernelLaunch:
 
 
 def parameter_types(signature: Any, described: Any) -> tuple[Any, ...]:
-    """Return the types of a kernel's arguments, in the structure in which a launch gives them.
+    """Return the types of a kernel's parameters as Triton's names, nested in tuples as a launch nests its arguments.
 
-    Tuples stay tuples, and constants stay `constexpr`. A tensor descriptor becomes a tensor map, sizes and strides.
+    Constants are included, with the type `constexpr`. A tensor descriptor becomes a tensor map, sizes and strides.
+    Raises TypeError for a tensor descriptor without a tensor map.
 
     Args:
         signature: the types of a compiled kernel's arguments.
-        described: Triton's layouts of the tensor descriptors, of those that kernels read through tensor maps.
+        described: Triton's metadata of the tensor descriptors, in order. An entry is None if the kernel does not read
+            the descriptor through a tensor map.
     """
     types: list[Any] = []
     number = 0
@@ -106,7 +109,7 @@ def parameter_types(signature: Any, described: Any) -> tuple[Any, ...]:
 
 
 def flat(types: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the type and the value of each parameter that a kernel has: none for constants."""
+    """Yield the type and the value of each parameter, with tuples flattened. Skip constants: they are no parameters."""
     if len(types) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments for {len(types)} parameters")
     for each, value in zip(types, arguments, strict=True):
@@ -119,8 +122,9 @@ def flat(types: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, 
 def packed(types: Sequence[Any], arguments: Sequence[Any]) -> tuple[bytes, list[int], list[tuple[int, int, bool]]]:
     """Pack a kernel's parameters as the driver reads them.
 
-    Returns the bytes, the offset of each parameter, and the offset and value of each address, with True for those in
-    tensor maps. Two null pointers follow the parameters: kernels of hostir need no scratch memory.
+    Returns the bytes, the offset of each parameter, and a triple `(offset, address, in_map)` for each address that is
+    not 0. `in_map` is True if the address is in a tensor map. Two null pointers follow the parameters, because kernels
+    of hostir need no scratch memory.
     """
     image, offsets, addresses = bytearray(), list[int](), list[tuple[int, int, bool]]()
 
@@ -145,10 +149,10 @@ def packed(types: Sequence[Any], arguments: Sequence[Any]) -> tuple[bytes, list[
 
 
 def tensor_map(encoded: Any) -> bytes:
-    """Return the bytes of a tensor map that Triton has encoded: they are the last ones of its object."""
+    """Return the bytes of a tensor map that Triton has encoded. They are the last bytes of the object `encoded`."""
     return ctypes.string_at(id(encoded) + type(encoded).__basicsize__ - MAP_BYTES, MAP_BYTES)
 
 
 def address_of_map(data: bytes) -> int:
-    """Return the address of the tensor that a tensor map describes: its first 64 bits."""
+    """Return the address of the tensor that a tensor map describes: the first 64 bits of the map."""
     return int(struct.unpack_from("<Q", data)[0])

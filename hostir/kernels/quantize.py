@@ -1,4 +1,7 @@
-"""Quantization to 8-bit floats in Triton: the scales of rows or blocks, and the quotients. Each reads `x` once."""
+"""Quantization to 8-bit floats in Triton. One kernel computes the scales of rows or blocks, another the quotients.
+
+Each kernel reads its input `x` once.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def _row_scales_kernel(
         column = start + tl.arange(0, WIDTH)
         mask = there[:, None] & (column < length)[None, :]
         read = to_float32(tl.load(x + at[:, None] + column.to(tl.int64)[None, :] * x_column, mask=mask, other=0.0))
-        # As integers, the bits of positive numbers are in their order, and those of NaN come last.
+        # The bits of positive numbers, taken as integers, are in the order of the numbers. The bits of NaN come last.
         most = tl.maximum(most, tl.max(read.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
     scale = tl.div_rn(most.to(tl.float32, bitcast=True), tl.full((COUNT,), limit, tl.float32))
     scale = tl.where(scale < least, least, scale)  # NaN stays
@@ -77,10 +80,11 @@ def _quantize_kernel(
 
 
 def row_scales(out: torch.Tensor, x: torch.Tensor, *, dtype: str, block: int = 0) -> None:
-    """Compute `out = max(amax / max, 2^-126)` in Triton, for each row of `x`, or for each `block` elements of a row.
+    """Compute `out = max(amax / limit, 2^-126)` in Triton, for each row of `x`, or for each `block` elements of a row.
 
-    A NaN makes its scale NaN. ATen computes the scales for f64, for tensors without elements, and for rows without a
-    single stride.
+    `amax` is the largest absolute value of the row or block. `limit` is the largest number of `dtype`. If a row or
+    block contains NaN, its scale is NaN. ATen computes the scales for f64, for tensors without elements, and for rows
+    without a single stride.
     """
     flat, flat_out = rows(x), rows(out)
     if flat is None or flat_out is None or x.dtype not in DTYPES or out.dtype != torch.float32 or not x.numel():

@@ -47,7 +47,8 @@ from hostir.kernels.repeats import Again
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-# First kernel: sums of many elements, or of neighbours in memory. A program adds several at a time, then these sums.
+# First kernel: sums of many elements, or of neighbours in memory. A program keeps several partial sums, and adds them
+# up at the end.
 
 # Bytes that one program loads at a time: 8 loads of 16 bytes in flight in each of 128 threads.
 _TILE = 16 << 10
@@ -57,7 +58,11 @@ _TILE = 16 << 10
 def _reduce_sum_kernel(
     x, out, P, Q, R, x_p, x_q, x_r, out_p, out_q, BQ: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Compute `out[p, q] = sum over r of x[p, q, r]`. A program computes `BQ` outputs of one `p`; WIDE: in float64."""
+    """Compute `out[p, q] = sum over r of x[p, q, r]`. A program computes `BQ` elements of `out` for one `p`.
+
+    P, Q and R are the sizes of the axes; `x_p` to `out_q` are strides. BR: elements that are loaded at a time along R.
+    WIDE: accumulate in float64.
+    """
     tiles = tl.cdiv(Q, BQ)
     program = tl.program_id(0).to(tl.int64)
     p = program // tiles
@@ -80,7 +85,7 @@ def _reduce_sum_kernel(
 
 MAX_SOURCES = 64  # more sources are added by the first kernel, if there are no flags
 _UNROLLED = 16  # sources that are loaded at once, before any is added
-_IN_FLIGHT = 64 << 10  # bytes that a program loads at once: its share of latency times bandwidth of the memory
+_IN_FLIGHT = 64 << 10  # bytes that a program loads at once: its share of memory latency times memory bandwidth
 _WARPS = 16
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -93,7 +98,7 @@ class SumPart(NamedTuple):
 
 
 class SumConstants(NamedTuple):
-    """The compile-time constants of the kernel.
+    """The compile-time constants of `sum_kernel`.
 
     Fields:
         SOURCES: the number of sources.
@@ -124,7 +129,7 @@ class SumConstants(NamedTuple):
 
 @triton.jit
 def _offset(part, sizes, place, C: tl.constexpr):
-    """Return the offset in memory of element `place`, counted in the order of the axes."""
+    """Return the offset in memory of the element with the flat index `place`."""
     AXES: tl.constexpr = C.AXES
     at = place % sizes[AXES - 1] * part.strides[AXES - 1]
     place //= sizes[AXES - 1]
@@ -136,7 +141,7 @@ def _offset(part, sizes, place, C: tl.constexpr):
 
 @triton.jit
 def _pointers(part, at, number, C: tl.constexpr):
-    """Return pointers to the elements `number`, counted along the last axis from offset `at`."""
+    """Return pointers to the elements `number` of the last axis, counted from the element at offset `at`."""
     AXES: tl.constexpr = C.AXES
     # Rounding changes nothing, but tells the compiler that 16 bytes can be moved at a time.
     return part.base + at // C.VECTOR * C.VECTOR + number * part.strides[AXES - 1]
@@ -144,7 +149,7 @@ def _pointers(part, at, number, C: tl.constexpr):
 
 @triton.jit
 def _load(part, at, number, mask, C: tl.constexpr):
-    """Load the elements `number`, counted along the last axis from offset `at`, past L1: each is read only once."""
+    """Load elements as in `_pointers` and widen them. The load bypasses L1, because each element is read only once."""
     x = tl.load(_pointers(part, at, number, C), mask=mask, other=0.0, cache_modifier=".cg")
     return to_float32(x).to(tl.float64 if C.WIDE else tl.float32)
 
@@ -174,7 +179,10 @@ def _add_source(total, x, at, own_rows, at_own, number, mask, source, C: tl.cons
 
 @triton.jit
 def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.constexpr):
-    """Sum up `size` elements of the output from element `place` on; `step` is the stride between sources."""
+    """Compute and store `size` elements of the output, from flat index `place` on.
+
+    `step` is the stride between sources. The elements lie in one run of the last axis.
+    """
     SOURCES: tl.constexpr = C.SOURCES
     number = tl.arange(0, C.BLOCK)
     mask = number < size // C.VECTOR * C.VECTOR
@@ -199,7 +207,7 @@ def _add_sources(x, own_rows, addend, out, sizes, place, size, step, C: tl.const
 
 @triton.jit
 def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
-    """Wait for a block of all sources except OWN. Return the polls left, 0 if the program has given up."""
+    """Wait for a block of every source except OWN. Return the polls that are left, 0 if the program has given up."""
     source = tl.arange(0, C.READY)
     needed = (source < C.SOURCES) & (source != C.OWN)
     _, polls = poll(awaited, polls, source * awaited.blocks + block, needed, needed)
@@ -208,7 +216,10 @@ def _wait_for_sources(awaited, polls, block, C: tl.constexpr):
 
 @triton.jit
 def _count_pieces(raised, block, needed, more):
-    """Count `more` pieces of a block, which has `needed` pieces: see `count`."""
+    """Wait until this program's stores are in memory, and then count `more` pieces of a block of `needed` pieces.
+
+    See `count` for `more` and for the flag.
+    """
     block = stores_ended(block, 1, False) + tl.arange(0, 1)
     count(raised, block, block >= 0, needed, more)
 
@@ -239,7 +250,7 @@ def sum_kernel(
     blocks,  # blocks of the output; each has flags, or is an equal part of a block with flags
     C: tl.constexpr,  # SumConstants
 ):
-    """Sum up this program's pieces, block by block. A piece has at most BLOCK elements."""
+    """Compute this program's pieces of the output, block by block. A piece has at most BLOCK elements."""
     of_segment = tl.cdiv(length, C.BLOCK)
     of_block = segments * of_segment
     pieces, programs = blocks * of_block, tl.num_programs(0)
@@ -269,7 +280,7 @@ def sum_kernel(
 
 @dataclass
 class SumLaunch:
-    """A prepared launch of the kernel, for tensors of one layout.
+    """A prepared launch of `sum_kernel`, for tensors of one layout.
 
     Fields:
         programs: size of the grid.
@@ -296,7 +307,9 @@ class SumLaunch:
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], ready: ReadyFlags | None, done: DoneFlags | None
     ) -> Again | None:
-        """Launch for `tensors` (x, own_rows, an addend, out) on the current stream. Within `loading`, only load.
+        """Launch the kernel for `tensors` (x, own_rows, an addend, out) on the current stream.
+
+        Load it first if necessary. In the context of `loading`, only load it.
 
         Returns a function that launches the kernel again for the same addresses, on the stream that is current at that
         time. Returns None if the kernel was only loaded, and in the interpreter.
@@ -334,7 +347,10 @@ class SumLaunch:
         )
 
     def _counts(self, stream: int) -> torch.Tensor | None:
-        """Return counts of the blocks with completion flags, all 0, for one launch on a stream."""
+        """Return the memory in which one launch on a stream counts the stored pieces of each block.
+
+        It is an int64 for each block with a completion flag, and all 0. Returns None without completion flags.
+        """
         if self.raises is None:
             return None
         _, tickets = workspace(self.device, stream, 0, 2 * self.raises)
@@ -363,7 +379,7 @@ class SumLaunch:
 _address = methodcaller("data_ptr")
 
 _MAX_LAUNCHES = 1024
-_launches: dict[tuple[object, ...], SumLaunch] = {}  # prepared launches, by all that they depend on
+_launches: dict[tuple[object, ...], SumLaunch] = {}  # prepared launches, by everything that they depend on
 
 
 def _sum_sources(
@@ -375,7 +391,10 @@ def _sum_sources(
     done: DoneFlags | None,
     own_rows: torch.Tensor | None,
 ) -> Again | None:
-    """Compute `out = activation(x.sum(0) + addend)`, the sources in their order; see `reduce_sum`."""
+    """Compute `out = activation(x.sum(0) + addend)` by `sum_kernel`, which adds the sources `x[i]` in their order.
+
+    The arguments are as in `reduce_sum`. Returns the same as `SumLaunch.__call__`.
+    """
     layouts = *map(launch_layout, (x, out, addend, own_rows)), activation, ready_layout(ready), done_layout(done)
     launch = _launches.get(layouts)
     if launch is None:
@@ -394,7 +413,7 @@ def _prepare(
     done: DoneFlags | None,
     own_rows: torch.Tensor | None,
 ) -> SumLaunch:
-    """Prepare a launch for the sources `x[0]`, `x[1]`, ...; see `_sum_sources`."""
+    """Return a prepared launch for tensors and flags with the layouts of these arguments, as in `_sum_sources`."""
     device = out.device
     waits = None if ready is None else len(ready.flags) // len(x)
     raises = None if done is None else len(done.flags)
@@ -467,18 +486,18 @@ def reduce_sum(
         addend: a tensor of the dtype of `x`, broadcast to the shape of `out`; added before rounding.
         activation: `relu`, `gelu` or `silu`, applied in float32 before rounding; empty for none.
         ready: flags for equal blocks of the flattened rows of `x`, which may still arrive. The sources are the indices
-            of axis 0; each has the same number of flags. A block of `out` waits for that block of every source. Results
-            are bitwise equal to a sum without flags. If a block does not arrive, `ready.timeouts` says so in the end.
-            Then blocks of `out` that need it, and blocks that the same programs had yet to compute, are not written,
-            or only in part.
+            of axis 0; each has the same number of flags. A block of `out` waits for the same block of every source.
+            Results are bitwise equal to a sum without flags. If a block does not arrive, the kernel reports it in
+            `ready.timeouts`. Blocks of `out` that need it are then not written, or only in part. The same holds for
+            blocks that the same programs would have computed later.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
             block is stored. Blocks come in order, from `done.first` on; with `ready`, from block 0 on.
-        own_rows: rows that replace source `ready.source`, which the kernel does not wait for. Any shape with as many
-            rows.
+        own_rows: rows that replace source `ready.source`, which the kernel does not wait for. They may have any shape
+            with the same number of rows and the same last axis.
 
     Up to MAX_SOURCES sources are added in their order, unless they are neighbours in memory. The order of summation
-    depends on shapes and strides alone, so results repeat bit for bit.
-    Raises TypeError for a dtype, and ValueError for a shape, an axis, a device or flags that do not fit.
+    depends on shapes and strides alone, so results repeat bit for bit. Raises TypeError for a dtype, and ValueError for
+    a shape, an axis, a device or flags that do not fit.
     """
     add_up(x, out, axis, addend=addend, activation=activation, ready=ready, done=done, own_rows=own_rows)
     return out
@@ -495,9 +514,9 @@ def add_up(
     done: DoneFlags | None = None,
     own_rows: torch.Tensor | None = None,
 ) -> Again | None:
-    """Compute as `reduce_sum`. Returns a function that repeats the call for the same layouts and addresses.
+    """Compute the same as `reduce_sum`, and return a function that repeats the call for the same layouts and addresses.
 
-    Returns None if the call took more than one launch, and in the interpreter.
+    Returns None if the call cannot be repeated like this: if it took more than one launch, and in the interpreter.
     """
     device = check_device(x=x, out=out, own_rows=own_rows, addend=addend)
     if x.dtype not in DTYPES or out.dtype not in DTYPES:
@@ -524,7 +543,7 @@ def add_up(
     if ready is not None or done is not None or adds_in_order(x, out, axis):
         moved = own_rows is not None and own_rows.shape != out.shape
         if own_rows is not None and moved:
-            own_rows = own_rows.reshape(out.shape)  # a view, if there is one
+            own_rows = own_rows.reshape(out.shape)  # a view if possible
         again = _sum_sources(x.movedim(axis, 0), out, addend, activation, ready, done, own_rows)
         return None if moved else again
     if addend is not None or activation:
@@ -591,7 +610,10 @@ def _check_blocks(
 
 
 def adds_in_order(x: torch.Tensor, out: torch.Tensor, axis: int) -> bool:
-    """Return True if the sources are few, and further apart in memory than the elements of each source."""
+    """Return True if `sum_kernel` suits a sum without flags.
+
+    It suits at most MAX_SOURCES sources that are further apart in memory than the elements of each source.
+    """
     kept = [i for i in range(x.ndim) if i != axis]
     levels = collapse(out.shape, [x.stride(i) for i in kept], out.stride())
     return x.shape[axis] <= MAX_SOURCES and (not levels or x.stride(axis) >= levels[-1][1])

@@ -1,4 +1,7 @@
-"""The type of a kernel, and repeated calls of a kernel at the same addresses, which skip all checks."""
+"""The type of a kernel, and kernels that remember their calls.
+
+A repeated call at the same addresses skips all checks.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ MAX_REPEATS = 64  # sets of addresses that `repeating` remembers
 
 
 def repeating(kernel: Kernel, **options: Any) -> Callable[..., None]:
-    """Return a kernel that remembers its calls by address. Its tensors must have the same layouts in every call.
+    """Return a kernel that remembers its calls by the addresses of its tensors.
 
-    A kernel may return a function that repeats the call for tensors at the same addresses, on the stream that is then
-    current. The function holds no reference to the tensors. A call at known addresses calls only this function.
+    The tensors must have the same layouts in every call. `kernel` may return a function that repeats its call for
+    tensors at the same addresses, on the stream that is current at that time. If all addresses of a new call are known,
+    only that function is called. The function keeps no tensor alive.
     """
     known: dict[tuple[int, ...], Again] = {}
 

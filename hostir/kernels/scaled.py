@@ -35,12 +35,12 @@ def scaled_matmul(
     Args:
         out: `[..., N]` of bfloat16, float16 or float32, rounded once.
         a: `[..., K]` of float8_e4m3fn or float8_e5m2.
-        b: `[K, N]` of either type too. Tensor cores read 8-bit operands along K: if `b` is not contiguous along K,
-            each call copies it.
+        b: `[K, N]` of float8_e4m3fn or float8_e5m2. Tensor cores read 8-bit operands along K. If `b` is not contiguous
+            along K, each call copies it.
         scale_a: float32: one element, or the axes of `a` with 1 (row-wise) or `K / 128` (block-wise) as the last one.
-            With `ready`, the kernel reads the scales of a row after it has waited for the row. `scale_a` also holds
-            the scales of `own_rows`.
-        scale_b: float32: one element, `[1, N]`, or block-wise `[K / 128, N / 128]`, the latter rounded up.
+            With `ready`, the kernel reads the scales of a row after it has waited for the row. `scale_a` also holds the
+            scales of `own_rows`.
+        scale_b: float32: one element, `[1, N]`, or block-wise `[K / 128, N / 128]`, where `N / 128` is rounded up.
         bias: `[N]` of any type that `out` may have, added before rounding.
         fast: let tensor cores add up all products along K. On Hopper, their sums have fewer bits than float32. If
             `fast` is False or scales are block-wise, tensor cores add up 128 products at a time, and these sums are
@@ -70,7 +70,10 @@ def scaled_matmul(
 def readable(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
 ) -> tuple[torch.Tensor, ScalePair, bool]:
-    """Return `b` with a stride of 1 along K, the scales from `flat_scales`, and True if any of these is a copy."""
+    """Return operands that the kernel can read: `b` with a stride of 1 along K, and the scales from `flat_scales`.
+
+    The last result is True if `b` or the scales of `a` were copied.
+    """
     along_k = b if b.stride(0) == 1 or b.shape[0] == 1 else b.t().contiguous().t()
     scales = flat_scales(a, b, scale_a, scale_b)
     return along_k, scales, along_k is not b or scales[0].data_ptr() != scale_a.data_ptr()

@@ -1,4 +1,4 @@
-"""Scaled matmuls by torch._scaled_mm: cuBLAS, or CUTLASS for row-wise scales."""
+"""Scaled matmuls by torch._scaled_mm, which calls cuBLAS, or CUTLASS for row-wise scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUANTUM = 16  # K and N must be multiples of it
 
 @functools.cache
 def _takes_blocks(device: torch.device) -> bool:
-    """Return True if cuBLAS takes block-wise scales on a GPU: only on Hopper, since CUDA 12.9."""
+    """Return True if cuBLAS takes block-wise scales on a GPU. It does so only on Hopper, since CUDA 12.9."""
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -30,9 +30,10 @@ def scaled_by_library(
     *,
     fast: bool = False,
 ) -> bool:
-    """Compute `scaled_matmul` by `torch._scaled_mm` on a GPU. Return False, and write nothing, if it cannot.
+    """Compute `scaled_matmul` by `torch._scaled_mm` and return True; or return False and write nothing.
 
-    It cannot if the library lacks such a product, or would need a copy of an operand or the result.
+    Returns False on a CPU, if the library does not support the operands, and if it would need a copy of an operand or
+    of the result.
     """
     K, N = a.shape[-1], b.shape[1]
     if not out.is_cuda or out.numel() == 0 or K == 0 or K % _QUANTUM or N % _QUANTUM:
@@ -61,7 +62,10 @@ def _scales_of_library(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> ScalePair | None:
-    """Return the scales as `torch._scaled_mm` reads them; None if it takes no such scales, or not with such a bias."""
+    """Return the scales in the layouts that `torch._scaled_mm` reads.
+
+    Returns None if it does not support these scales, or does not support them together with this bias.
+    """
     of_bias = out.dtype if bias is None else bias.dtype
     if scale_a.numel() == scale_b.numel() == 1:
         takes = bias is None or of_bias == out.dtype in (torch.bfloat16, torch.float16)

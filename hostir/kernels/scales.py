@@ -1,6 +1,6 @@
-"""Scales of 8-bit operands as kernels read them, and the reference of a scaled matmul in float64.
+"""Scales of 8-bit operands in the shapes that kernels read, and a reference of the scaled matmul in float64.
 
-Scales are tensor-wise (one element), row-wise (one for each row of a and column of b) or block-wise.
+Scales are tensor-wise (one for each operand), row-wise (one for each row of a and each column of b) or block-wise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class FlatScales(NamedTuple):
 
 
 def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> ScalePair:
-    """Return the scales of `a` `[..., K]` as `[rows, S]`, and of `b` `[K, N]` as `[1, N]` or block-wise.
+    """Return the scales of the operands `a` `[..., K]` and `b` `[K, N]` in the shapes that kernels read.
 
-    S is 1, or the number of blocks along K. Both results are views if the rows of `scale_a` have a single stride.
+    The scales of `a` become `[rows, 1]`, or block-wise `[rows, K / 128]`. The scales of `b` become `[1, N]`, or stay
+    block-wise. Both results are views if the rows of `scale_a` have a single stride.
 
-    Raises TypeError unless scales are float32, ValueError if their shapes do not fit.
+    Raises TypeError unless scales are float32, and ValueError if their shapes do not fit.
     """
     if {scale_a.dtype, scale_b.dtype} != {torch.float32}:
         raise TypeError(f"expected scales of float32, got scale_a of {scale_a.dtype}, scale_b of {scale_b.dtype}")
@@ -48,7 +49,7 @@ def flat_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
 
 
 def of_blocks(scales: ScalePair | FlatScales, N: int) -> bool:
-    """Return True if scales from `flat_scales` are block-wise, for `N` columns of b."""
+    """Return True if scales from `flat_scales` are block-wise. `N` is the number of columns of b."""
     return (scales[0].shape[1], *scales[1].shape) != (1, 1, N)
 
 

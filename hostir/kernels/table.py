@@ -1,4 +1,4 @@
-"""Tables of kernels: the kernel of each computation, for each policy and device."""
+"""Tables of kernels. There is a table for each policy and type of device. It has a kernel for each computation."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ POLICIES = ("auto", "triton", "cublas", "aten")
 
 
 def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
-    """Return the kernels of a policy, by the name of a computation. Call `table[name](out, *operands, **options)`.
+    """Return the kernels of a policy, by the name of the computation.
 
-    The options are those of the statement.
+    Call a kernel as `table[name](out, *operands, **options)`, with the options of the statement. The policies:
 
-    `policy` is one of
+    - `aten`: everything in ATen, which calls cuBLAS for contractions on `cuda`.
+    - `cublas`: as `aten`, but some kernels are in Triton: sums of few tensors, sums with flags, and norms, scales and
+      quotients of rows.
+    - `auto`: as `cublas`, but contractions with flags are also in Triton.
+    - `triton`: contractions, sums, and norms, scales and quotients of rows in Triton, the rest in ATen.
 
-    - `aten`;
-    - `cublas`: contractions by cuBLAS; sums in Triton, where that is installed; the rest in ATen;
-    - `triton`: contractions and sums in Triton, the rest in ATen;
-    - `auto`: on `cuda` as `cublas`, and contractions in Triton where they wait for flags or raise them; else `aten`.
+    On a CPU, or without Triton, `cublas` and `auto` are the same as `aten`. On `cuda`, ATen lacks some fp8 products. If
+    Triton is installed, it computes them with every policy. Raises HostIRError for an unknown policy, and if Triton
+    cannot run on the device.
 
-    On `cuda`, ATen lacks some fp8 products. If Triton is installed, it computes them with every policy.
-    Raises HostIRError for an unknown policy, and if Triton cannot run on the device.
+    A result in f64 needs the kernels from `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats the
+    call, see `repeating`.
 
-    These kernels take no results in f64: use `kernels_for`. Kernels in `REPEATABLE` may return a function that repeats
-    the call, see `repeating`.
+    Some tables also have kernels with flags: they wait for flags of blocks of rows, or raise such flags. They take the
+    options `ready`, `done` and `own_rows`:
 
-    Some tables have kernels that wait for flags of blocks of rows, or raise them. They take the options `ready`, `done`
-    and `own_rows`:
-
-    - `sum_by_blocks`: with `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed. There, sums of few
-      tensors are in Triton as well.
+    - `sum_by_blocks`: with `triton`, and with `auto` and `cublas` on `cuda` if Triton is installed.
     - `matmul_by_blocks`, `linear_by_blocks` and `scaled_matmul_by_blocks`: with `triton`, and with `auto` on `cuda` if
       Triton is installed.
 
-    Without such a kernel, the executor waits for flags, computes block by block, and raises flags. With `triton`, the
-    kernels `matmul_pushed`, `linear_pushed` and `scaled_matmul_pushed` also copy a result of few rows to peers. They
-    take the option `pushed`.
+    Without such a kernel, the executor waits for flags, computes block by block, and raises flags.
+
+    With `triton`, the kernels `matmul_pushed`, `linear_pushed` and `scaled_matmul_pushed` also copy a result of few
+    rows to peers. They take the option `pushed`.
     """
     if policy not in POLICIES:
         hint = did_you_mean(policy, POLICIES)
@@ -68,5 +68,5 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
-    """Return the kernels for results of a dtype: ATen's for f64, as Triton's do not take it; else the table's."""
+    """Return the kernels for results of dtype `result`: ATen's for f64, which Triton's do not support, else `table`."""
     return aten.KERNELS if result == torch.float64 else table

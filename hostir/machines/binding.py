@@ -1,4 +1,7 @@
-"""Closures of operations: allocations, views, computations and copies, as the gloo and CUDA machines bind them."""
+"""Closures that carry out the operations of a plan: allocations, views, computations and copies within a rank.
+
+The gloo machine and the CUDA machine use them. The closures of a plan work on one list of registers.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,20 @@ from hostir.plan.unrolled import UnrolledProgram
 
 Part = torch.Tensor | None  # a rank's shard of a tensor; None if the rank is not in the tensor's mesh
 
-MAX_PLANS = (
-    16  # plans that an executor keeps, the latest used ones: shapes may never repeat, and a plan is made quickly
-)
+# An executor keeps this many plans, the most recently used ones. Shapes may never repeat, and a plan is made quickly.
+MAX_PLANS = 16
 Step = Callable[[], object]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # copies the second tensor to the first
 AddUp = Callable[..., object]  # has the signature of aten.add_up
 
 
 def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) -> Step:
-    """Return the closure that allocates a buffer, unless it is an output and the caller passed a tensor for it."""
+    """Return the closure that allocates a buffer and puts it into its register.
+
+    The closure does nothing if the register already holds a tensor: the tensor that the caller passed for an output.
+    """
     out, shape, strides, dtype = op.out, op.shape, dense_strides(op.shape), torch_dtype(op.dtype)
-    empty = torch.empty_strided  # which takes two thirds of the time of torch.empty
+    empty = torch.empty_strided  # takes two thirds of the time of torch.empty
 
     def step() -> None:
         if registers[out] is None:
@@ -41,7 +46,7 @@ def bind_allocate(op: AllocateOp, registers: list[Any], device: torch.device) ->
 
 
 def bind_view(op: ViewOp, registers: list[Any]) -> Step:
-    """Return the closure that makes a view."""
+    """Return the closure that makes a view of a tensor in a register and puts it into another register."""
     out, x, shape, stride, offset, index = op.out, op.x, op.shape, op.stride, op.offset, op.index
 
     def item() -> None:
@@ -55,7 +60,7 @@ def bind_view(op: ViewOp, registers: list[Any]) -> Step:
 
 
 def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
-    """Return the closure that runs a computation's kernel."""
+    """Return the closure that runs the kernel of a computation on the tensors in its registers."""
     out, operands, options = op.out, op.operands, dict(op.options)
     if kernel in REPEATABLE:
         multiply = repeating(kernel, **options)
@@ -70,14 +75,17 @@ def bind_compute(op: ComputeOp, registers: list[Any], kernel: Kernel) -> Step:
 
 
 def place(outs: Sequence[Part], homes: Sequence[int], registers: list[Any]) -> None:
-    """Before a run, put the caller's tensors into the registers of the buffers that they replace."""
+    """Put the caller's output tensors into the registers of the buffers that they replace. Called before a run.
+
+    `homes` has one register for each output; NONE if the caller's tensor replaces no buffer.
+    """
     for home, x in zip(homes, outs, strict=True):
         if home != NONE:
             registers[home] = x
 
 
 def deliver(outs: Sequence[Part], outputs: Sequence[int], registers: Sequence[Any]) -> tuple[Part, ...]:
-    """After a run, copy the outputs that are not in the caller's tensors yet; return the caller's tensors."""
+    """Copy the outputs that are not in the caller's tensors yet; return the caller's tensors. Called after a run."""
     for register, x in zip(outputs, outs, strict=True):
         if x is not None and x is not registers[register]:
             x.copy_(registers[register])
@@ -89,9 +97,11 @@ def compute_block(
 ) -> None:
     """Compute one of `blocks` equal blocks of the rows of a product or a sum.
 
-    Machines without a kernel that waits for flags or raises flags compute block by block. If one source of a sum lies
-    in another tensor, `add_up` adds the sources in place, with the same bits as the sum of unsplit tensors. Without
-    `add_up` the sources are copied together first.
+    Machines without a kernel that waits for flags or raises flags compute block by block.
+
+    `add_up` is for a sum in which `own_rows` replace one source, so that the sources are in two tensors. It adds the
+    sources where they are, with the same bits as the sum of unsplit tensors. Without `add_up`, the sources are first
+    copied into one tensor.
     """
     if op.computation == "sum":
         _sum_block(op, registers, kernel, block, blocks, add_up)
@@ -121,7 +131,7 @@ def compute_block(
 def _sum_block(
     op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None
 ) -> None:
-    """Compute one block of the rows of a sum, with the same bits as the sum of unsplit tensors."""
+    """Compute one block of the rows of a sum, with the same bits as the sum of unsplit tensors. See `compute_block`."""
     out, x, ready = registers[op.out], registers[op.operands[0]].movedim(op.options["axis"], 0), op.ready
     height = out.shape[:-1].numel() // blocks
     own_rows = [] if ready is None or ready.own_rows is None else [registers[ready.own_rows]]
@@ -147,18 +157,24 @@ def _sum_block(
 
 
 def completed(done: Done, block: int, blocks: int, computed: Set[int]) -> list[int]:
-    """Return the flags to raise after `block`: all rows of these flags are now in the blocks `computed`."""
+    """Return the indices of the flags to raise after block `block` of a computation in `blocks` blocks.
+
+    A flag rises once all rows that it announces have been computed. `computed` are the blocks computed so far.
+    """
     flags = range(done.blocks)
     rows = {i: range(i * blocks // done.blocks, -(-(i + 1) * blocks // done.blocks)) for i in flags}
     return [flag for flag, needed in rows.items() if block in needed and computed >= set(needed)]
 
 
 def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int, ...]:
-    """Return, for each input, the register of symmetric memory that one copy fills with it; NONE without such a copy.
+    """Return one register for each input: it holds the view of symmetric memory to which the program copies the input.
 
-    The caller can write the input to that memory, which saves the copy. Memory that peers read is excluded: a peer may
-    read it until this rank's next call waits for the peer, and the caller writes before that call. Memory with a second
-    writer is excluded, because one of the two writes would be lost.
+    The register is NONE if there is no such copy. The caller can write an input directly to this memory, which saves
+    the copy.
+
+    Memory that peers read is excluded. A peer may read it until this rank's next call waits for the peer, but the
+    caller writes the input before that call. Memory with a second writer is excluded, too, because one of the two
+    writes would be lost.
     """
     targets = dict.fromkeys(unrolled.inputs, NONE)
     if memory is None:
@@ -179,10 +195,10 @@ def places(unrolled: UnrolledProgram, memory: SharedMemory | None) -> tuple[int,
 
 
 def copy_here(out: torch.Tensor, x: torch.Tensor, copy: Copy) -> None:
-    """Copy `x` to `out` within this rank's memory, by `copy`.
+    """Copy `x` to `out` within this rank's memory by the function `copy`.
 
-    Do nothing if both have the same address and strides: the caller has then written `x` in place. If they have the
-    same address but other strides, read all of `x` before `out` is written.
+    Do nothing if both have the same address and strides: the caller has written `x` in place. If they have the same
+    address but other strides, first copy `x` to new memory, so that all of it is read before `out` is written.
     """
     if x.data_ptr() != out.data_ptr():
         copy(out, x)

@@ -1,4 +1,4 @@
-"""Operations that one kernel carries out: a run of copies by SMs with their signals, or a product and such a run."""
+"""Operations that one kernel can carry out together: copies by SMs with their signals, and a product before them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hostir.plan.unrolled import UnrolledProgram
 
 @dataclass(frozen=True)
 class Pushes:
-    """Consecutive copies by SMs on a stream, all of one size and from one buffer, with the signals between them.
+    """A run: consecutive copies by SMs on one stream, with the signals between them. One kernel carries it out.
 
-    The copies may run at the same time: no copy writes memory that another copy reads or writes.
+    All copies have the same size and read from the same buffer. They may run at the same time, because no copy writes
+    memory that another copy reads or writes.
 
     Fields:
-        copies: the copies in issue order, each with the signal directly after it, or None.
+        copies: the copies in issue order, each with the signal directly after it (None without a signal).
         ops: the copies and signals, in issue order.
     """
 
@@ -31,7 +32,7 @@ class Pushes:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram) -> list[Pushes]:
-        """Return the runs of a program, each as long as possible."""
+        """Return all runs of copies by SMs in a program. Each run is as long as possible."""
         runs: list[_Run] = []
         run: _Run | None = None
         for op in unrolled.ops:  # this pattern is about two classes, so it names them
@@ -64,7 +65,11 @@ class _Run:
     written: dict[int, list[ElementRange]] = field(default_factory=dict)
 
     def takes(self, op: CopyOp) -> bool:
-        """Return True if a copy has the first copy's stream, SMs, buffer and shape, and may run beside the others."""
+        """Return True if a copy can join the run.
+
+        It must have the stream, the number of SMs, the source buffer and the shape of the first copy. Its memory must
+        allow it to run at the same time as the other copies.
+        """
         first, x, out = self.ops[0], self.unrolled.layouts[op.x], self.unrolled.layouts[op.out]
         assert isinstance(first, CopyOp)
         first_x = self.unrolled.layouts[first.x]
@@ -80,7 +85,10 @@ class _Run:
             touched.setdefault(layout.buffer, []).append(layout.extent)
 
     def takes_signal(self, op: SignalOp) -> bool:
-        """Return True if the stream itself sends a signal, directly after a copy."""
+        """Return True if a signal can join the run.
+
+        It must come directly after a copy on the same stream, and the stream must send it without a kernel.
+        """
         return not op.sms and isinstance(self.ops[-1], CopyOp) and self.ops[-1].stream == op.stream
 
 
@@ -103,13 +111,16 @@ MAX_PUSHED_ROWS = 64
 class PushedProduct:
     """A product of few rows, and the copies of its rows that come next on its stream. One kernel may do both.
 
-    The kernel takes the place of the copies. Only the product itself and perhaps a barrier stand between the product's
-    predecessors and the copies. If there is a barrier, no peer can access the memory that the product reads or writes.
-    Memory that is freed between the product and the copies must be freed after the kernel instead.
+    The kernel runs where the copies would run, so the product runs later than in the program. This is correct because
+    at most a barrier stands between the product and the copies. If there is one, no peer can access the memory that the
+    product reads or writes. Memory that is freed between the product and the copies must be freed after the kernel
+    instead.
 
     Fields:
-        reader: the computation that comes next. It may overlap copies, but must not overlap this kernel, since it may
-            read the product.
+        product: the product.
+        pushes: the copies of its rows.
+        reader: the computation directly after the copies, or None. It might overlap ordinary copies, but it must not
+            overlap this kernel, because it may read the product.
     """
 
     product: ComputeOp
@@ -118,7 +129,7 @@ class PushedProduct:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
-        """Find every pushed product in a program; `runs` are its runs of copies by SMs."""
+        """Return all pushed products of a program. `runs` are the program's runs of copies by SMs."""
         if not runs:
             return []
         ops = [op for op in unrolled.ops if not op.defines and not op.frees]
@@ -129,18 +140,21 @@ class PushedProduct:
             product = _product_before(unrolled, ops[:begin], pushes)
             if product is not None:
                 reader = ops[end] if end < len(ops) else None
-                # Users of `reader` need its operands and its flags of blocks, which only a computation has.
+                # The code that uses `reader` needs its operands and its ready flags, which only a computation has.
                 products.append(cls(product, pushes, reader if isinstance(reader, ComputeOp) else None))
         return products
 
 
 def _product_before(unrolled: UnrolledProgram, before: Sequence[Op], pushes: Pushes) -> ComputeOp | None:
-    """Return the product just before a run of copies if one kernel may do both; else None."""
+    """Return the product directly before a run of copies if one kernel may do both; else None.
+
+    `before` are the operations before the run.
+    """
     layouts, buffers, symmetric = unrolled.layouts, unrolled.buffers, unrolled.symmetric
     after_barrier = bool(before) and bool(before[-1].of_team)
     op = before[-2] if after_barrier and len(before) > 1 else before[-1] if before else None
     stream = pushes.ops[0].stream
-    # The trait `contracts` says that it multiplies, but only a computation has operands and flags of blocks.
+    # The trait `contracts` says that a statement multiplies. Only a ComputeOp has operands and flags of blocks.
     if not isinstance(op, ComputeOp) or not op.place.statement.contracts or op.ready is not None or op.done is not None:
         return None
     tensors = {buffers[register] for register in (op.out, *op.operands)}

@@ -25,7 +25,10 @@ CHARACTER = 6.2  # of the text in a bar
 
 
 class TraceEvent(NamedTuple):
-    """A statement that ran on one stream of one rank; times in seconds, `rounds` are the indices of its loops."""
+    """A statement that ran on one stream of one rank.
+
+    `start` and `end` are in seconds. `rounds` holds the round of each loop around the statement, outermost first.
+    """
 
     rank: int
     stream: str
@@ -36,13 +39,13 @@ class TraceEvent(NamedTuple):
 
     @property
     def keyword(self) -> str:
-        """The statement's keyword: `allgather` of `%h = allgather %x -> %y over didx`."""
+        """The statement's keyword, for example `allgather` in `%h = allgather %x -> %y over didx`."""
         words = re.findall(r"(?<![%@\w])[a-z_]+", self.statement)
         return next((word for word in words if word in REGISTRY), self.statement)
 
     @property
     def activity(self) -> str:
-        """The activity of the statement, which decides the colour of its bar."""
+        """The activity of the statement: communication, matmul or other. It decides the colour of the bar."""
         statement = REGISTRY.get(self.keyword, Statement)
         return COMMUNICATION if statement.transfers else MATMUL if statement.contracts else OTHER
 
@@ -54,9 +57,9 @@ class TraceEvent(NamedTuple):
 
 @dataclass
 class Trace:
-    """A timeline of the statements that ran: pass one to `hi.Executor` or `hi.run`, and write it to a file.
+    """A timeline of the statements that ran. Pass a trace to `hi.Executor` or `hi.run`, and write it to a file.
 
-    If each rank is a process, each process records its events; `extend` joins them.
+    If each rank is a process, each process records only its events. `extend` adds the events of other processes.
 
     Fields:
         title: the title of the picture.
@@ -77,14 +80,14 @@ class Trace:
 
     @property
     def lanes(self) -> dict[int, list[str]]:
-        """The streams of each rank: the caller's, the streams of the pool in order, and the communications."""
+        """The streams of each rank, in order: the caller's stream, the numbered streams, and the communications."""
         streams: dict[int, set[str]] = {}
         for event in self.events:
             streams.setdefault(event.rank, set()).add(event.stream)
         return {rank: sorted(streams[rank], key=_place) for rank in sorted(streams)}
 
     def to_chrome(self, path: str | Path) -> None:
-        """Write Chrome's trace format: one process a rank, one track a stream, times in microseconds."""
+        """Write Chrome's trace format: one process for each rank, one track for each stream, times in microseconds."""
         rows = ",\n".join(json.dumps(row) for row in self._chrome())
         other = json.dumps({"title": self.title})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{rows}\n]}}\n'
@@ -108,7 +111,10 @@ class Trace:
         return rows
 
     def to_svg(self, path: str | Path) -> None:
-        """Draw each rank as a group of streams, with time from left to right. Pointing at a bar shows its statement."""
+        """Write an SVG picture. Each rank is a group of streams, and time goes from left to right.
+
+        Pointing at a bar shows the bar's statement.
+        """
         _write(path, self._svg())
 
     def _svg(self) -> str:
@@ -184,7 +190,7 @@ def _metadata(event: str, rank: int, track: int, **args: object) -> dict[str, ob
 
 
 def _place(lane: str) -> tuple[bool, bool, int, str]:
-    """Return the sort key of a stream: the caller's first, the pool by number, communications last."""
+    """Return the sort key of a stream: the caller's stream first, then streams by number, then communications."""
     number = re.search(r"\d+", lane)
     return lane.startswith(COMMUNICATION), lane != "caller", int(number[0]) if number else 0, lane
 
@@ -199,7 +205,7 @@ def _time(seconds: float) -> str:
 
 
 def _ticks(span: float) -> list[tuple[float, str]]:
-    """Return at most eleven round times from 0 to `span` seconds, with labels."""
+    """Return at most eleven round times in seconds, from 0 to `span`, each with a label."""
     factor, unit = _unit(span)
     step = next(m * 10.0**e for e in range(-9, 12) for m in (1, 2, 5) if span * factor <= m * 10.0**e * 10)
     return [(i * step / factor, f"{i * step:g} {unit}") for i in range(int(span * factor / step) + 1)]

@@ -1,1 +1,1 @@
-"""Flags in kernels: wait for flags of blocks, raise them, and copy rows to peers."""
+"""Kernels and parts of kernels that wait for flags of blocks, raise such flags, or copy rows to peers."""

@@ -35,12 +35,12 @@ GROUPS = 2  # groups of programs, which take turns with batches: while one group
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of the source to copy, and the flag to raise after it.
+    """A contiguous range of the source that is copied to a peer, and the flag that is raised afterwards.
 
     Fields:
         offset: the offset of the first byte in the source.
-        target: the address to copy to. If it is the address of the piece itself, nothing is copied.
-        flag: the address of an int64 to set to `epoch`; 0: no flag. No other piece of the kernel has the same flag.
+        target: the address to copy to. Nothing is copied if it is the address of the piece in the source.
+        flag: the address of an int64 to set to `epoch`, or 0 for no flag. Two pieces of a kernel never share a flag.
         epoch: the value that the flag is set to.
     """
 
@@ -54,7 +54,7 @@ class Piece:
 def push_kernel(
     source,  # pointer
     table,  # [4, pieces] of int64: offset, target, flag and epoch of each Piece
-    arrived,  # [batches] of int32, 0 before and after: programs that are done, plus 1 if the previous batch is complete
+    arrived,  # [batches] of int32, 0 before and after. Counts programs that are done, plus 1 if the previous batch is.
     units,  # elements of a piece
     pieces,
     together,  # pieces per batch
@@ -67,9 +67,9 @@ def push_kernel(
 ):
     """Copy the pieces, batch by batch, and raise their flags.
 
-    Each group takes every GROUPS-th batch, and each program of the group copies a part of it. A batch is complete once
-    all programs of its group are done with it and the previous batch is complete. The program that completes a batch
-    raises its flags.
+    Each group takes every GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete
+    once all programs of its group are done with it and the previous batch is complete. The program that completes a
+    batch raises the flags of the batch.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
@@ -113,10 +113,11 @@ def _programs_of(group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.constexpr, GROUPS: tl.constexpr):
-    """Mark a batch as complete, complete the next batches that waited only for it, and raise the flags of all of them.
+    """Mark a batch as complete, and also the next batches if they waited only for it. Then raise all their flags.
 
-    Flags are raised last, because a release after them would wait until they have reached the peers. So the flags of
-    two batches may rise in either order, but each flag rises after all earlier pieces have arrived.
+    All batches are marked before the first flag rises: the release that marks a batch would otherwise wait until the
+    earlier flags have reached the peers. So the flags of two batches may rise in either order. But each flag rises
+    after all earlier pieces have arrived.
     """
     end, complete = batch, True
     while complete:
@@ -132,7 +133,7 @@ def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.co
 
 @triton.jit
 def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
-    """Raise the flags of `count` pieces, at most MAX_PIECES, from piece `first` of the `pieces` in a table."""
+    """Raise the flags of pieces `[first, first + count)` of a table of `pieces` pieces. `count <= MAX_PIECES`."""
     number = tl.arange(0, MAX_PIECES)
     exists = number < count
     flags = tl.load(table + 2 * pieces + first + number, mask=exists, other=0)
@@ -141,16 +142,16 @@ def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
 
 
 class PushKernel:
-    """A kernel on the current stream that copies pieces and raises flags.
+    """A kernel that copies pieces of memory to peers and raises flags. Calling it launches it on the current stream.
 
-    A flag rises once its piece and all pieces before it have arrived. Pieces are copied in any order, so the target of
-    a piece must overlap neither the source nor the target of another piece.
+    A flag rises once its piece and all earlier elements of `pieces` have arrived. The kernel copies pieces in any
+    order. So the target of a piece must overlap neither the source nor the target of another piece.
 
     The matmul that computes the source can make these copies itself: see `multiply` and `Pushed`.
 
     Args:
         device: this rank's device.
-        pieces: the pieces to copy, in the order of their flags.
+        pieces: the pieces to copy.
         size: the size of each piece in bytes.
         sms: the number of SMs to use; all of them if the device has fewer.
         words: the pool that holds the kernel's table; by default a new one.
@@ -176,7 +177,7 @@ class PushKernel:
         self.table = (words or Words(device, 1)).of(self, numbers, place)
         self.arrived = self.table[4 * self.count :].view(torch.int32)[: -(-self.count // self.together)]
         self.groups = min(GROUPS, self.sms, len(self.arrived))  # each has a batch: further groups would be idle
-        self.alignment = size  # all sizes and addresses, ored: their common low zero bits
+        self.alignment = size  # all sizes and addresses combined by OR: a low bit is 0 if it is 0 in all of them
         for piece in pieces:
             self.alignment |= piece.offset | piece.target
         self.offsets, self.layout = {piece.offset for piece in pieces}, (self.count, size, self.alignment % 16 == 0)
@@ -184,7 +185,7 @@ class PushKernel:
         self.launches: dict[bool, tuple[Compiled | None, tuple[object, ...]]] = {}
 
     def __call__(self, source: torch.Tensor) -> None:
-        """Copy from the memory of `source`."""
+        """Launch the kernel on the current stream: copy pieces of `source`. Within `loading`, only load the kernel."""
         aligned = (self.alignment | source.data_ptr()) % 16 == 0
         if aligned not in self.launches:
             self._prepare(source, aligned)
@@ -199,7 +200,10 @@ class PushKernel:
         compiled.launch(self.sms, compiled.stream(self.device.index), (source.data_ptr(), *arguments))
 
     def _prepare(self, source: torch.Tensor, aligned: bool) -> None:
-        """Prepare launches for a source of this alignment. In the interpreter there is no compiled kernel."""
+        """Load the kernel for a source of this alignment, and prepare its arguments.
+
+        `aligned`: all addresses and sizes are multiples of 16 bytes.
+        """
         width = 8 if aligned else source.element_size()
         unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
         block = 32 * WARPS * PER_THREAD // width

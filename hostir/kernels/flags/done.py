@@ -1,8 +1,8 @@
 """Completion flags: a kernel raises a flag as soon as it has stored a block of rows, and goes on with other blocks.
 
 The programs of the kernel count the pieces of a block that they have stored. The program that completes a block raises
-its flag with a release. Each count is a release too, and the last one acquires: so everything that the programs wrote
-before they counted happens before the flag rises.
+its flag with a release. Each count is a release, too, and the last count is also an acquire. So everything that the
+programs wrote before they counted happens before the flag rises.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from hostir.kernels.layout import launch_layout
 
 
 def done_layout(done: DoneFlags | None) -> tuple[object, ...] | None:
-    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    """Return a key of all properties of completion flags that a prepared launch depends on; None without flags.
+
+    The address of the flags and the value of the epoch are not in the key: a prepared launch serves any of them.
+    """
     return None if done is None else (launch_layout(done.flags), fits_32_bits(done.epoch))
 
 
 def done_rows(done: DoneFlags, out: torch.Tensor) -> int:
-    """Return the number of rows of a block of `out`. Raises TypeError or ValueError if `done` does not fit it."""
+    """Return the number of rows of a block of `out`. Raises TypeError or ValueError if `done` does not fit `out`."""
     check_device(out=out, flags=done.flags)
     check_flags(done.flags, done.first)
     return block_height(out, done.flags.numel())
 
 
-# Added to a block's count for a piece without its operands. The flag of the block then does not rise.
+# Added to a block's count if a piece was computed before its operands arrived. The block's flag then does not rise.
 MISSED = tl.constexpr(1 << 32)
 
 
@@ -44,10 +47,12 @@ class DoneFlags:
     """Completion flags of one kernel. The rows of its output are split evenly into `len(flags)` blocks.
 
     Fields:
-        flags: `[blocks]` of int32 or int64, contiguous; others may read them while the kernel runs.
-        epoch: the kernel sets `flags[i]` to it once block i is stored. Whoever acquires the flag, anywhere in the
-            system, sees the block. If the kernel gives up on rows that block i needs, it does not change `flags[i]`.
-        first: the block to begin with, unless the kernel also waits for flags; the others follow in a circle.
+        flags: `[blocks]` of int32 or int64, contiguous. Other kernels and peers may read it while the kernel runs.
+        epoch: the value that the kernel writes to `flags[i]` once block i is stored. A thread that reads it with an
+            acquire, anywhere in the system, sees the block. If the kernel gives up on rows that block i needs, it does
+            not change `flags[i]`.
+        first: the index of the block to begin with. The other blocks follow in a circle. A kernel that also waits for
+            flags ignores `first`.
     """
 
     flags: torch.Tensor
@@ -70,10 +75,11 @@ class Raised(NamedTuple):
 
 @triton.jit
 def count(raised, block, exists, needed, more):
-    """Count `more` stored pieces of each block, or MISSED for a piece that will be wrong. A block has `needed` pieces.
+    """Add `more` to the count of each block: the number of pieces stored, plus MISSED if a piece is wrong.
 
-    The pieces must be in memory: call `stores_ended` before. When a block is complete, its flag rises, unless a piece
-    was missed, and its count becomes 0 again for the next launch.
+    `exists` masks the blocks. The pieces must be in memory: call `stores_ended` before. A block is complete when all
+    `needed` pieces have been counted. Its count then becomes 0 for the next launch. Its flag rises unless MISSED was
+    added.
     """
     before = tl.atomic_add(raised.counts + block, more, mask=exists, sem="acq_rel", scope="gpu")
     now = before + more
@@ -86,9 +92,10 @@ def count(raised, block, exists, needed, more):
 def stores_ended(x, wanted, TMA: tl.constexpr):
     """Return `x`. If `wanted`, first wait until the stores of all threads of the program have ended.
 
-    Triton waits after a TMA store only until shared memory has been read. The thread that issued the store must wait
-    until the bytes are in memory. The compiler chooses that thread, so all threads wait. The barrier is the instruction
-    of `tl.debug_barrier`; Triton would not pipeline a loop that contains `tl.debug_barrier` itself.
+    Without TMA, a barrier suffices, and `wanted` is ignored. After a TMA store, Triton waits only until shared memory
+    has been read. The thread that issued the store must also wait until the bytes are in memory. The compiler chooses
+    that thread, so all threads wait. The barrier is the instruction of `tl.debug_barrier`; Triton would not pipeline a
+    loop that contains `tl.debug_barrier` itself.
     """
     if IN_INTERPRETER:
         return x
@@ -115,7 +122,7 @@ def stores_ended(x, wanted, TMA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["epoch", "blocks", "words"])
 def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl.constexpr):
-    """Raise all flags, unless a timeout has been reported."""
+    """Raise all flags, unless `timeouts` holds a timeout (a word that is not 0)."""
     missing = 0
     if timeouts is not None:
         number = tl.arange(0, WORDS)
@@ -125,7 +132,7 @@ def _raise(flags, epoch, timeouts, blocks, words, FLAGS: tl.constexpr, WORDS: tl
 
 
 def raise_flags(done: DoneFlags, timeouts: torch.Tensor | None) -> None:
-    """Raise all flags after the earlier work of the current stream, unless a kernel has reported timeouts."""
+    """Launch a kernel on the current stream that raises all flags, unless an earlier kernel has reported timeouts."""
     blocks, words = len(done.flags), 0 if timeouts is None else timeouts.numel()
     sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(max(1, words))
     with launching(done.flags.device):

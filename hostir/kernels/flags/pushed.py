@@ -1,6 +1,6 @@
-"""Copies to peers by the matmul that computes the rows.
+"""Copies to peers by the same matmul kernel that computes the rows.
 
-For few rows, that takes less time than a second kernel that copies the output.
+For few rows, this takes less time than a second kernel that copies the output.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Pushed(NamedTuple):
 
 @triton.jit
 def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
-    """Store a rounded tile `x` to the targets of all pieces that have some of its rows.
+    """Store a rounded tile `x` to the targets of all pieces that contain rows of the tile.
 
-    The tile begins at row `row` and at column `column` of `N`. Its rows before `end` exist. ALIGNED: all targets are
-    aligned to 16 bytes.
+    The tile begins at row `row` and at column `column`. Rows from `end` on and columns from `N` on are padding, and are
+    not stored. ALIGNED: all targets are aligned to 16 bytes.
     """
     r = (row + tl.arange(0, x.shape[0])).to(tl.int64)
     c = column + tl.arange(0, x.shape[1])
@@ -48,7 +48,7 @@ def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
 def raise_pushed(pushed, PIECES: tl.constexpr):
     """Count this program as done. The last program of the launch raises the flags of all pieces.
 
-    So all stores to peers have arrived before a flag rises: see `push_kernel`.
+    So a flag rises only after all stores of the launch have arrived at the peers.
     """
     tl.debug_barrier()  # orders the writes of all threads before the arrival that one thread signals
     if tl.atomic_add(pushed.arrived, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:

@@ -1,8 +1,9 @@
 """Ready flags: rows may arrive in blocks while a kernel runs, and its programs wait for the flag of each block.
 
-A flag holds the highest epoch that its block has reached. Whoever fills the block raises the flag afterwards: another
-stream, a copy engine, a peer, or in the interpreter another process. The kernel waits by polling. So raising the flag
-must not need the SMs that the waiting kernel holds, nor, in the interpreter, a kernel in the same process.
+A flag holds the highest epoch that its block has reached. Another stream, a copy engine or a peer fills the block and
+then raises the flag; in the interpreter, another process does so. The kernel waits by polling, and holds its SMs while
+it waits. So the work that raises the flag must not need these SMs. In the interpreter, it must not be a kernel of the
+same process.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ class ReadyFlags:
     """The flags that a kernel polls for its rows. The rows are split evenly into `len(flags)` blocks.
 
     Fields:
-        flags: `[blocks]` of int32 or int64, contiguous; others may write it while the kernel runs.
+        flags: `[blocks]` of int32 or int64, contiguous. Other streams and peers may write it while the kernel runs.
         epoch: block i may be read once `flags[i] >= epoch`.
         timeouts: `[blocks, 2]` of int64, contiguous and zero. When the kernel gives up on a block, it writes
             `(epoch, value seen)` into the block's row; see `timeout_error`. Any non-zero row means that `out` is
-            incomplete. May be in pinned host memory, which the host reads without waiting for the GPU. The values are
-            final once the kernel has ended.
-        first: the block to begin with; the others follow in a circle.
+            incomplete. The tensor may be in pinned host memory, which the host reads without waiting for the GPU. The
+            values are final once the kernel has ended.
+        first: the index of the block to begin with. The other blocks follow in a circle.
         source: in a sum, the index of the source that `own_rows` replace.
         polls: the number of polls after which a program gives up on flags that have not risen. If other programs need
             its part of a tile, the program goes on nevertheless, and polls each later flag once.
-        overlapped_sms: SMs of the previous kernel on the same stream, if this kernel may overlap that kernel. This
-            kernel uses the other SMs, and ends after that kernel. All work of the stream before both has ended.
-        reserved_sms: SMs that the kernel leaves to other streams, for example to kernels that raise flags of peers.
+        overlapped_sms: the number of SMs that the previous kernel of the stream holds, if this kernel may start before
+            that kernel ends; else 0. This kernel uses the other SMs, and ends after the previous kernel. All work of
+            the stream before the previous kernel has ended when this kernel starts.
+        reserved_sms: the number of SMs that the kernel leaves to other streams. For example, kernels that raise flags
+            of peers need them.
     """
 
     flags: torch.Tensor
@@ -58,12 +61,15 @@ class ReadyFlags:
 
 
 def fits_32_bits(epoch: int) -> bool:
-    """Return True if an epoch fits into 32 bits. Triton compiles another kernel for a larger one."""
+    """Return True if an epoch fits into 32 bits. For a larger epoch, Triton compiles another kernel."""
     return -(1 << 31) <= epoch < 1 << 31
 
 
 def ready_layout(ready: ReadyFlags | None) -> tuple[object, ...] | None:
-    """Return everything about flags that a launch depends on, except their address and the value of the epoch."""
+    """Return a key of all properties of ready flags that a prepared launch depends on; None without flags.
+
+    The addresses and the value of the epoch are not in the key: a prepared launch serves any of them.
+    """
     if ready is None:
         return None
     timeouts = ready.timeouts
@@ -80,10 +86,14 @@ def no_timeouts(blocks: int, device: torch.device | str) -> torch.Tensor:
 
 
 def timeout_error(timeouts: torch.Tensor, rank: int, name: str, results: int | None = None) -> HostIRError | None:
-    """Return the error for the flags of `name` that a kernel on `rank` gave up on; None without timeouts.
+    """Return the error for the flags that a kernel on `rank` gave up on; None if it gave up on no flag.
 
-    `results`: the number of blocks of a source, if the flags belong to several sources, one after another. The kernel
-    must run on the current stream: reading `timeouts` waits for that stream, unless `timeouts` is in pinned memory.
+    Args:
+        timeouts: the tensor `ReadyFlags.timeouts`. Reading it waits for the current stream, on which the kernel must
+            have been launched. Reading pinned memory does not wait.
+        rank: the rank, for the message.
+        name: the name of the flags, for the message.
+        results: the number of blocks of one source, if the flags belong to several sources, one after another.
     """
     timed_out = [(block, *entry) for block, entry in enumerate(timeouts.tolist()) if any(entry)]
     if not timed_out:
@@ -100,7 +110,7 @@ def timeout_error(timeouts: torch.Tensor, rank: int, name: str, results: int | N
 
 
 def block_rows(ready: ReadyFlags, out: torch.Tensor) -> int:
-    """Return the number of rows of a block of `out`. Raises TypeError or ValueError if `ready` does not fit it."""
+    """Return the number of rows of a block of `out`. Raises TypeError or ValueError if `ready` does not fit `out`."""
     timeouts = ready.timeouts
     pinned = timeouts.device.type == "cpu" and timeouts.is_pinned()
     check_device(out=out, flags=ready.flags, timeouts=None if pinned else timeouts)
@@ -126,7 +136,10 @@ def check_flags(flags: torch.Tensor, first: int) -> None:
 
 
 def block_height(x: torch.Tensor, blocks: int) -> int:
-    """Return the number of rows of each of `blocks` equal blocks of `x`; raise ValueError if they are not equal."""
+    """Return the number of rows of a block, if `x` is split evenly into `blocks` blocks of rows.
+
+    Raises ValueError if the rows do not split evenly.
+    """
     rows = math.prod(x.shape[:-1])
     if rows % blocks:
         raise ValueError(f"{rows} rows do not make {blocks} equal blocks")
@@ -149,10 +162,10 @@ class Awaited(NamedTuple):
 
 @triton.jit
 def poll(awaited, polls, slot, exists, needed):
-    """Poll the flags at `slot` until all needed flags have reached the epoch, or no polls are left.
+    """Poll the flags with the indices `slot` until all needed flags have reached the epoch, or no polls are left.
 
-    `exists` masks the slots that have a flag, `needed` the flags to wait for. Returns a mask of the flags that have not
-    reached the epoch, and the polls that are left. Reports needed flags that have not reached it as timeouts.
+    `exists` masks the slots that have a flag, `needed` the flags to wait for. Reports a timeout for each needed flag
+    that has not reached the epoch. Returns a mask of all flags that have not reached it, and the polls that are left.
     """
     value = tl.zeros(slot.shape, dtype=tl.int64)
     absent = exists
@@ -178,8 +191,9 @@ def wait_for_rows(awaited, polls, row, end, OWN: tl.constexpr, FLAGS: tl.constex
     With OWN, block `first` needs no flag. FLAGS is the number of blocks, rounded up to a power of 2. TMA: TMA loads of
     the rows may follow.
 
-    Returns the first block at or after the block of `row` that is not ready, as a number counted from `first` on, and
-    the polls that are left: 0 if the program has given up.
+    Returns `(next_missing, polls)`. `next_missing` is the first block that is not ready, at or after the block of
+    `row`. It is counted from block `first` on, and is the number of blocks if all these blocks are ready. `polls` are
+    the polls that are left, 0 if the program has given up.
     """
     _, _, _, first, blocks, height = awaited
     number = tl.arange(0, FLAGS)
@@ -199,9 +213,10 @@ def _fence_async_proxy(x):
     """Return `x`. Later TMA loads see everything that ordinary loads would see now.
 
     TMA reads through the async proxy. An acquire by an ordinary atomic does not order such reads: PTX's memory model
-    requires a proxy fence between the write and the read. The fence belongs here, in the reader and after the acquire,
-    whether a peer's kernel wrote the rows with ordinary stores, or a copy engine, which has no proxy. The thread that
-    issues a TMA load must have executed the fence. The compiler chooses that thread, so all threads execute it.
+    requires a proxy fence between the write and the read. The fence belongs here, in the reader and after the acquire.
+    This holds for rows that a peer's kernel wrote with ordinary stores, and for rows from a copy engine, which has no
+    proxy. The thread that issues a TMA load must have executed the fence. The compiler chooses that thread, so all
+    threads execute it.
     """
     return tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1

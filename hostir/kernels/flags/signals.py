@@ -1,8 +1,8 @@
 """Small kernels that set flags: a signal to a peer, and the reset of all flags at the end of a call.
 
-A stream can raise a flag without an SM. But it then waits until everything that its GPU is sending to peers has
-arrived: such a signal cannot overlap a copy, and costs 3 us between two copies on an H200. The signal kernel waits only
-for the earlier work of its stream, and copies of other streams go on.
+A stream can raise a flag without an SM, by a memory operation. But the operation waits until everything that its GPU is
+sending to peers has arrived. So it cannot overlap a copy, and takes 3 us between two copies on an H200. The signal
+kernel waits only for the earlier work of its stream, and copies of other streams go on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _compiled: dict[tuple[object, ...], Compiled] = {}
 
 
 class SignalKernel:
-    """A kernel that sets the int64 at address `flag` to `epoch`."""
+    """A kernel that sets the int64 flag at address `flag`, usually of a peer, to `epoch`, with a release."""
 
     def __init__(self, device: torch.device, flag: int, epoch: int) -> None:
         self.device, self.arguments = device, (flag, epoch)
@@ -53,7 +53,11 @@ class SignalKernel:
 def loaded(
     key: tuple[object, ...], device: torch.device, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]
 ) -> Compiled | None:
-    """Return the compiled kernel with this key. Load it first if necessary. Returns None in the interpreter."""
+    """Return the compiled kernel with this key; compile and load it first if necessary. Return None in the interpreter.
+
+    `key` holds the device and everything that the kernel is specialized for. `arguments` and `options` are as in
+    `load`.
+    """
     if key in _compiled or INTERPRETED:
         return _compiled.get(key)
     with launching(device):
@@ -76,7 +80,8 @@ def _reset_flags(flags, credits, flag_count, credit_count, FLAGS: tl.constexpr, 
 class FlagResetKernel:
     """A kernel for the end of a call: it resets this rank's flags and then grants credits, on the current stream.
 
-    See hostir.machines.cuda.memory. A stream could do this without an SM, but takes almost a microsecond for each flag.
+    A credit is the right of a peer to signal this rank's flags again. See hostir.machines.cuda.memory. A stream could
+    do this without an SM, but would take almost a microsecond for each flag.
 
     Args:
         device: this rank's device.

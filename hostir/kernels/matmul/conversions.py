@@ -34,7 +34,7 @@ def to_float32(x):
 
 @triton.jit
 def _from_float32_to_8_bits(x, MANTISSA: tl.constexpr):
-    """Return the bits of `x` as an 8-bit float, rounded to nearest even. `x` is within its range, or NaN."""
+    """Return the bits of `x` as an 8-bit float, rounded to nearest even. `x` is NaN, or in the range of that type."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     LEAST: tl.constexpr = 121 if MANTISSA == 3 else 113  # float32 exponent bits of the least normal number
     sign, bits = x.to(tl.uint32, bitcast=True) >> 31, x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
@@ -52,8 +52,8 @@ def from_float32(x, dtype: tl.constexpr):
     """Return the float32 tensor `x` as `dtype`, rounded to nearest even."""
     if _ON_BITS and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        # Adding just under half of the dropped part, and one more when the kept part is odd, rounds to nearest even;
-        # a NaN could overflow into an infinity, so it is handled separately.
+        # To round to nearest even, add just under half of the dropped part, and one more if the kept part is odd. This
+        # could turn a NaN into an infinity, so NaN is handled separately.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,6 +1,6 @@
 """Estimates of the time that a matmul takes with a tile, and the choice of the fastest tile.
 
-The kernel and the cost model of strategies use the same estimate. Needs neither torch nor Triton.
+The kernel and the cost model of strategies use the same estimate. This module needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class Rates:
     """The speed of a family of matmul kernels on a GPU. Times are in microseconds.
 
     Fields:
-        peak: TFLOP/s of one SM in the K loop of a tile whose rate is 1, by dtype.
-        tile: time of a tile outside its K loop: to fill the pipeline and to store the tile.
-        split: the times that each part of a split tile adds: to start and synchronize; to read a partial sum of another
-            part; to store its partial sum, per element and warp. None if the family never splits tiles.
+        peak: TFLOP/s of one SM in the K loop of a tile with rate 1, by dtype.
+        tile: the time that a tile takes outside its K loop, to fill the pipeline and to store the tile.
+        split: three times that a part of a split tile adds: the time to start and synchronize, the time to read a
+            partial sum of another part, and the time in which one warp stores one element of a partial sum. None if the
+            family never splits tiles.
         read: GB/s at which all SMs together read a right operand that is not in L2.
     """
 
@@ -41,13 +42,16 @@ class Rates:
         return replace(self, peak={dtype: factor * peak for dtype, peak in self.peak.items()})
 
     def unsplit_time(self, tile: Tile, gemm: Gemm) -> float:
-        """Return the time of an unsplit tile."""
+        """Return the time in microseconds that a program takes for an unsplit tile."""
         rate = tile.rate if gemm.block is None else tile.rate_waiting or tile.rate
         steps = -(-gemm.k // tile.k)
         return self.tile + 2e-6 * steps * tile.m * tile.n * tile.k / (self.peak[gemm.dtype] * rate)
 
     def part(self, tile: Tile, parts: int, tile_time: float) -> float:
-        """Return the time of the last part of a tile that is split into `parts`; unsplit, it takes `tile_time`."""
+        """Return the time that the last part of a tile takes if the tile is split into `parts` parts.
+
+        `tile_time` is the time of the unsplit tile.
+        """
         assert self.split is not None
         start, read, store = self.split
         return tile_time / parts + start + read * (1 if parts == 2 else parts) + store * tile.m * tile.n / tile.warps
@@ -61,7 +65,7 @@ IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB,
 def duration(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
 ) -> tuple[float, float]:
-    """Return the times in microseconds at which a matmul ends on `sms` SMs: as it is, and with infinitely fast memory.
+    """Return the time in microseconds at which a matmul ends on `sms` SMs, and the time if memory were infinitely fast.
 
     Blocks of rows arrive at the times `arrivals`, in the order in which the matmul computes them. Programs take tiles,
     and parts of tiles, in turn. A program begins a tile when the program is free and the rows have arrived. The tiles
@@ -87,7 +91,8 @@ def block_ends(
 ) -> tuple[float, ...]:
     """Return the times at which `blocks` equal blocks of the output have been written, in the order of computation.
 
-    The other arguments are those of `duration`. A block ends at `inf` if rows that it needs arrive at `inf`.
+    The times are in microseconds. The other arguments are as in `duration`. A block ends at `inf` if it needs rows that
+    arrive at `inf`.
     """
     tiles, ready, took = _work(tile, gemm, sms, rates, arrivals)
     count, sums = int(tiles[-1]) + 1, took.cumsum(0)
@@ -100,9 +105,10 @@ def block_ends(
 
 
 def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[float]) -> tuple[Any, Any, Any]:
-    """Return the units of work: their tiles, and two arrays `[round, program]`: times of arrival, and durations.
+    """Return the tile of each unit of work, and two arrays `[round, program]` about the units.
 
-    A unit is a tile or a part of a tile.
+    A unit is a tile or a part of a tile. In each round, every program takes one unit. The first array holds the time at
+    which the rows of the unit have arrived. The second holds the duration of the unit.
     """
     grid, tile_time = Grid.of(tile, gemm), rates.unsplit_time(tile, gemm)
     plan = grid.schedule(tile, sms)
@@ -119,15 +125,19 @@ def _work(tile: Tile, gemm: Gemm, sms: int, rates: Rates, arrivals: Sequence[flo
 
 
 def _loading(grid: Grid, tile: Tile, gemm: Gemm, rates: Rates) -> float:
-    """Return the time to load the right operand from memory: once for each block if L2 does not keep it, else 0."""
+    """Return the time in microseconds to load the right operand from memory.
+
+    The operand is loaded once for each block. If it stays in L2, the time is 0.
+    """
     right = gemm.n * gemm.k * gemm.itemsize
     times = min(grid.blocks, grid.batches * -(-grid.rows // tile.m)) if right > IN_L2 else 0
     return times * right / rates.read / 1e3
 
 
-# Assumed arrival of blocks: GB/s; if copy engines send them, also microseconds before the first block and between two.
+# Assumed arrival of blocks: GB/s; if copy engines copy them, also the microseconds before the first copy begins, and
+# between two copies.
 _LINK, _FIRST, _PAUSE = 390.0, 15.0, 2.5
-EARLY_WAVES = 2  # the most waves that halves of early tiles fill: with more tiles, all SMs are busy without a split
+EARLY_WAVES = 2  # the most waves that the halves of early tiles may fill: more tiles keep all SMs busy without a split
 FINE_WAVES = 8  # with more waves, the number of split tiles matters little
 _SUSTAINED = 0.95  # the share of the peak that is left when power limits the clock in long calls
 _WORTH = 1.01  # an unsplit tile is preferred if its estimate is at most this many times as long
@@ -135,10 +145,11 @@ SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
 def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
-    """Round the rows of a gemm up, so that gemms with the same number of each of `tiles` become one gemm.
+    """Return the gemm with its rows rounded up. With each of `tiles`, the gemm consists of as many tiles as before.
 
-    Choosing a tile takes milliseconds, and the number of rows may differ in every call. With the rounding, more calls
-    find their tile in the cache of `choose`. Returns the gemm itself if no such rounding is known.
+    Choosing a tile takes milliseconds, and the number of rows may differ in every call. Gemms with slightly different
+    numbers of rows become equal, so more calls find their tile in the cache of `choose`. Returns the gemm unchanged if
+    this function knows no rounding that keeps the numbers of tiles.
     """
     heights, block = {tile.m for tile in tiles}, gemm.block
     step = min(heights)
@@ -159,7 +170,8 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
     """Return the fastest of `tiles`, with its best split, for a matmul on `sms` SMs.
 
     If rows arrive in blocks, the estimate assumes that the first block is ready, and that the others come one by one
-    over NVLink. Among tiles with equal estimates, the tile with most early blocks is taken: it was faster on H200s.
+    over NVLink. Among tiles with equal estimates, it takes the tile with the most early blocks, which was faster on
+    H200s.
     """
     rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
@@ -175,10 +187,10 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
 
 
 def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
-    """Yield the unsplit tile, and the tile with early and last tiles split in all ways that may be faster.
+    """Yield the unsplit tile, and copies of it with all splits of early and last tiles that may be faster.
 
-    If all rows are ready, only the last wave is split, if its tiles fill at most half of the SMs. A single wave is
-    never split: that was never faster.
+    If all rows are ready, only the tiles of the last wave may be split, and only if they fill at most half of the SMs.
+    A single wave is never split: that was never faster.
     """
     yield tile
     grid = Grid.of(tile, gemm)
@@ -201,7 +213,10 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
 
 
 def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
-    """Yield the tile with several numbers of split last tiles and of parts. Each part has a separate program."""
+    """Yield copies of the tile with different numbers of last tiles to split, and of parts of each split tile.
+
+    There are always enough SMs for each part to have a separate program.
+    """
     units = grid.tiles + grid.early
     if grid.tiles <= sms:
         return

@@ -1,6 +1,6 @@
 """The device side of the persistent Triton matmul.
 
-Arguments that belong together are tuples. Tuples exist at compile time only, so they cost no instruction.
+Arguments that belong together are passed as one tuple. Tuples exist at compile time only, so they cost no instruction.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Constants(NamedTuple):
         SPLIT: the last tiles are split along K. They are neither early tiles nor tiles of `own_rows`.
         PAIRS: the last tiles are split in two parts each.
         READY: rows arrive in blocks while the kernel runs.
-        OWN: the rows of block `first` are ready.
+        OWN: block `first` needs no flag, because its rows come from `own_rows`. They are read there or in `a`.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks are split in two.
-        DONE: the largest number of blocks with completion flags that a tile has rows of, rounded up to a power of 2; 0
-            without completion flags.
+        DONE: the largest number of blocks that hold rows of one tile, rounded up to a power of 2. Blocks are those of
+            the completion flags. 0 without completion flags.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 products by FMAs without tensor cores.
@@ -78,7 +78,10 @@ class Constants(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in elements: batch, row and column of each matrix, row and column of b; None for descriptors."""
+    """Strides of the operands in elements; None if the operands are TMA descriptors.
+
+    `b` has a row and a column stride. The others have a batch, a row and a column stride.
+    """
 
     own_rows: Any
     a: Any
@@ -97,8 +100,11 @@ class Scales(NamedTuple):
     """The scales of a and b, in float32: pointers and strides.
 
     Fields:
-        a_row, a_step: strides of the scales of a, between rows (counted through all batches) and blocks along K.
-        b_step, b_column: strides of the scales of b: between blocks along K, and between columns or blocks of columns.
+        a, b: pointers.
+        a_row: stride between the scales of two rows of a. Rows are counted through all batches.
+        a_step: stride between the scales of two blocks of a along K.
+        b_step: stride between the scales of two blocks of b along K.
+        b_column: stride between the scales of two columns of b, or of two blocks of columns.
     """
 
     a: Any
@@ -113,9 +119,9 @@ class Workspace(NamedTuple):
     """Memory that the programs of a launch share.
 
     Fields:
-        sums: of float32: with SPLIT [split, parts, BM, BN], or with PAIRS [split, BM, BN]; then with EARLY
-            [early, BM, BN].
-        tickets: [split + early tiles] of int32, all 0.
+        sums: partial sums in float32. With SPLIT, first those of the last tiles: `[split, parts, BM, BN]`, or with
+            PAIRS `[split, BM, BN]`. With EARLY, then those of the early tiles: `[early, BM, BN]`.
+        tickets: `[split + early tiles]` of int32, all 0: a counter for each split tile.
     """
 
     sums: Any
@@ -127,8 +133,8 @@ class LeftOperand(NamedTuple):
 
     Fields:
         base: a pointer or a descriptor.
-        above: the number of batches of the output above the first batch of `base`.
-        strides: batch, row and column strides of a pointer.
+        above: the index of the output's batch that corresponds to the first batch of `base`.
+        strides: the batch, row and column strides if `base` is a pointer.
     """
 
     base: Any
@@ -137,11 +143,12 @@ class LeftOperand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Everything of the matmul that all tiles share: matrices, sizes, and the order of tiles.
+    """The arguments of the matmul that all tiles share: matrices, sizes, and the order of tiles.
 
     Fields:
         group: rows of tiles per group, see `tile_position`.
-        first, height: the block to begin with and its number of rows, or None; see `tile_position`.
+        first, height: the index of the block to begin with, and the number of rows of a block. None without flags. See
+            `tile_position`.
         raised: the completion flags, a Raised; unused without DONE.
         pushed: the copies to peers, a Pushed; None without PUSHED.
     """
@@ -184,7 +191,7 @@ def load_descriptor(desc, batch, row, column, BATCHED: tl.constexpr, BR: tl.cons
 
 @triton.jit
 def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Round the tile `x` of `BC` columns and store it; with PUSHED, also store it to peers."""
+    """Round the tile `x` of `BC` columns and store it at `place`; with PUSHED, also store it to peers."""
     batch, row, column = place
     out = product.out
     x = from_float32(x, out.dtype if C.DESCRIPTORS else out.dtype.element_ty)
@@ -206,7 +213,7 @@ def store(product, place, x, BC: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _stored(product, place, BC: tl.constexpr, C: tl.constexpr):
-    """Load the tile of `BC` columns that `store` is about to overwrite."""
+    """Load the old values of the tile of `BC` columns at `place` in the output."""
     batch, row, column = place
     if C.DESCRIPTORS:
         return load_descriptor(product.out, batch, row, column, C.BATCHED, C.BM, BC)
@@ -233,10 +240,11 @@ def scales_of_rows(product, place, step, C: tl.constexpr):
 
 @triton.jit
 def _load_columns(base, column, width, step, BC: tl.constexpr):
-    """Load `[1, BC]` of a vector, from `column` on; elements after its end are 0.
+    """Return `BC` elements of a vector from index `column` on, in shape `[1, BC]`. Elements past its end are 0.
 
-    The load has one axis. If it loaded `[1, BC]`, Triton would use the layout of that load for the tile of a batch too,
-    and convert the complete tile to it through shared memory.
+    The load has one axis, and the second axis is added to its result. After a load of shape `[1, BC]`, Triton would use
+    the layout of that load for the tile of a batched output too. It would convert the complete tile to this layout
+    through shared memory.
     """
     c = (column + tl.arange(0, BC)).to(tl.int64)
     return tl.load(base + c * step, mask=c < width, other=0.0)[None, :]
@@ -244,7 +252,7 @@ def _load_columns(base, column, width, step, BC: tl.constexpr):
 
 @triton.jit
 def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
-    """Scale the sums of `BC` columns of a tile, add the bias or the old output, and store them."""
+    """Finish `BC` columns of a tile: scale the sums `x`, add the bias or the old output, and store the result."""
     _, _, column = place
     if C.SCALES == "rows":
         of_columns = _load_columns(product.scales.b, column, product.N, product.scales.b_column, BC)
@@ -258,7 +266,7 @@ def finish_columns(product, place, x, BC: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def finish(product, place, acc, C: tl.constexpr):
-    """Finish all columns of a tile; with HALVES, one half after the other."""
+    """Finish all columns of a tile by `finish_columns`. With HALVES, finish one half after the other."""
     batch, row, column = place
     if C.HALVES:
         left, right = halves(acc, C.BM, C.BN)
@@ -270,26 +278,27 @@ def finish(product, place, acc, C: tl.constexpr):
 
 # Split tiles: several programs share the contraction of one tile, so that a last wave of few tiles fills all SMs.
 #
-# Unsplit tiles come first, one program each. Then come the last tiles, each cut along K into equal parts, one program a
-# part. This is split-K for the remainder only, as in the hybrid schedules of Stream-K (M. Osama, D. Merrill, C. Cecka,
-# M. Garland, J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
-# GPU, PPoPP 2023). But parts begin at the same steps in every tile, so that programs at the same step find each other's
-# operands in L2. With parts that begin anywhere, the split tiles take 1.5 times as long.
+# Unsplit tiles come first; one program computes each. Then come the last tiles. Each is cut along K into equal parts,
+# and one program computes each part. This is split-K for the remainder only, as in the hybrid schedules of Stream-K
+# (M. Osama, D. Merrill, C. Cecka, M. Garland, J. D. Owens: Stream-K: Work-centric Parallel Decomposition for Dense
+# Matrix-Matrix Multiplication on the GPU, PPoPP 2023). But parts begin at the same steps in every tile. So programs at
+# the same step find each other's operands in L2. With parts that begin anywhere, split tiles take 1.5 times as long.
 #
 # If rows arrive while the kernel runs, the tiles of the first blocks (early tiles) may be split in two as well. A
 # program may have several of those parts.
 #
-# With two parts, the program that finishes first stores its sum in memory, and the other program adds that sum to its
-# own: either order gives the same bits. With more parts, each program stores its sum, and the last program adds all of
-# them up in the order of K. So results do not depend on which program is last. A program waits only for another program
-# that is already storing its sum.
+# With two parts, the program that finishes first stores its partial sum in memory. The other program adds this sum to
+# its partial sum; the result has the same bits in either order. With more parts, each program stores its partial sum,
+# and the last program adds up all of them in the order of K. So results do not depend on which program is last. A
+# program waits only for another program that is already storing its sum.
 
 
 @triton.jit
 def part_of(program, programs, unsplit, split, parts):
-    """Return `(tile, part)` of a program, the tile counted from the first split tile. `tile` is `split` without a part.
+    """Return `(tile, part)`: the split tile that a program works on, and the index of its part.
 
-    The programs with fewer unsplit tiles get parts first. Consecutive programs get the same part of different tiles.
+    `tile` is counted from the first split tile. It is `split` if the program has no part. The programs with fewer
+    unsplit tiles get parts first. Consecutive programs get the same part of different tiles.
     """
     number = (program - unsplit % programs + programs) % programs
     return tl.where(number < split * parts, number % split, split), number // split
@@ -297,7 +306,7 @@ def part_of(program, programs, unsplit, split, parts):
 
 @triton.jit
 def first_step(part, parts, steps):
-    """Return the first step along K of a part."""
+    """Return the first step along K of part `part`, if `steps` steps are split into `parts` parts."""
     return part * steps // parts
 
 
@@ -309,14 +318,17 @@ def claim_pair(tickets, tile):
 
 @triton.jit
 def publish_sum(tickets, tile):
-    """Signal, as the first of two programs, that the sum is in memory."""
+    """Signal that this program's partial sum is in memory. The first of the two programs of a tile calls this."""
     tl.debug_barrier()  # orders the writes of all threads before the release by one thread
     tl.atomic_add(tickets + tile, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait_for_first_sum(tickets, tile):
-    """Wait, as the second of two programs, until the sum of the first is in memory; reset the ticket to 0."""
+    """Wait until the first program's partial sum is in memory; then reset the ticket to 0.
+
+    The second of the two programs of a tile calls this.
+    """
     ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
     while ticket < 3:
         ticket = tl.atomic_add(tickets + tile, 0, sem="acquire", scope="gpu")
@@ -326,9 +338,9 @@ def wait_for_first_sum(tickets, tile):
 
 @triton.jit
 def arrive(tickets, tile, parts):
-    """Signal that this program's sum, one of `parts` of a split tile, is in memory; return True if it is the last.
+    """Signal that this program's partial sum of a tile is in memory; return True if all `parts` sums are there now.
 
-    The last program sees all sums. It resets the ticket to 0 for the next launch.
+    So one program gets True, the last one. It sees all sums. It resets the ticket to 0 for the next launch.
     """
     tl.debug_barrier()  # orders the writes of all threads before the atomic by one thread
     last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -339,7 +351,7 @@ def arrive(tickets, tile, parts):
 
 @triton.jit
 def store_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
-    """Store the sum of a part of a tile in a slot; with HALVES, the two halves one after the other."""
+    """Store the partial sum `acc` of a tile in a slot. With HALVES, store its left half first, then its right half."""
     COLUMNS: tl.constexpr = BN // 2 if HALVES else BN
     at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums += slot.to(tl.int64) * (BM * BN)
@@ -353,7 +365,10 @@ def store_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.co
 
 @triton.jit
 def add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add up one half of the sums in `count` slots from `slot` on, in this order."""
+    """Return the total of the partial sums in `count` slots, added in order from `slot` on.
+
+    The total has COLUMNS columns: all columns of the tile, or one half of them. `half` is the index of the half.
+    """
     at = tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums += slot.to(tl.int64) * (BM * BN) + half * (BM * COLUMNS)
     total = tl.zeros((BM, COLUMNS), dtype=tl.float32)
@@ -365,7 +380,7 @@ def add_sums(sums, slot, count, half, BM: tl.constexpr, BN: tl.constexpr, COLUMN
 
 @triton.jit
 def add_to_sum(sums, slot, acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Add the sum stored in a slot to the tile `acc`, half by half, as registers do not hold two tiles."""
+    """Return the tile `acc` plus the partial sum in a slot. Adds half by half: registers do not hold two tiles."""
     left, right = halves(acc, BM, BN)
     left = add_sums(sums, slot, 1, 0, BM, BN, BN // 2) + left
     right = add_sums(sums, slot, 1, 1, BM, BN, BN // 2) + right
@@ -380,9 +395,10 @@ _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 @triton.jit
 def tile_position(tile, product, C: tl.constexpr):
-    """Return the place of an output tile. Tiles go down `group` rows of tiles, then one tile to the right.
+    """Return the place of an output tile: its batch, its first row and its first column.
 
-    If `first` is not None, tile 0 is in block `first` of `height` rows, and the order wraps around at the last block.
+    Consecutive tiles go down through `group` rows of tiles, and then continue one tile to the right. If `first` is not
+    None, tile 0 is in block `first`, and block 0 follows the last block.
     """
     tiles_m = tl.cdiv(product.M, C.BM)
     tiles_n = tl.cdiv(product.N, C.BN)
@@ -401,7 +417,7 @@ def tile_position(tile, product, C: tl.constexpr):
 
 @triton.jit
 def _blocks_of(product, place, C: tl.constexpr):
-    """Return the first and the last block (of those with completion flags) that a tile has rows of."""
+    """Return the indices of the first and the last block that hold rows of a tile. Blocks are those of `raised`."""
     batch, row, _ = place
     top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
     return top // product.raised.height, (end - 1) // product.raised.height
@@ -409,9 +425,9 @@ def _blocks_of(product, place, C: tl.constexpr):
 
 @triton.jit
 def count_tiles(product, place, more, wanted, C: tl.constexpr):
-    """If `wanted`, count `more` tiles, in each block that the tile at `place` has rows of: see `count`.
+    """If `wanted`, wait until this program's stores are in memory, and then count `more` tiles.
 
-    Before that, wait until the stores of this program are in memory.
+    They are counted in each block that holds rows of the tile at `place`. See `count` for `more` and for the flags.
     """
     M, height = product.M, product.raised.height
     begin, end = _blocks_of(product, place, C)
@@ -434,10 +450,10 @@ def _dot(x, y, acc, C: tl.constexpr):
 
 @triton.jit
 def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
-    """Add the products of the step at `k` to `acc`.
+    """Return `acc` plus the products of one step along K. The step begins at element `k`.
 
-    Triton's `max_num_imprecise_acc` cannot be used to sum up a step separately: Triton 3.7 adds that sum to the total
-    before it waits for the tensor cores, which is undefined in PTX.
+    Triton's `max_num_imprecise_acc` cannot sum up a step separately. Triton 3.7 adds the sum of the step to the total
+    before it waits for the tensor cores, and PTX does not define the result.
     """
     if C.SCALES == "blocks":
         block = k // _SCALE_BLOCK
@@ -454,7 +470,7 @@ def _add_step(x, y, acc, product, place, k, C: tl.constexpr):
 
 @triton.jit
 def _contract(left, product, place, begin, stop, C: tl.constexpr):
-    """Sum up in float32 the products of a tile for steps `[begin, stop)` along K."""
+    """Return the sum of the products of a tile over steps `[begin, stop)` along K, in float32."""
     BM: tl.constexpr = C.BM
     BN: tl.constexpr = C.BN
     batch, row, column = place
@@ -486,7 +502,7 @@ def _contract(left, product, place, begin, stop, C: tl.constexpr):
 
 @triton.jit
 def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
-    """Compute this program's tiles in `[begin, stop)`. `begin` is its first tile."""
+    """Compute this program's unsplit tiles: tiles `begin`, `begin` + grid size and so on, all before tile `stop`."""
     stored = 0  # tiles that are stored but not yet counted
     # With PUSHED the loop contains another loop, so it is not flattened.
     for tile in tl.range(begin, stop, tl.num_programs(0), flatten=C.DESCRIPTORS and C.PUSHED == 0):
@@ -505,9 +521,9 @@ def unsplit_tiles(left, product, begin, stop, C: tl.constexpr):
 
 @triton.jit
 def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl.constexpr, C: tl.constexpr):
-    """Compute one part along K of a tile; the program that finishes last stores the tile.
+    """Compute one part along K of a tile. The program that finishes last stores the tile.
 
-    `number` is the index of the tile among the split tiles, and so of its ticket and its sums. PAIRS: two parts.
+    `number` is the index of the tile's ticket and of its partial sums in the workspace. PAIRS: the tile has two parts.
     """
     COLUMNS: tl.constexpr = C.BN // 2 if C.HALVES else C.BN
     steps = tl.cdiv(product.K, C.BK)
@@ -539,7 +555,7 @@ def part_of_tile(left, product, place, number, part, parts, workspace, PAIRS: tl
 
 @triton.jit
 def _wait_for_tile(awaited, polls, product, place, C: tl.constexpr):
-    """Wait for the rows of a tile: see `wait_for_rows`."""
+    """Wait for the rows of the tile at `place`, and return the result of `wait_for_rows`."""
     batch, row, _ = place
     begin, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
     return wait_for_rows(awaited, polls, begin, end, C.OWN, C.FLAGS, C.DESCRIPTORS)
@@ -547,11 +563,13 @@ def _wait_for_tile(awaited, polls, product, place, C: tl.constexpr):
 
 @triton.jit
 def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, WAIT: tl.constexpr, C: tl.constexpr):
-    """Compute this program's parts of the tiles before `end`, block by block. Each tile is split in two parts.
+    """Compute this program's parts of early tiles, block by block. Early tiles are all tiles before tile `end`.
 
-    A tile is two units of work. `unit` is the first unit of this program; a block has `of_block` tiles. Returns the
-    next unit and the polls left. A program that gives up still multiplies rows that have not arrived, as another
-    program needs its sum.
+    Each early tile is split in two parts, which are units of work. `unit` is the first unit of this program. A block
+    has `of_block` tiles. WAIT: wait for the rows of each tile.
+
+    Returns the next unit of this program and the polls that are left. If a program gives up, it still multiplies the
+    rows that have not arrived, because another program waits for its sum.
     """
     while unit < 2 * end:
         block = unit // (2 * of_block)
@@ -568,8 +586,8 @@ def _early_tiles(left, product, unit, end, of_block, workspace, awaited, polls, 
     return unit, polls
 
 
-# Integers that vary from call to call. They are separate arguments: Triton would specialize the integers of a tuple for
-# 1 and for multiples of 16, even if they were listed here.
+# Integers that vary from call to call. They are not in tuples: Triton would specialize the integers of a tuple for 1
+# and for multiples of 16, even if they were listed here.
 _VARYING = ["epoch", "first", "blocks", "height", "polls", "raised_epoch", "raised_height", "unsplit", "split", "parts"]
 _VARYING += ["early", "group", "batches", "M"]
 
@@ -614,7 +632,7 @@ def matmul_kernel(
     raised = Raised(raised_flags, raised_epoch, raised_height, counts)
     product = Product(b, out, bias, scales, batches, M, N, K, strides, group, first, height, raised, pushed)
     left = LeftOperand(a, 0, strides.a)
-    before = alone  # units of work, dealt out to the programs in turn, before the split tiles
+    before = alone  # the number of units of work before the split tiles; programs take them in turn
     if C.READY:
         awaited = Awaited(flags, timeouts, epoch, first, blocks, height)
         own_left = LeftOperand(own_rows, first * (height // M), strides.own_rows)

@@ -54,11 +54,14 @@ from hostir.kernels.scales import FlatScales, of_blocks
 EXACT_RUN = 64  # float32 products per partial sum
 
 _MAX_LAUNCHES = 4096
-_launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by all that they depend on
+_launches: dict[tuple[object, ...], MatmulLaunch] = {}  # prepared launches, by everything that they depend on
 
 
 class _Options(NamedTuple):
-    """Options of a product: arguments of `multiply` other than tensors and flags; `tf32`: multiply float32 in TF32."""
+    """Options of a product: the arguments of `multiply` that are neither tensors nor flags.
+
+    `tf32` is True if float32 is multiplied in TF32.
+    """
 
     use_descriptors: bool | None
     tile: Tile | None
@@ -90,9 +93,10 @@ def matmul(
         ready: flags for equal blocks of the flattened rows of `a`, which may still arrive. A tile begins when its rows
             are ready. Tiles follow the order of blocks, from `ready.first` on. If blocks are lower than a tile, or `a`
             has several batches, a tile may span several blocks: it waits for all of them. With the same tile and the
-            same splits, results are bitwise equal to a matmul without flags. If a block does not arrive,
-            `ready.timeouts` says so in the end. Then the tiles that need the block are not written, nor those that the
-            same programs had yet to compute. Split tiles are written, from whatever is in the rows of the block.
+            same splits, results are bitwise equal to a matmul without flags. If a block does not arrive, the kernel
+            reports it in `ready.timeouts`. The tiles that need the block are then not written. The tiles that the same
+            programs would have computed later are not written either. Split tiles are written in any case; they are
+            computed from the memory of the block as it is.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
             block is stored. Tiles follow the order of blocks, from `done.first` on; with `ready`, they follow the order
             of `ready`. A tile may span several blocks. With the same tile and the same splits, results are bitwise
@@ -111,7 +115,8 @@ def matmul(
     Results repeat bit for bit.
 
     Raises TypeError for a dtype, and ValueError for a shape, a layout, a device, flags or a tile that do not fit.
-    Raises TooLargeError if the kernel needs more than the GPU has, with the given `tile`, or else with every tile.
+    Raises TooLargeError if the kernel needs more shared memory or threads than the GPU has: with `tile`, or if `tile`
+    is None, with every tile.
     """
     multiply(
         *(a, b.transpose(0, -1) if transpose_b else b, out),
@@ -140,16 +145,19 @@ def multiply(
     adds: bool = False,
     pushed: PushKernel | None = None,
 ) -> Again | None:
-    """Compute as `matmul`. Returns a function that repeats the call for the same layouts and addresses.
+    """Compute the same as `matmul`, and return a function that repeats the call for the same layouts and addresses.
 
-    Returns None in the interpreter, if the call took more than one launch, and for float32, as torch's setting for TF32
-    may change.
+    Returns None if the call cannot be repeated like this: in the interpreter, if the call took more than one launch,
+    and for float32, because torch's setting for TF32 may change.
 
-    With `adds`, the product is added to the old values of `out`, and the sum is rounded once. `scales` are for 8-bit
-    operands.
+    Args:
+        scales: the scales of 8-bit operands.
+        adds: add the product to the old values of `out`. The sum is rounded once.
+        pushed: copies of pieces of `out` to peers. Each piece consists of complete rows. The kernel stores the pieces
+            from registers, and raises their flags at its end. `out` must be contiguous, and `ready` and `done` must be
+            None.
 
-    `pushed`: copies of pieces of `out` to peers. A piece consists of complete rows. The kernel stores them from
-    registers, and raises their flags at its end. `out` must be dense, and `ready` and `done` must be None.
+    `b` is `[K, N]`. The other arguments are as in `matmul`.
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -183,7 +191,7 @@ def multiply(
 
 
 def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None, pushed: PushKernel | None) -> None:
-    """Write a product that sums up nothing: zeros or the bias; copy it to peers."""
+    """Write the result of a matmul that needs no kernel: zeros or the bias. Then make the copies of `pushed`."""
     if bias is None:
         out.zero_()
     else:
@@ -193,17 +201,19 @@ def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None, pushed: P
 
 
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
-    """Return the name that `Gemm` has for the dtype of an operand."""
+    """Return the name of an operand's dtype in `Gemm.dtype`."""
     if t.dtype in DTYPES_8_BIT:
         return "f8s" if stepwise else "f8"
     return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")
 
 
 def _loaded(call: MatmulCall, options: _Options) -> MatmulLaunch | None:
-    """Prepare a launch and load its kernel. Returns None if only a bias or zeros are written.
+    """Prepare a launch and load its kernel. Return None if no kernel is needed.
 
-    If the kernel is too large, the best of the other tiles is taken. All ranks with such layouts take the same tile.
-    Raises TooLargeError if the kernel is too large with every tile.
+    No kernel is needed if `out` is empty, or if K is 0 and there are no flags.
+
+    If the kernel is too large for the GPU, the best of the other tiles is tried. All ranks with the same layouts end up
+    with the same tile. Raises TooLargeError if the kernel is too large with every tile.
     """
     too_large: dict[Tile, TooLargeError] = {}
     while True:
@@ -222,7 +232,7 @@ def _loaded(call: MatmulCall, options: _Options) -> MatmulLaunch | None:
 
 
 def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLargeError]) -> MatmulLaunch | None:
-    """Prepare a launch, with none of the tiles in `too_large`. Returns None if only a bias or zeros are written."""
+    """Prepare a launch with a tile that is not in `too_large`. Return None if no kernel is needed."""
     a, b, out, own_rows, bias, scales, ready, done, pushed = call
     use_descriptors, tile, tf32, adds = options
     scale_a, scale_b, fast = scales or (None, None, False)
@@ -256,7 +266,8 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
         described = _described((a, b, out, None), rows, None)
         own_rows = own_rows if described is None else None
     copies_own = has_own and own_rows is None
-    # Programmatic dependent launch came with TMA, on Hopper. A copy would run between the previous kernel and this one.
+    # Programmatic dependent launch came with TMA, on Hopper. A copy of `own_rows` would run between the previous kernel
+    # and this one, so the two could not overlap.
     overlapped = ready.overlapped_sms if ready is not None and bounds.tma and not copies_own else 0
     sms = max(1, bounds.sms - overlapped - (0 if ready is None else ready.reserved_sms))
     blockwise = scales is not None and of_blocks(scales, N)
@@ -298,7 +309,7 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
     if done is not None:
         assert raised_block is not None
         tickets = counts + 2 * len(done.flags)
-        high = -(-raised_block // tile.m)  # tiles of a block in a column; its groups get about equal heights
+        high = -(-raised_block // tile.m)  # rows of tiles in a block. The groups of a block get about equal heights.
         group = -(-high // -(-high // group))
     return MatmulLaunch(
         tile=tile,
@@ -351,9 +362,10 @@ def _prepare(call: MatmulCall, options: _Options, too_large: Mapping[Tile, TooLa
 def _described(
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], rows: Rows, wanted: bool | None
 ) -> list[Described] | None:
-    """Return the TMA layouts of a, b, out and `own_rows`; None to use pointers.
+    """Return the TMA layouts of a, b, out and `own_rows`, or None if the kernel must use pointers.
 
-    Raises ValueError if descriptors are `wanted`, and TMA's rules do not allow them.
+    `wanted` is the argument `use_descriptors` of `matmul`. Raises ValueError if it is True and TMA's rules do not allow
+    descriptors.
     """
     if wanted is False:
         return None

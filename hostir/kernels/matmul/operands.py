@@ -83,7 +83,7 @@ def own_row_strides(own_rows: torch.Tensor, rows: Rows) -> tuple[int, int, int]:
 
 
 def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
-    """Return the leading axes of `a` and `out` as batches of rows. Raises ValueError if they do not merge."""
+    """Return the leading axes of `a` and `out`, merged into batches of rows. Raises ValueError if they do not merge."""
     levels = collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])
     if len(levels) > 2:
         raise ValueError(
@@ -97,7 +97,13 @@ def rows_of(a: torch.Tensor, out: torch.Tensor) -> Rows:
 
 @dataclass(frozen=True)
 class Described:
-    """The layout of a TMA descriptor of a matrix or a batch of matrices; `transposed`: it describes the transpose."""
+    """The layout of a TMA descriptor of a matrix or a batch of matrices.
+
+    Fields:
+        shape: the sizes, outermost first.
+        strides: the strides in elements.
+        transposed: True if this is the layout of the matrix's transpose.
+    """
 
     shape: list[int]
     strides: list[int]

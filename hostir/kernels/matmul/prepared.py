@@ -1,6 +1,7 @@
-"""Prepared launches of the matmul kernel: everything that depends on the layouts of a call is decided once.
+"""Prepared launches of the matmul kernel.
 
-A call with known layouts then costs little host time.
+Everything that depends only on the layouts of a call is decided when the launch is prepared. Later calls with the same
+layouts take little host time.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class MatmulLaunch:
         schedule: number of unsplit tiles, number of split tiles after them, and parts of each split tile. None if no
             tile is split.
         sums, tickets: sizes of the `workspace`.
-        counts: index in the tickets at which the counts of blocks begin, two words each; the tickets of split tiles
-            come before.
+        counts: index in the tickets at which the counts of blocks begin; each takes two words. The tickets of split
+            tiles come before it.
         pushed_block: rows of a piece that is copied to peers; None without copies.
         copies_own: True if `own_rows` must be copied to their place in `a` before the launch. The launch then gets no
             `own_rows`.
@@ -130,7 +131,7 @@ class MatmulLaunch:
             self._again(compiled, arguments)
 
     def load(self, call: MatmulCall) -> None:
-        """Compile and load the kernel for such tensors. Raises TooLargeError if it needs more than the GPU has."""
+        """Compile the kernel for the tensors of a call, and load it. Raises TooLargeError if it is too large."""
         sums, tickets = (
             StandIn.of((size,), (1,), dtype, self.device)
             for size, dtype in ((self.sums, torch.float32), (self.tickets, torch.int32))
@@ -139,7 +140,7 @@ class MatmulLaunch:
             self.compiled = load(matmul_kernel, self._tensors(call, sums, tickets), self.options)
 
     def _interpret(self, call: MatmulCall) -> None:
-        """Run the kernel in the interpreter."""
+        """Run the kernel in the interpreter for the tensors of a call."""
         sums, tickets = workspace(self.device, 0, self.sums, self.tickets) if self.tickets else (None, None)
         with launching(self.device):
             matmul_kernel[(self.programs,)](*self._tensors(call, sums, tickets), **self.options)
@@ -151,12 +152,12 @@ class MatmulLaunch:
         return *self._arguments(call, lambda t: t, lambda *it: (self._descriptor(*it),)), counts, *shared, *self._rest
 
     def _start(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
-        """Launch the compiled kernel. `arguments` are its arguments before `counts`."""
+        """Launch the compiled kernel on the current stream. `arguments` are its arguments before `counts`."""
         stream = compiled.stream(self.device.index)
         counts: int | None = None
         shared: Sequence[Any] = _NOT_SPLIT
         if self.tickets:
-            # These references keep the memory until the kernel is launched, so no other launch can get it before.
+            # These references keep the memory alive until the kernel is launched, so no other launch gets it before.
             sums, tickets = workspace(self.device, stream, self.sums, self.tickets)
             if self.schedule is not None:
                 shared = ((sums.data_ptr(), tickets.data_ptr()), *self.schedule)
@@ -172,7 +173,8 @@ class MatmulLaunch:
     ) -> tuple[Any, ...]:
         """Return the kernel's arguments before `counts`.
 
-        `pointer` converts a tensor to an argument, `descriptor` converts operand number `n` to arguments.
+        `pointer` converts a tensor to an argument. `descriptor` converts the index of an operand (0 to 3: a, b, out,
+        own_rows) and its tensor to the arguments that describe it to TMA.
         """
         a, b, out, own_rows, bias, scales, ready, done, pushed = call
         operands: tuple[Any, ...]
@@ -199,7 +201,7 @@ class MatmulLaunch:
         return self.described[number].descriptor(tensor, self.blocks[number])
 
     def _encoded_descriptor(self, compiled: Compiled, number: int, tensor: torch.Tensor) -> Sequence[Any]:
-        """Return the arguments that encode the descriptor of an operand; encode it if its address is new."""
+        """Return the kernel arguments that encode the TMA descriptor of an operand. They are cached by address."""
         kept, address = self._encoded[number], tensor.data_ptr()
         encoded = kept.get(address)
         if encoded is None:

@@ -1,6 +1,6 @@
-"""Schedules of a persistent matmul: its tiles in order, and the program that computes each tile or part of a tile.
+"""Schedules of the persistent matmul: the order of its tiles, and the program that computes each tile or part.
 
-The kernel that follows them is in hostir.kernels.matmul.kernel. Needs neither torch nor Triton.
+The kernel that follows a schedule is in hostir.kernels.matmul.kernel. This module needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ class Schedule:
 
     Fields:
         programs: the number of programs.
-        unsplit: the number of tiles at the beginning that are computed by one program each. A half of an early tile
-            counts as one.
-        parts: the number of parts of each of the other tiles. A program has at most one part. 0 if no tile is split.
+        unsplit: the number of units at the beginning that are not split further. A unit is a tile, or one half of an
+            early tile. One program computes each unit.
+        parts: the number of parts of each of the remaining tiles; 0 if no tiles remain. A program computes at most one
+            of these parts.
     """
 
     programs: int
@@ -30,10 +31,10 @@ class Schedule:
 
 
 def schedule(tiles: int, steps: int, sms: int, split: int, max_parts: int = MAX_PARTS) -> Schedule:
-    """Assign `tiles` with `steps` steps along K to `sms` programs. The last `split` tiles have up to `max_parts` parts.
+    """Return a schedule of `tiles` tiles for at most `sms` programs. Each tile has `steps` steps along K.
 
-    They have fewer parts if there are too few programs, or if parts would be too short. If that leaves fewer than two
-    parts, no tile is split.
+    Each of the last `split` tiles is split into `max_parts` parts, or fewer if there are too few programs or if parts
+    would be too short. If fewer than two parts are possible, no tile is split.
     """
     split = min(split, tiles)
     parts = min(sms // split, steps // MIN_STEPS, max_parts) if split else 0
@@ -47,15 +48,17 @@ class Grid:
     """The tiles that cover an output, in the order in which programs take them: batch by batch, block by block.
 
     Fields:
-        batches: the number of batches. No tile spans two batches. Each block is a batch if it is at least as high as a
-            tile, or if no tile may span two blocks. Lower blocks are not: tiles would be partly empty.
+        batches: the number of batches. No tile spans two batches. If the gemm has one batch and rows arrive in blocks,
+            each block becomes a batch: if blocks are at least as high as a tile, or if no tile may span two blocks.
+            Lower blocks do not become batches, because their tiles would be partly empty.
         rows: the number of rows of a batch.
         tiles: the number of tiles.
         steps: the number of steps along K of each tile.
         blocks: the number of blocks that arrive one after another; 1 if all rows are ready.
         early_blocks: the number of early blocks; 0 if tiles span blocks.
         early: the number of tiles of early blocks. Each is split in two.
-        first: the number of tiles that are early or hold `own_rows`. They come first, and are never split.
+        first: the number of tiles that are early or hold `own_rows`. They come first. They are never among the last
+            tiles that are split.
     """
 
     batches: int
@@ -85,11 +88,14 @@ class Grid:
         return cls(batches, rows, tiles, steps, blocks, early, early * of_block, first)
 
     def span(self, tile: Tile, height: int) -> int:
-        """Return the most blocks that a tile has rows of. Blocks of `height` rows are counted through all batches."""
+        """Return the largest number of blocks that hold rows of one tile.
+
+        A block has `height` rows. Rows are counted through all batches.
+        """
         tops = np.arange(0, self.rows, tile.m) + self.rows * np.arange(self.batches)[:, None]
         ends = np.minimum(tops + tile.m, tops - tops % self.rows + self.rows)
         return int(((ends - 1) // height - tops // height).max()) + 1
 
     def schedule(self, tile: Tile, sms: int) -> Schedule:
-        """Assign the tiles to programs on `sms` SMs."""
+        """Return the schedule of this grid's tiles for programs on `sms` SMs."""
         return schedule(self.tiles + self.early, self.steps, sms, min(tile.split, self.tiles - self.first), tile.parts)

@@ -1,6 +1,6 @@
 """Tiles that a matmul can run with, and the memory that they need.
 
-A program is an instance of the Triton kernel: one thread block on one SM. Needs neither torch nor Triton.
+A program is an instance of the Triton kernel: one thread block on one SM. This module needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hostir.ir.types import DTYPES
 
 MIN_STEPS = 4  # the fewest steps along K of a part of a split tile: shorter parts cost more than they save
 MAX_PARTS = 8  # the most parts of a split tile: the last program reads the partial sums of all others
-SCALE_BLOCK = 128  # with block-wise scales, elements along K, and columns of b, that share a scale
+SCALE_BLOCK = 128  # with block-wise scales, the number of elements along K, and of columns of b, that share a scale
 MIN_OWN_ROWS = 64  # fewer `own_rows` are copied into their block: separate tiles for them would read b once more
 
 
@@ -24,11 +24,12 @@ class Gemm:
     Fields:
         dtype: `bf16`, `f16`, `f32`, `tf32` (f32 on tensor cores), `f8` (8-bit operands; tensor cores add up all
             products) or `f8s` (8-bit operands; each step along K is scaled, or added to the others, in f32).
-        block: the number of rows of a block, if rows arrive block by block while the kernel runs. None: all are ready.
+        block: the number of rows of a block, if rows arrive block by block while the kernel runs. None if all rows are
+            ready.
         separate: True if no tile may span two blocks, because the rows of one block are elsewhere in memory.
         overlapped: True if a kernel directly before this one copies the blocks and overlaps it; False if copy engines
             copy them.
-        result: the bytes of an element of the result; None: the same as of an operand.
+        result: the bytes of an element of the result. None: as many as an element of an operand has.
     """
 
     m: int
@@ -84,11 +85,17 @@ class Tile:
         return replace(self, split=0, parts=MAX_PARTS, early_blocks=0)
 
     def shared_memory(self, itemsize: int, *, descriptors: bool, result: int | None = None, adds: bool = False) -> int:
-        """Return an upper bound of the shared memory in bytes. Operands have `itemsize` bytes, results `result`.
+        """Return an upper bound, in bytes, of the shared memory that a program needs.
 
-        It holds the stages of the pipeline, the tile that a TMA store reads, a tile of the old output if the product
-        `adds` to it, vectors and barriers. After the K loop, the pipeline's memory may serve to convert the layout of
-        the float32 sums.
+        Shared memory holds the stages of the pipeline, the tile that a TMA store reads, vectors and barriers. It also
+        holds a tile of the old output if the product is added to it. After the K loop, the pipeline's memory may serve
+        to convert the layout of the float32 sums.
+
+        Args:
+            itemsize: the bytes of an element of an operand.
+            descriptors: True if tiles move through TMA descriptors.
+            result: the bytes of an element of the result; None: `itemsize`.
+            adds: True if the product is added to the old output.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
         elements = self.m * self.n // (2 if self.halves else 1)
@@ -104,7 +111,10 @@ class Tile:
         result: int | None = None,
         adds: bool = False,
     ) -> Tile:
-        """Return the tile with fewer stages (at least one), if not all of them fit into `shared_memory` bytes."""
+        """Return this tile with as many of its stages as fit into `shared_memory` bytes, but at least one.
+
+        The other arguments are as in `Tile.shared_memory`.
+        """
         tile = self
         while tile.stages > 1 and shared_memory < tile.shared_memory(
             itemsize, descriptors=descriptors, result=result, adds=adds
@@ -184,10 +194,8 @@ def candidates(
 ) -> tuple[Tile, ...]:
     """Return the tiles worth trying for a dtype (as in `Gemm`) that fit into `shared_memory` bytes.
 
-    `result` is as in `Gemm`. If results are wider than operands, or the product `adds` to the old output, tiles have
-    fewer stages if necessary.
-
-    Raises ValueError if no tile fits.
+    The other arguments are as in `Tile.shared_memory`. If results are wider than operands, or if the product is added
+    to the old output, tiles get fewer stages where necessary. Raises ValueError if no tile fits.
     """
     tables = {"f32": _IEEE_32_BIT, "tf32": _TF32}
     if dtype in ("f8", "f8s"):

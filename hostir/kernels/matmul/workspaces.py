@@ -1,4 +1,4 @@
-"""Workspaces: memory that the programs of one launch share. There is one for each stream or captured launch.
+"""Workspaces: memory that the programs of one launch share. Each stream has one, and each captured launch has one.
 
 A workspace holds the sums of split tiles, a ticket (a counter) for each split tile, and a count for each block of rows
 that has a completion flag.
@@ -12,7 +12,7 @@ import torch
 
 from hostir.kernels.parameters import TAPING
 
-_CAPTURED_TICKETS = 1 << 18  # for all graphs of a device; a launch takes about as many as there are SMs
+_CAPTURED_TICKETS = 1 << 18  # the reserve for all graphs of a device; a launch takes about one ticket per SM
 LINE = 32  # tickets per cache line. A launch's tickets begin at a line: the kernel is compiled for that alignment.
 
 _lock = threading.Lock()
@@ -25,9 +25,9 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
 
     `stream` is the handle of the current stream, 0 on a CPU. The launch leaves its tickets at 0.
 
-    Launches on one stream run in order, so all of them share memory, which is kept. A captured launch may be replayed
-    on any stream, in parallel with any other launch. So its sums come from the memory pool of its graph, and no other
-    launch ever gets its tickets.
+    Launches on one stream run in order, so all of them share one workspace, which is kept. A captured launch may be
+    replayed on any stream, in parallel with any other launch. So its sums come from the memory pool of its graph, and
+    no other launch ever gets its tickets.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _sums(device, sums), _captured(device, tickets)
@@ -57,7 +57,10 @@ def _sums(device: torch.device, sums: int) -> torch.Tensor:
 
 
 def _captured(device: torch.device, tickets: int) -> torch.Tensor:
-    """Return tickets that no other launch uses. Without a reserve, the graph allocates and zeroes them."""
+    """Return tickets that no other launch uses. They come from a reserve.
+
+    If the reserve does not suffice, the graph that is being captured allocates and zeroes them.
+    """
     tickets = -(-tickets // LINE) * LINE
     with _lock:
         left = _for_graphs.get(device)

@@ -1,4 +1,4 @@
-"""Binding on CUDA: the operations of an unrolled program become steps, closures that issue work to streams."""
+"""Binding on CUDA. Operations of an unrolled program become steps, which are closures that issue work to streams."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from hostir.plan.operations import (
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaMachine
 
-CYCLES_PER_US = 2000  # of a clock near 2 GHz
+CYCLES_PER_US = 2000  # cycles per microsecond of a GPU clock near 2 GHz
 
 
 class CudaOneSided:
-    """Makes the steps of a plan's one-sided operations, on the symmetric memory of all ranks.
+    """Makes the steps of a plan's one-sided operations, which access the symmetric memory of all ranks.
 
-    Copy engines or SMs copy. Streams or kernels set flags and wait for flags.
+    Copy engines or SMs make the copies. Streams or kernels set flags and wait for flags.
     """
 
     def __init__(self, context: PlanContext, memory: SharedMemory) -> None:
@@ -64,9 +64,9 @@ class CudaOneSided:
 
 
 class BufferFrees:
-    """The steps that free a plan's buffers, and mark the streams that may still use a buffer when it is freed.
+    """Makes the steps that free a plan's buffers, and the steps that tell the allocator which streams use a buffer.
 
-    `late` are these streams, by buffer.
+    `late` holds, by buffer, the streams that may still use the buffer when it is freed.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -74,9 +74,9 @@ class BufferFrees:
         self.late = late_streams(context.unrolled)
 
     def drop_with_the_run(self) -> set[int]:
-        """Return the buffers to drop with the run, once the caller's stream has joined all other streams.
+        """Return the buffers that are dropped at the end of the run, and remove them from `late`.
 
-        They need no marks.
+        The caller's stream has then joined all other streams, so the allocator need not know which streams use them.
         """
         allocated = self.context.unrolled.allocated
         buffers = {buffer for buffer in self.late if buffer not in allocated or allocated[buffer].stream == CALLER}
@@ -111,16 +111,17 @@ class CudaBinder:
     Fields:
         memory, one_sided: the symmetric memory and its operations; None if the program has no symmetric memory.
         steps, ops: the steps in issue order, and the operation of each step.
-        in_captures: the steps that a capture issues instead of the steps at these positions.
-        launches: the steps that only launch kernels of Triton, with their operations.
+        in_captures: the steps that a capture issues instead of the steps in `steps`, by their positions there.
+        launches: the steps that only launch Triton kernels, with their operations.
         current: the stream that is current after the last step.
-        freed_later: the frees between a product and the copies with which it will be bound; None elsewhere.
-        awaited_at_once: the handles of collectives that may run on the caller's stream itself.
-        inlined: the handles of collectives that do.
-        marks: the handles of events on a stream.
+        freed_later: the frees between a pushed product and its copies. They are bound after the kernel that carries out
+            the product and the copies. None outside of such a pair.
+        awaited_at_once: the handles of collectives that may run on the caller's stream.
+        inlined: the handles of collectives that run on the caller's stream.
+        marks: the handles that are events of a stream, not Works of a process group.
         switches: the steps that only make another stream the current one.
         engine_copies: the buffers that copy engines copy to or from a peer.
-        unnoticed: the number of steps, from the first, that neither peers nor the next run can notice.
+        unnoticed: the number of first steps that neither peers nor the next run can notice.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class CudaBinder:
         self.unnoticed = sys.maxsize
 
     def bind(self) -> None:
-        """Add the steps of all operations, between the steps that begin and end a call."""
+        """Add the steps that begin a call, the steps of all operations, and the steps that end the call."""
         ops = self.context.unrolled.ops
         for step in self.one_sided.call.begin_call() if self.one_sided else ():
             self.append(ops[0], step)
@@ -176,7 +177,7 @@ class CudaBinder:
         self.ops.append(op)
 
     def add(self, op: Op) -> None:
-        """Bind one operation to its stream."""
+        """Add the steps of one operation."""
         if op.by_group or uses_flags(self.context.unrolled, op):
             self.unnoticed = min(self.unnoticed, len(self.steps))
         for step in self.one_sided.call.before(op) if self.one_sided else ():
@@ -184,14 +185,14 @@ class CudaBinder:
         BIND[type(op)](self, op)
 
     def here(self, op: Op, step: Step) -> None:
-        """Add a step that runs on the operation's stream as the current one."""
+        """Add a step that issues work to the current stream. First make the operation's stream the current one."""
         if op.stream != self.current:
             self.append(op, self.switch(op.stream))
             self.current = op.stream
         self.direct(op, step)
 
     def direct(self, op: Op, step: Step | None) -> None:
-        """Add a step that names its streams, so that the current stream does not matter; do nothing for None."""
+        """Add a step that names its streams. The current stream does not matter to it. Do nothing if `step` is None."""
         if step is not None:
             self.append(op, self.timeline.timed(op, step, self.context.streams) if self.timeline else step)
 
@@ -205,7 +206,7 @@ class CudaBinder:
         self.here(op, bind_allocate(op, self.context.registers, self.context.device))
 
     def add_symmetric(self, op: SymmetricOp) -> None:
-        """Set the register now, since the buffer is the same in every run."""
+        """Put the buffer into its register now, because it is the same buffer in every run."""
         assert self.memory is not None
         self.context.registers[op.out] = self.memory.buffer(op)
 
@@ -248,7 +249,10 @@ class CudaBinder:
             self.direct(op, self.flagged.flags.signal(op))
 
     def add_push(self, op: CopyOp | SignalOp) -> bool:
-        """Return True if one kernel carries out the operation together with others; bind it at the last of them."""
+        """Return True if one kernel carries out the operation together with others.
+
+        If the operation is the last of these, add the step that launches the kernel.
+        """
         pushes, pushed = self.flagged.copies.pushes.get(id(op)), self.flagged.copies.products.get(id(op))
         if pushes is None or op is not pushes.ops[-1]:
             return pushes is not None

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hostir.kernels.flags.done import DoneFlags
     from hostir.kernels.flags.ready import ReadyFlags
 
-SECONDS_PER_POLL = 1e-6  # of a kernel: a round trip to the L2 cache
+SECONDS_PER_POLL = 1e-6  # a kernel's poll takes a round trip to the L2 cache
 
 
 class BlockSteps:
-    """The steps of a plan's computations that wait for flags or raise flags.
+    """Makes the steps of a plan's computations that wait for flags or raise flags.
 
-    `behind_products` are the ids of the computations that come next after a pushed product.
+    `behind_products` holds the ids of the computations that directly follow a pushed product.
     """
 
     def __init__(self, context: PlanContext, flags: CudaFlags, behind_products: Set[int]) -> None:
@@ -40,11 +40,11 @@ class BlockSteps:
         self.behind_products = behind_products
 
     def compute(self, op: ComputeOp) -> Step:
-        """Return the step of a computation that waits for flags or raises them.
+        """Return the step of a computation that waits for flags or raises flags.
 
-        If there is a kernel that polls and raises flags, the step launches it. Else the step launches one kernel for
-        each block, with one exception. A product directly after this rank's copies by SMs, and without `own_rows`,
-        could not start much before its last block is ready. It waits for all blocks, and is one kernel.
+        If there is a kernel that polls and raises flags, the step launches it. Otherwise the step launches one kernel
+        for each block, with one exception. A computation without `own_rows` that directly follows this rank's copies by
+        SMs could not start much before its last block is ready. Its step waits for all blocks and launches one kernel.
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))
@@ -70,7 +70,7 @@ class BlockSteps:
         )
 
     def ready_flags(self, op: ComputeOp) -> ReadyFlags | None:
-        """Return the flags that the kernel of an operation polls, if any."""
+        """Return the flags that the kernel of an operation polls; None if it polls no flags."""
         from hostir.kernels.flags.ready import ReadyFlags  # which needs Triton
 
         ready = op.ready
@@ -82,13 +82,13 @@ class BlockSteps:
             self.context.timeouts.of(self.context.unrolled, op, ready.blocks),
             first=ready.first,
             source=ready.own_first // ready.results,
-            polls=int(TIMEOUT.get() / 2 / SECONDS_PER_POLL),  # half the timeout: the kernel reports before others
+            polls=int(TIMEOUT.get() / 2 / SECONDS_PER_POLL),  # half the timeout, so that the kernel reports first
             overlapped_sms=ready.overlapped_sms,
             reserved_sms=ready.reserved_sms,
         )
 
     def done_flags(self, op: ComputeOp) -> DoneFlags | None:
-        """Return the flags that the kernel of an operation raises, if any."""
+        """Return the flags that the kernel of an operation raises; None if it raises no flags."""
         from hostir.kernels.flags.done import DoneFlags  # which needs Triton
 
         done = op.done
@@ -109,7 +109,10 @@ class BlockSteps:
         return step
 
     def by_blocks(self, op: ComputeOp) -> Step:
-        """Return the step that computes block by block; the stream waits for flags before and raises flags behind."""
+        """Return the step that computes block by block.
+
+        The stream waits for the flags of each block before the block, and raises the flags of completed rows after it.
+        """
         context, kernel, ready, done = self.context, self.context.kernel(op), op.ready, op.done
         order = ready.order if ready is not None else done.order if done is not None else ()
         blocks, computed, steps = len(order), set[int](), list[Step]()

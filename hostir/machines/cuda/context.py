@@ -25,17 +25,17 @@ Issue = Callable[[int], None]  # issues work to the stream with the given handle
 
 @dataclass
 class PlanContext:
-    """The parts of a plan that the steps of its one-sided operations use.
+    """The parts of a plan that the steps of its operations use.
 
     Fields:
         unrolled: the plan's unrolled program.
         device: this rank's device.
-        registers, streams: the lists of the plan; their elements change with every call.
-        kernels: the kernels by computation.
-        kernel: returns the kernel of one computation, for its stream.
+        registers, streams: the lists of the plan. Their elements change with every call.
+        kernels: the kernel of each computation, by its name.
+        kernel: a function that returns the kernel of an operation, adapted to the operation's stream.
         timeouts: receives the timeouts of kernels that wait for flags.
-        words: device memory for the numbers that kernels read.
-        launches: the steps that only launch kernels of Triton, with their operations.
+        words: a pool of device memory for the numbers that kernels read.
+        launches: the steps that only launch Triton kernels, with their operations.
     """
 
     unrolled: UnrolledProgram
@@ -49,15 +49,15 @@ class PlanContext:
     launches: list[tuple[Op, Step]] = field(default_factory=list)
 
     def on(self, stream: int, issue: Issue) -> Step:
-        """Return the step that issues work to a stream."""
+        """Return the step that issues work to the stream with index `stream`."""
         streams = self.streams
         return lambda: issue(streams[stream].cuda_stream)
 
     def in_triton(self, op: ComputeOp) -> bool:
-        """Return True if the kernel of a computation, or of one of its blocks, launches kernels of Triton."""
+        """Return True if the kernel that computes the operation, or one of its blocks, launches Triton kernels."""
         return kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation] in IN_TRITON
 
     def launching(self, op: Op, step: Step) -> Step:
-        """Record that a step launches kernels of Triton for an operation; return the step."""
+        """Record that a step launches Triton kernels for an operation; return the step."""
         self.launches.append((op, step))
         return step

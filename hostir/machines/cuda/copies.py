@@ -1,4 +1,8 @@
-"""One-sided copies on CUDA: by copy engines, by kernels within a GPU, and by one kernel for many copies and signals."""
+"""One-sided copies on CUDA.
+
+Copy engines copy between GPUs, and kernels copy within a GPU. One kernel on a few SMs may also make many copies to
+peers and send their signals.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class CopySteps:
-    """The steps of a plan's one-sided copies, alone or several in one kernel.
+    """Makes the steps of a plan's one-sided copies. A step makes one copy, or launches one kernel for several copies.
 
     Fields:
-        pushes: the run of copies by SMs that an operation is in, by the operation's id.
-        products: the pushed product that an operation is in, by the operation's id.
-        behind_products: the ids of the computations that come next after a pushed product.
-        push_kernels: the number of kernels so far that carry out a run of copies.
+        pushes: by the id of an operation, the run of copies by SMs that it belongs to.
+        products: by the id of an operation, the pushed product that it belongs to.
+        behind_products: the ids of the computations that directly follow a pushed product.
+        push_kernels: the number of kernels created so far that carry out a run of copies.
     """
 
     def __init__(self, context: PlanContext, flags: CudaFlags) -> None:
@@ -47,13 +51,13 @@ class CopySteps:
         self.behind_products = {id(each.reader) for each in products}
 
     def copy(self, op: CopyOp) -> Step:
-        """Return the step of a copy from or to a peer."""
+        """Return the step that copies from or to a peer by a copy engine."""
         registers, streams, x, out, stream = self.context.registers, self.context.streams, op.x, op.out, op.stream
         copy = StridedCopy()
         return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
 
     def copy_within(self, op: CopyOp) -> Step:
-        """Return the step of a copy within this GPU, by a kernel."""
+        """Return the step that copies within this GPU by a kernel."""
         registers, x, out, kernel = self.context.registers, op.x, op.out, self.context.kernels["copy"]
         return lambda: copy_here(registers[out], registers[x], kernel)
 
@@ -84,7 +88,8 @@ class CopySteps:
             flag, epoch = (0, 0) if signal is None or needless else (flags.raised(signal), signal.epoch)
             offset = self.context.unrolled.layouts[copy.x].offset * to.element_size()
             pieces.append((offset, registers[copy.out].data_ptr(), flag, epoch))
-        # The kernel raises its flags in any order, so each only once: a lower epoch might arrive after the reset to 0.
+        # The kernel raises its flags in any order. So it raises each flag once, to its last epoch: a lower epoch might
+        # arrive after the peer has reset the flag to 0.
         last = {flag: number for number, (*_, flag, _) in enumerate(pieces)}
         pieces = [
             (offset, target, flag if last[flag] == number else 0, epoch)
@@ -114,7 +119,7 @@ class StridedCopy:
         )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
-        """Copy `x` to `out` on the stream of a given handle; do nothing if they are the same memory."""
+        """Copy `x` to `out` on the stream with the handle `stream`. Do nothing if they have the same address."""
         target, source = out.data_ptr(), x.data_ptr()
         if target == source:
             return
@@ -138,7 +143,10 @@ class StridedCopy:
 
 
 def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
-    """Return the copies that make `out` equal to `x`: byte offsets in both, and a 2D copy or a size in bytes."""
+    """Return the copies that make `out` equal to `x`.
+
+    Each copy is a triple: the byte offset in `out`, the byte offset in `x`, and a 2D copy or a size in bytes.
+    """
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]
     if levels[0][0] == 0:

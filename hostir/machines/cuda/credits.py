@@ -1,4 +1,4 @@
-"""The beginning and the end of a call on CUDA: credits are taken and granted, flags are reset.
+"""The beginning and the end of a call on CUDA: streams take credits, reset flags and grant credits.
 
 No stream may poll or raise a flag of a call before the previous call has ended. See hostir.machines.cuda.flow_control.
 """
@@ -26,17 +26,18 @@ def uses_flags(unrolled: UnrolledProgram, op: Op) -> bool:
 
 
 def unforked(unrolled: UnrolledProgram) -> list[Op]:
-    """Return the operations that use flags on a stream that has not yet waited for the caller's stream."""
+    """Return the operations that use flags on a stream that has not waited for the caller's stream in this call."""
     forked = unrolled.order.forked
     return [op for at, op in enumerate(unrolled.ops) if uses_flags(unrolled, op) and not forked(at)]
 
 
 def takes_credits_first(unrolled: UnrolledProgram) -> bool:
-    """Return True if the caller's stream takes the credits at the beginning of the call.
+    """Return True if the caller's stream must take the credits at the beginning of the call.
 
-    Otherwise the first stream that accesses a peer takes them, and other streams wait for it before they access one. If
-    that stream may first be blocked by a flag, or because no SM is free, other streams would wait for more than the
-    program asks.
+    Otherwise the first stream that accesses a peer takes them. The other streams wait for it before they access a peer.
+    That stream may be blocked before it takes the credits: by a flag, or because no SM is free. Then other streams
+    would wait for work that the program does not make them wait for. In this case the caller's stream takes the
+    credits.
     """
     ops, precedes = unrolled.ops, unrolled.order.precedes
     touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]
@@ -51,11 +52,11 @@ def takes_credits_first(unrolled: UnrolledProgram) -> bool:
 
 
 class CallBoundary:
-    """The steps that begin and end a call, and the steps before a stream's first access to a peer.
+    """Makes the steps that begin and end a call, and the steps before a stream's first access to a peer.
 
     Fields:
-        credits_taken: the event that the stream records after it has taken the credits.
-        after_credits: the streams that wait for this event.
+        credits_taken: the event that a stream records after it has taken the credits; None before that step is made.
+        after_credits: the streams that take the credits or wait for this event.
         start: the event that the caller's stream records at the beginning of the call.
         forked: the streams that wait for `start`.
     """
@@ -82,12 +83,13 @@ class CallBoundary:
         return [*marks, take, partial(_record, streams, CALLER, self.credits_taken)]
 
     def before(self, op: Op) -> list[Step]:
-        """Return the steps before an operation: wait for the beginning of the call, and take credits or wait for them.
+        """Return the steps that come before an operation, on the operation's stream.
 
-        One stream takes the credits of a call: see `takes_credits_first`.
+        The stream may have to wait for the beginning of the call. Before its first access to a peer, it takes the
+        credits, or waits for the stream that takes them: see `takes_credits_first`.
         """
         streams, unrolled, fork = self.context.streams, self.context.unrolled, list[Step]()
-        if id(op) in self.unforked and op.stream not in self.forked:  # or it might run before the last call has ended
+        if id(op) in self.unforked and op.stream not in self.forked:  # else it might run before the last call has ended
             self.forked.add(op.stream)
             fork = [partial(_wait, streams, op.stream, self.start)]
         if not unrolled.touches_peer(op) or op.stream in self.after_credits:
@@ -101,13 +103,19 @@ class CallBoundary:
         return [*fork, self.context.on(op.stream, self.take_credits()), *mark]
 
     def take_credits(self) -> Issue:
-        """Return the work that waits for one credit from each peer whose flags this rank raises, and consumes them."""
+        """Return a function that issues the following to a stream: wait for all credits, then consume them.
+
+        This rank needs one credit from each peer whose flags it raises.
+        """
         count = self.flags.address(CREDITS, 0, self.flags.rank)
         needed = len(self.flow_control.signaled)
         return in_batches([wait_at_least(count, needed), write(count, 0)] if needed else [])
 
     def end_call(self) -> list[Step]:
-        """Return the steps that end a call, on the caller's stream: reset flags, and grant credits to peers."""
+        """Return the steps that end a call, on the caller's stream.
+
+        They wait for all other streams and for late flags, reset this rank's flags, and grant credits to peers.
+        """
         streams, memory = self.context.streams, self.flags.memory
         joins: list[Step] = [
             partial(join, streams, CALLER, stream, torch.cuda.Event())
@@ -120,7 +128,7 @@ class CallBoundary:
         if not flags and not counters:
             return [*joins, *wait]
         key = "flag reset", *flags, NONE, *counters
-        if key not in memory.kept:  # all sizes share the kernel, so that new sizes take no memory for it
+        if key not in memory.kept:  # plans for all sizes share the kernel, so new sizes need no memory for it
             memory.kept[key] = self.flag_reset(flags, counters)
         return [*joins, *wait, memory.kept[key]]
 
@@ -130,7 +138,7 @@ class CallBoundary:
         return FlagResetKernel(self.context.device, flags, counters)
 
     def local(self, slot: Slot) -> int:
-        """Return the address of a flag of this rank."""
+        """Return the address of this rank's flag at a slot."""
         return self.flags.address(*slot, self.flags.rank)
 
 

@@ -3,10 +3,10 @@
 For a product of few tiles, cuBLAS uses split-K and adds up the parts in a workspace. torch has one workspace for each
 stream on which it calls cuBLAS, also during a capture, and the graph keeps the workspace's address. All graphs are
 captured on the same stream, unless the caller names another one. If two such graphs are replayed at the same time on
-two streams, they corrupt each other's parts [PyTorch 2026]. So does work that is issued eagerly to the stream of a
-capture.
+two streams, they corrupt each other's parts [PyTorch 2026]. A replayed graph and eager work on the stream of its
+capture corrupt each other's parts, too.
 
-So during a capture, the products of an executor go to private streams, one for each stream of its program. A private
+So during a capture, an executor issues its products to private streams, one for each stream of its program. A private
 stream forks from the stream of the program and joins it again. This adds edges to the graph, but no nodes.
 
 - [PyTorch 2026] pytorch/pytorch issue 193402, *Multiple separate CUDA graphs recorded on the same stream implicitly
@@ -38,7 +38,7 @@ class CublasStreams:
         self.streams = {priority: own_stream(self, device, priority, products=True)}
 
     def wrap(self, kernel: Kernel) -> Kernel:
-        """Return a kernel that calls `kernel`, which uses cuBLAS, on a private stream during captures."""
+        """Return a kernel that calls `kernel`: on a private stream during captures, else on the current stream."""
 
         def call(*tensors: torch.Tensor | None, **options: object) -> Again | None:
             if not torch.cuda.is_current_stream_capturing():

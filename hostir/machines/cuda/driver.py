@@ -1,7 +1,8 @@
-"""Calls of the CUDA driver that torch does not offer: writes and waits of flags by streams, copies, streams.
+"""Calls of the CUDA driver that torch does not offer: streams that write flags or wait for flags, copies, new streams.
 
-Flags and copies need no SM, except copies within one GPU, which the driver runs as kernels. All of them can be captured
-into a CUDA graph. (CUDA driver API: stream memory operations, memory management, stream management.)
+Operations on flags need no SM. Copies need no SM either, except copies within one GPU, which the driver runs as
+kernels. All of them can be captured into a CUDA graph. (CUDA driver API: stream memory operations, memory management,
+stream management.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_BATCH = 200  # operations per batch; the driver takes 256
 
 
 class MemoryOp(ctypes.Structure):
-    """CUstreamBatchMemOpParams for a 64-bit value."""
+    """The driver's struct CUstreamBatchMemOpParams: an operation of a stream on a 64-bit value in memory."""
 
     _fields_ = (
         ("kind", ctypes.c_uint64),
@@ -45,7 +46,7 @@ def _side(name: str) -> list[tuple[str, Any]]:
 
 
 class Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes."""
+    """The driver's struct CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes."""
 
     _fields_ = (*_side("x"), *_side("out"), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
 
@@ -57,7 +58,7 @@ def cuda_driver() -> Any:
 
 
 def check(code: int, operation: str) -> None:
-    """Raise RuntimeError if the driver returned an error code other than 0."""
+    """Raise RuntimeError if the driver's return code is not 0. `operation` names the operation in the message."""
     if code == 0:
         return
     text = ctypes.c_char_p()
@@ -67,7 +68,7 @@ def check(code: int, operation: str) -> None:
 
 
 def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Create a stream that is not one of the 32 that torch's pool gives to everyone. It is never destroyed."""
+    """Create a stream outside of torch's pool, which gives the same 32 streams to everyone. It is never destroyed."""
     handle, context = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         check(cuda_driver().cuCtxGetCurrent(ctypes.byref(context)), "a stream")
@@ -88,9 +89,10 @@ def capture_id(stream: torch.cuda.Stream) -> int:
 
 
 class Allocations:
-    """The allocations that contained some addresses when this object was created.
+    """The CUDA allocations that contained some addresses when this object was created.
 
-    CUDA may free an allocation and give its address to the next one. An address alone does not tell the two apart.
+    CUDA may free an allocation and give its address to a new allocation. The unique number of an allocation tells the
+    two apart, but the address does not.
     """
 
     def __init__(self, addresses: Sequence[int]) -> None:
@@ -104,7 +106,7 @@ class Allocations:
         return 0 if self.call(self.pointer, BUFFER_ID, address) else self.result.value
 
     def still_there(self) -> bool:
-        """Return True if the same allocations contain the addresses. This takes 0.7 us an address."""
+        """Return True if the same allocations still contain the addresses. This takes 0.7 us for each address."""
         for address, number in zip(self.addresses, self.numbers, strict=True):
             if self.call(self.pointer, BUFFER_ID, address) or self.result.value != number:
                 return False
@@ -117,12 +119,15 @@ def wait_at_least(address: int, value: int) -> MemoryOp:
 
 
 def write(address: int, value: int) -> MemoryOp:
-    """Return the operation that sets an int64 of this GPU or a peer, once all earlier work of the stream is visible."""
+    """Return the operation by which a stream sets an int64 of this GPU or a peer.
+
+    All earlier work of the stream is visible before the new value.
+    """
     return MemoryOp(WRITE, address, value, ORDERED, 0, 0)
 
 
 def in_batches(ops: Sequence[MemoryOp]) -> Callable[[int], None]:
-    """Return a function that issues these operations, in order, to the stream of a given handle."""
+    """Return a function that takes the handle of a stream and issues these operations to it, in order."""
     parts = [ops[i : i + MAX_BATCH] for i in range(0, len(ops), MAX_BATCH)]
     batches = [((MemoryOp * len(part))(*part), ctypes.c_uint(len(part))) for part in parts]
     call, no_flags = cuda_driver().cuStreamBatchMemOp_v2, ctypes.c_uint(0)

@@ -1,4 +1,4 @@
-"""Flags on CUDA: streams and kernels set flags of peers, streams wait for flags of this rank, and barriers.
+"""Flags and barriers on CUDA. Streams and kernels set flags of peers, and streams wait for flags of this rank.
 
 The host only issues work, and waits for nothing. A flag holds an epoch, and is reset to 0 at the end of a call: see
 hostir.machines.cuda.flow_control. So all work can be captured into a CUDA graph, and every replay is correct.
@@ -30,8 +30,8 @@ class CudaFlags:
     """The flags of a plan: their addresses, and the steps of signals, waits and barriers.
 
     Fields:
-        sent: the signals so far: peer, buffer, slot and epoch.
-        barriers: the barriers that credits do not replace.
+        sent: the signals that have a step so far: the peer, buffer, slot and epoch of each.
+        barriers: the barriers that have a step so far. Credits replace the others.
     """
 
     def __init__(self, context: PlanContext, memory: SharedMemory) -> None:
@@ -43,16 +43,19 @@ class CudaFlags:
         self.barriers: list[BarrierOp] = []
 
     def place(self, register: int) -> BufferPlace:
-        """Return the symmetric buffer of a register's tensor."""
+        """Return the symmetric buffer that the tensor in a register belongs to."""
         unrolled = self.context.unrolled
         return unrolled.symmetric[unrolled.buffers[register]].home
 
     def address(self, place: BufferPlace, slot: int, rank: int) -> int:
-        """Return the address of a rank's flag."""
+        """Return the address of the flag at `slot` of the buffer `place` of a rank."""
         return self.memory.buffers[place, rank].data_ptr() + slot * FLAG_BYTES
 
     def signal(self, op: SignalOp) -> Step | None:
-        """Return the step that raises a flag; None if the call raises it earlier, or stream order makes it needless."""
+        """Return the step that raises a flag.
+
+        Returns None if the call has raised the flag to this epoch before, or if stream order replaces the flag.
+        """
         flag = self.raised(op)
         if not flag or self.is_sent(op):
             return None
@@ -67,20 +70,23 @@ class CudaFlags:
         return SignalKernel(self.context.device, flag, epoch)
 
     def raised(self, op: SignalOp) -> int:
-        """Return the address of the flag that a signal raises; 0 if stream order makes the flag needless."""
+        """Return the address of the flag that a signal raises; 0 if stream order replaces the flag."""
         place = self.place(op.flags)
         ordered = op.peer == self.rank and (place, op.slot) in self.flow_control.stream_ordered
         return 0 if ordered else self.address(place, op.slot, op.peer)
 
     def is_sent(self, op: SignalOp) -> bool:
-        """Return True if the call sends the same signal earlier; a second one might arrive after the flag's reset."""
+        """Record a signal; return True if the call sends the same signal earlier.
+
+        The same signal must not be sent twice: the second one might arrive after the flag's reset.
+        """
         signal = op.peer, self.place(op.flags), op.slot, op.epoch
         sent = signal in self.sent
         self.sent.add(signal)
         return sent
 
     def wait_signal(self, op: WaitSignalOp) -> Step | None:
-        """Return the step that makes the stream wait for a flag; None if stream order makes the flag needless."""
+        """Return the step that makes the stream wait for a flag; None if stream order replaces the flag."""
         if (self.place(op.flags), op.slot) in self.flow_control.stream_ordered:
             return None
         return self.context.on(op.stream, self.wait_all(op.flags, [op.slot], op.epoch))
@@ -90,14 +96,17 @@ class CudaFlags:
         return in_batches([wait_at_least(self.address(place, slot, self.rank), epoch) for slot in slots])
 
     def needed(self, ready: Ready, block: int) -> list[int]:
-        """Return the slots of the flags that a block of the result waits for, without the stream-ordered flags."""
+        """Return the slots of the flags that a block of the result waits for.
+
+        Flags that stream order replaces are left out.
+        """
         place, ordered = self.place(ready.flags), self.flow_control.stream_ordered
         return [slot for slot in ready.needed(block) if (place, slot) not in ordered]
 
     def barrier(self, op: BarrierOp) -> Step | None:
-        """Return the step that signals this rank's arrival to its team and waits for all others.
+        """Return the step that signals this rank's arrival to its team and waits for all other ranks of the team.
 
-        Return None if credits replace the barrier.
+        Returns None if credits replace the barrier.
         """
         if op.number == 0 and op.team in self.flow_control.implied_barriers:
             return None
@@ -125,9 +134,10 @@ class CudaFlags:
         return own_stream(self, self.context.device, priority=0)
 
     def missing(self) -> list[tuple[Op, str]]:
-        """Return the operations that wait for flags not raised so far, with the flags' values, for messages.
+        """Return the operations that wait for flags which have not risen, each with a description for messages.
 
-        This waits for no stream of the call, which may never end.
+        The description states the flag's value, or the ranks that have not come to a barrier. This function does not
+        wait for the streams of the call, because they may never end.
         """
         values: dict[BufferPlace, list[int]] = {}
         with torch.cuda.stream(self.diagnosis):

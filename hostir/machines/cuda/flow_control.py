@@ -1,14 +1,14 @@
-"""Flow control on CUDA: the flags that a rank resets after a call, and the credits by which peers may signal again.
+"""Flow control on CUDA: the flags that a rank resets after a call, and the credits that allow peers to signal again.
 
-A flag holds an epoch, and every call starts with its flags at 0, so that all replays of a CUDA graph are alike. Every
-rank ends a call by resetting the flags that peers raised. It then grants each of these peers a *credit*, the right to
-signal again: it adds 1 to a counter in the peer's memory. Before a call accesses a peer, it waits until it has a credit
-from every rank whose flags it raises, and sets its counter back to 0. A rank cannot grant a second credit before the
-first is consumed, since a call ends only after all flags that peers raise in it have risen.
+A flag holds an epoch. Every call starts with its flags at 0, so all replays of a CUDA graph are alike. Every rank ends
+a call by resetting the flags that peers raised. It then grants each of these peers a *credit*, the right to signal
+again: it adds 1 to a counter in the peer's memory. Before a call accesses a peer, it waits until it has a credit from
+every rank whose flags it raises, and sets its counter back to 0. A rank cannot grant a second credit before the first
+is consumed, because a call ends only after all flags that peers raise in it have risen.
 
-A credit also says that the rank has finished the previous call. The credits of a team can replace its first barrier, if
-no rank of the team does anything that concerns a peer before it. Credits say nothing about ranks that are reached only
-through a third rank, so the first barrier of a second team stays.
+A credit also says that the rank has finished the previous call. So the credits of a team can replace its first barrier,
+if no rank of the team does anything that concerns a peer before the barrier. Credits say nothing about ranks that are
+reached only through a third rank. So the first barrier of a second team stays.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from hostir.machines.cuda.driver import MemoryOp, write
 from hostir.plan.operations import CALLER, ElementRange, Op, RanksOfTeam, overlap
 from hostir.plan.unrolled import UnrolledProgram
 
-CREDITS: BufferPlace = ("", ())  # one counter; a team's barriers have the same name, and the team as their rounds
+# The buffer of a rank's counter of credits. The buffers of barriers have the same empty name, but a team as rounds.
+CREDITS: BufferPlace = ("", ())
 Slot = tuple[BufferPlace, int]  # a flag of some rank
 # The team of a barrier, and this rank's ranges of symmetric memory and its flags that are used before the barrier.
 FirstBarrier = tuple[RanksOfTeam, list[tuple[BufferPlace, ElementRange]], list[Slot]]
 NO_STREAM = CALLER - 1  # stands for an access outside the order of any stream
-ALWAYS_RAISED = 1 << 62  # the value of a flag that nobody has to raise
+ALWAYS_RAISED = 1 << 62  # a value that is at least as high as any epoch
 
 
 def notes(unrolled: UnrolledProgram) -> str:
-    """Return JSON for the peers: the highest epoch of each flag that this rank raises, and its first barrier."""
+    """Return JSON for peers: the highest epoch of each flag that this rank raises, and this rank's first barrier."""
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(unrolled)
     for op in unrolled.ops:
@@ -48,15 +49,16 @@ def notes(unrolled: UnrolledProgram) -> str:
 
 
 def _homes(unrolled: UnrolledProgram) -> dict[int, BufferPlace]:
-    """Map the register of each symmetric buffer to its name and rounds."""
+    """Return the name and rounds of each symmetric buffer, by its register."""
     return {register: op.home for register, op in unrolled.symmetric.items()}
 
 
 def _first_barrier(unrolled: UnrolledProgram) -> FirstBarrier | None:
-    """Return the first barrier and this rank's memory that is used before it; None if a peer is accessed first.
+    """Return the first barrier of a call, and this rank's memory and flags that are used before it.
 
-    Only the first barrier of the call counts: if a rank is in two teams, credits do not cover its work before the
-    second team's barrier.
+    Returns None if there is no barrier, or if the rank communicates or accesses a peer before it. Only the first
+    barrier of the call counts. If a rank is in two teams, credits do not cover its work before the second team's
+    barrier.
     """
     homes, at = _homes(unrolled), unrolled.extents
     touched: list[tuple[BufferPlace, ElementRange]] = []
@@ -77,13 +79,14 @@ class FlowControl:
     """The flags that a rank resets at the end of a call, and the credits that it takes and grants.
 
     Fields:
-        signaled: the peers whose flags this rank raises; it needs a credit from each.
-        signalers: the peers that raise this rank's flags; it grants a credit to each.
-        raised: this rank's flags that signals raise in a call, with the last epoch of each.
-        unawaited: the flags in `raised` with a last epoch that no statement of this rank waits for.
-        stream_ordered: this rank's flags that only this rank raises, on the one stream that waits for them. The order
+        signaled: the peers whose flags this rank raises. It needs a credit from each of them.
+        signalers: the peers that raise this rank's flags. It grants a credit to each of them.
+        raised: this rank's flags that signals raise in a call, with the last epoch of each flag.
+        unawaited: the flags in `raised` for which no statement of this rank waits until their last epoch. The end of
+            the call waits for them.
+        stream_ordered: this rank's flags that only this rank raises, on the same stream that waits for them. The order
             of the stream replaces these flags.
-        implied_barriers: the teams whose first barrier the credits replace.
+        implied_barriers: the teams whose first barrier is replaced by credits.
     """
 
     signaled: frozenset[int]
@@ -95,7 +98,10 @@ class FlowControl:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, offers: Sequence[Offer]) -> FlowControl:
-        """Derive the flow control from the notes in all ranks' offers; all ranks find the same pairs and teams."""
+        """Return a rank's flow control, derived from the notes in the offers of all ranks.
+
+        All ranks derive the same pairs of ranks that signal each other, and the same implied barriers.
+        """
         me = unrolled.rank
         all_notes = [json.loads(offer.notes) for offer in offers]
         raised: dict[Slot, int] = {}
@@ -127,9 +133,10 @@ class FlowControl:
 def _with_barriers(
     signals: set[tuple[int, int]], all_notes: Sequence[dict[str, Any]], offers: Sequence[Offer]
 ) -> tuple[set[tuple[int, int]], frozenset[RanksOfTeam]]:
-    """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier needs no flags.
+    """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier is replaced by credits.
 
-    Credits replace a barrier only if every two ranks of its team grant each other credits for other flags anyway.
+    `signals` are the pairs without barriers. Credits replace a barrier only if every two ranks of its team grant each
+    other credits for other flags anyway.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
     touched = [touch for offer in offers for touch in offer.touches]
@@ -142,7 +149,10 @@ def _with_barriers(
 def _begins_with(
     all_notes: Sequence[dict[str, Any]], touched: Sequence[PeerRange], team: RanksOfTeam, rank: int
 ) -> bool:
-    """Return True if a rank's first barrier is one of `team`, and nothing before it concerns a peer."""
+    """Return True if a rank's first barrier is a barrier of `team`, and nothing before it concerns a peer.
+
+    `touched` are the ranges of symmetric memory that ranks access on their peers.
+    """
     if all_notes[rank]["first_barrier"] is None:
         return False
     first_team, local, raised = all_notes[rank]["first_barrier"]
@@ -158,7 +168,7 @@ def _begins_with(
 
 
 def flow_control_of(unrolled: UnrolledProgram, memory: SharedMemory) -> FlowControl:
-    """Return the flow control of all plans of a memory: their sizes are compatible, and their flags the same."""
+    """Return the flow control that all plans with this symmetric memory share. All these plans use the same flags."""
     if FlowControl not in memory.kept:
         memory.kept[FlowControl] = FlowControl.of(unrolled, memory.offers)
     flow_control: FlowControl = memory.kept[FlowControl]
@@ -166,7 +176,7 @@ def flow_control_of(unrolled: UnrolledProgram, memory: SharedMemory) -> FlowCont
 
 
 def prepare(rank: int, memory: SharedMemory) -> None:
-    """Initialise a rank's flags for its first call: it has all credits, and its stream-ordered flags are raised."""
+    """Initialise a rank's memory for its first call: set its credits and raise the flags that stream order replaces."""
     flow_control: FlowControl = memory.kept[FlowControl]
     memory.buffers[CREDITS, rank].fill_(len(flow_control.signaled))
     for place, slot in flow_control.stream_ordered:
@@ -174,7 +184,7 @@ def prepare(rank: int, memory: SharedMemory) -> None:
 
 
 def raised_flags(rank: int, memories: Sequence[SharedMemory]) -> list[MemoryOp]:
-    """Return the writes that raise all flags of a rank, so that nothing waits for them any more."""
+    """Return the writes that raise all flags of a rank above every epoch, so that nothing waits for them any more."""
     flags = [
         buffer
         for memory in memories
@@ -185,7 +195,7 @@ def raised_flags(rank: int, memories: Sequence[SharedMemory]) -> list[MemoryOp]:
 
 
 def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
-    """Yield each flag that a rank waits for, with the epoch and the operation that waits."""
+    """Yield a triple for each wait of a rank: the flag, the epoch, and the operation that waits."""
     homes = _homes(unrolled)
     for op in unrolled.ops:
         for flags, slot, epoch in op.awaited_flags:
@@ -193,7 +203,11 @@ def waits(unrolled: UnrolledProgram) -> Iterator[tuple[Slot, int, Op]]:
 
 
 def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
-    """Return, for each flag of this rank, the streams of this rank that raise it or wait for it."""
+    """Return the streams of this rank that raise a flag of this rank or wait for it, by flag.
+
+    NO_STREAM is among them if an operation raises the flag before it ends, or may start before earlier work of its
+    stream has ended.
+    """
     homes, streams = _homes(unrolled), dict[Slot, set[int]]()
     for op in unrolled.ops:
         for flags, number, _ in op.raised_flags:
@@ -206,7 +220,7 @@ def _streams(unrolled: UnrolledProgram) -> dict[Slot, set[int]]:
 
 
 def _awaited(unrolled: UnrolledProgram) -> dict[Slot, int]:
-    """Return the highest epoch that a rank waits for, by flag."""
+    """Return the highest epoch for which a rank waits, by flag."""
     awaited: dict[Slot, int] = {}
     for slot, epoch, _ in waits(unrolled):
         awaited[slot] = max(awaited.get(slot, 0), epoch)

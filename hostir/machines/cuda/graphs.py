@@ -1,22 +1,23 @@
 """CUDA graphs of an executor: a call with the same addresses as before is one graph launch.
 
 A call with `out=` gets all its addresses from the caller. After two such calls at the same addresses the plan is
-captured, which executes nothing. From then on its graph is launched on the caller's stream. The graph holds no
-reference to the caller's tensors: it reads and writes the memory at its addresses.
+captured, which executes nothing. From then on its graph is launched on the caller's stream. The graph does not keep the
+caller's tensors alive: it reads and writes the memory at their addresses.
 
 There is one exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of a memcpy node to
 allocations when the graph is instantiated. The caller's tensor may be freed, its memory returned to CUDA
 (`empty_cache`), and its address given to another allocation. Then a launch of the graph fails: "invalid argument",
-"unspecified launch failure", or a segmentation fault in the driver. So before each launch, these allocations are
-compared with the allocations at the capture. If they have changed, the graph is dropped.
+"unspecified launch failure", or a segmentation fault in the driver. So before each launch, hostir compares these
+allocations with the allocations at the capture. If they have changed, it drops the graph.
 
 Workspaces come from a pool that all graphs of the executor share, and kernels may share per-stream library state with
 eager calls. So calls of one executor run in order, even if they are made on different streams.
 
 Programs that communicate through NCCL are not captured here. All ranks must capture such a call, and they must replay
-graphs of one common capture [NCCL 2025]. But each rank has different addresses, so addresses do not repeat in the same
-call on all ranks. The caller can capture a call on all ranks at once. One-sided copies, signals and barriers need no
-such agreement: to a peer, captured ones are the same as eager ones.
+graphs of one common capture [NCCL 2025]. But addresses differ between ranks: a call at known addresses on one rank may
+be a call at new addresses on another rank. So the ranks would not capture the same call. The caller can capture a call
+on all ranks at once. One-sided copies, signals and barriers need no such agreement: to a peer, captured operations are
+the same as eager operations.
 
 - [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.
 """
@@ -51,10 +52,10 @@ class Capturable(Protocol):
 
     @property
     def eager_only(self) -> str:
-        """The reason why its runs must not be captured; empty if they may be."""
+        """The reason why runs of the plan must not be captured; empty if they may be captured."""
 
     def run(self, inputs: Sequence[Part], outs: Sequence[Part] | None, capturing: bool) -> tuple[Part, ...]:
-        """Issue one run, with the outputs in the tensors `outs`."""
+        """Issue one run that writes the outputs to the tensors `outs`. `capturing`: the current stream is captured."""
 
 
 class GraphedCall(Protocol):
@@ -71,7 +72,7 @@ class GraphedCall(Protocol):
 
 
 def uniform_only(unrolled: UnrolledProgram) -> str:
-    """Return the reason why a rank must not capture a program by itself; empty if it may."""
+    """Return the reason why a rank must not capture a program without the other ranks; empty if it may."""
     if not any(op.in_graph for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
     op = next((op for op in unrolled.ops if op.by_group), None)
@@ -86,11 +87,12 @@ class Graphs:
     Args:
         device: this rank's device.
         name: the name of the program.
-        calls: the executor's bound calls, the latest bound last.
-        first: returns True if this rank is the first of the job to lose its graphs; only that rank warns.
+        calls: the executor's bound calls, the least recently bound first.
+        first: a function that returns True if this rank is the first of the job to lose its graphs. Only that rank
+            warns.
 
     Fields:
-        refusal: the reason why there are no more graphs (a capture failed, or the session has ended); else None.
+        refusal: the reason why there will be no more graphs (a capture failed, or the session has ended), or None.
     """
 
     def __init__(
@@ -118,7 +120,10 @@ class Graphs:
         return [call for call in self.calls.values() if call.graph is not None]
 
     def replay(self, call: GraphedCall) -> bool:
-        """Launch the graph of a call. If memory that it copies was freed, drop the graph and return False."""
+        """Launch the graph of a call and return True.
+
+        If a tensor that the graph copies to or from a peer was freed, drop the graph and return False.
+        """
         assert call.graph is not None
         if call.allocations is not None and not call.allocations.still_there():
             call.graph = call.allocations = None
@@ -134,7 +139,7 @@ class Graphs:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
     def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], outs: Sequence[Part]) -> bool:
-        """Capture a call and launch its graph if it has been issued often enough; return True if it was launched.
+        """Capture a call and launch its graph, if the call has been issued often enough; return True if launched.
 
         Each capture of a call quadruples the number of eager calls before its next capture. So captures become rare if
         more calls take turns than an executor has graphs.
@@ -158,7 +163,10 @@ class Graphs:
         return True
 
     def capture(self, plan: Capturable, inputs: Sequence[Part], outs: Sequence[Part]) -> torch.cuda.CUDAGraph | None:
-        """Capture a run, which executes nothing. If the capture fails, warn, make no more graphs, and return None."""
+        """Capture a run and return its graph. The capture executes nothing.
+
+        If the capture fails, warn, make no more graphs, and return None.
+        """
         began = time.perf_counter()
         try:
             graph = self.record(plan, inputs, outs)
@@ -192,7 +200,7 @@ class Graphs:
         return graph
 
     def abort_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture, also for torch's allocator and random generator."""
+        """End a failed capture. Also make torch's allocator and its random generator leave the capture."""
         with contextlib.suppress(Exception):  # it may have ended
             graph.capture_end()
         with contextlib.suppress(RuntimeError):  # capture_end skips the allocator if CUDA refuses
@@ -203,7 +211,7 @@ class Graphs:
             generator.graphsafe_set_state(generator.clone_state())
 
     def release(self, reason: str) -> None:
-        """Drop all graphs, and make no more."""
+        """Drop all graphs, and make no more graphs. `reason` becomes the `refusal`."""
         self.refusal = reason
         if kept := self.kept:
             LOG.info("@%s: dropped %d CUDA graphs: %s", self.name, len(kept), reason)

@@ -1,7 +1,7 @@
 /* Runs tapes: flat lists of driver calls whose addresses and streams change from call to call.
  *
- * hostir/machines/cuda/tape.py describes a tape. Its constructor copies everything that a run needs, so that a run
- * allocates nothing: it patches the addresses that have changed, and makes the calls of the driver one by one.
+ * hostir/machines/cuda/tape.py describes tapes. The constructor of a tape copies everything that a run needs, so a run
+ * allocates nothing. A run replaces the addresses that have changed, and then makes the driver calls one by one.
  *
  * The driver's library is opened at run time. So this module builds where there is no driver, and a test can put a
  * library that records its calls in the driver's place.
@@ -22,7 +22,7 @@
 
 typedef enum { LAUNCH, MEMORY, COPY, ROWS, RECORD, WAIT, KINDS } Kind;
 
-/* One call of the driver. `place` is the number of its statement's operation, for messages. */
+/* One call of the driver. `place` is the index of the plan's step that makes it, for messages. */
 typedef struct {
   Kind kind;
   int place;
@@ -49,7 +49,7 @@ typedef struct {
   };
 } Entry;
 
-/* A place that holds an address in a slot, plus an offset: plain, or within a tensor map. */
+/* A place in the bytes of an entry that holds a slot's address plus an offset: plain, or in a tensor map. */
 typedef struct {
   unsigned slot;
   int is_map;
@@ -62,8 +62,8 @@ typedef struct {
   Py_ssize_t entries, patches, slots, streams, released;
   Entry *entry;
   Patch *patch;       /* sorted by slot */
-  Py_ssize_t *first;  /* of each slot: its first patch; and one more, the end */
-  uint64_t *address;  /* of each slot: the address that is patched in */
+  Py_ssize_t *first;  /* the first patch of each slot, and then the number of patches */
+  uint64_t *address;  /* the address of each slot in the latest run */
   CUstream *stream;
   int running;
 } Tape;
@@ -123,7 +123,7 @@ static CUresult issue(Entry *entry, CUstream stream) {
   case MEMORY:
     return driver.cuStreamBatchMemOp_v2(stream, entry->memory.count, entry->memory.ops, 0);
   case COPY:
-    if (entry->copy.target == entry->copy.source) /* the caller has made it in its place */
+    if (entry->copy.target == entry->copy.source) /* the caller has written the tensor in place */
       return CUDA_SUCCESS;
     return driver.cuMemcpyAsync(entry->copy.target, entry->copy.source, entry->copy.size, stream);
   case ROWS:
@@ -379,7 +379,7 @@ static char *holder(Entry *entry, size_t *size) {
   }
 }
 
-/* A patch: (slot, entry, offset within the entry's bytes, offset of the address, whether it is in a tensor map). */
+/* A patch: (slot, entry, offset in the entry's bytes, offset to add to the slot's address, True if in a tensor map). */
 static int make_patch(Tape *tape, Patch *each, PyObject *row) {
   Py_ssize_t entry, offset;
   long long addend;
@@ -461,7 +461,7 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *arguments, PyObject *opt
     goto failed;
   }
   for (Py_ssize_t i = 0; i < slots; i++)
-    tape->address[i] = UINT64_MAX; /* no address */
+    tape->address[i] = UINT64_MAX; /* no address yet */
   for (Py_ssize_t i = 0; i < tape->entries; i++) {
     tape->entry[i].kind = KINDS; /* nothing to free yet */
     if (make_entry(tape, &tape->entry[i], PyTuple_GET_ITEM(entries, i)))

@@ -1,8 +1,8 @@
-"""The CUDA machine and its plans: one CUDA device a rank, with streams, events, NCCL and symmetric memory.
+"""The CUDA machine and its plans. Each rank has one CUDA device, with streams, events, NCCL and symmetric memory.
 
-A run issues all work and returns: the host never waits. The caller's stream is the stream that is current when the call
-is made. A run can be captured into a CUDA graph: memory comes from torch's allocator, events have no timing, and
-nothing queries the device.
+A run issues all work and returns. The host never waits for the device. The caller's stream is the stream that is
+current when the call is made. A run can be captured into a CUDA graph: memory comes from torch's allocator, events have
+no timing, and nothing queries the device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from hostir.plan.unrolled import UnrolledProgram
 class CudaMachine:
     """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
 
-    Messages have separate groups: NCCL runs the operations of a group in order, and collectives must not wait for
-    messages.
+    Messages have separate process groups, because NCCL runs the operations of a group in order, and collectives must
+    not wait for messages.
     """
 
     name = "cuda"
@@ -65,19 +65,19 @@ class CudaMachine:
         self.kernels = kernels
         self.groups = groups
         self.timeouts = Timeouts(groups.rank)
-        self.words = Words(device, MAX_PLANS + 1)  # an executor drops its oldest plan after it has made a new one
+        self.words = Words(device, MAX_PLANS + 1)  # one more: an executor makes a plan before it drops the oldest
         self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)
-        if shares_memory(program):  # each stream then follows the same stream of the call before
+        if shares_memory(program):  # each stream then follows the same stream of the previous call
             self.streams = groups.streams.setdefault(program.digest, self.streams)
             self.timeouts = groups.timeouts.setdefault(program.digest, self.timeouts)
         self.cublas_streams: dict[int, CublasStreams] = {}
         self.launcher = launcher() if NATIVE.get() else None  # None: Python issues all steps
 
     def kernel(self, op: ComputeOp) -> Kernel:
-        """Return the kernel of a computation, for its stream."""
+        """Return the kernel of a computation. If it calls cuBLAS, it does so on a private stream during captures."""
         kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation]
         if kernel not in BY_CUBLAS:
             return kernel
@@ -96,13 +96,16 @@ class CudaMachine:
     ) -> CudaPlan:
         """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`.
 
-        `first`: the inputs of the first call. Kernels are loaded for such addresses.
+        `first` are the inputs of the first call. Kernels are compiled and loaded for the alignment of their addresses.
         """
         self.connect([team for team in self.teams if team not in self.messages.made])
         return CudaPlan(self, unrolled, timeline, sizes_key, limit, first)
 
     def connect(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Create this rank's groups for messages, and connect them now: NCCL would do it at the first message."""
+        """Create this rank's process groups for messages, and connect their ranks.
+
+        Without this, NCCL would connect them at the first message.
+        """
         self.messages.prepare(teams)
         for team in teams:
             x = torch.zeros(len(team), device=self.device)
@@ -129,8 +132,9 @@ class CudaPlan:
         self.registers: list[Any] = [None] * len(unrolled.buffers)
         self.streams = [*machine.streams, torch.cuda.default_stream(machine.device)]  # CALLER indexes the last
         outputs = list(enumerate(zip(homes(unrolled), unrolled.outputs, strict=True)))
-        self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]  # outputs in the caller's tensors
-        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]  # outputs copied there last
+        # A run computes some outputs in the caller's tensors, and copies the other outputs to them at its end.
+        self.placed = [(home, i) for i, (home, _) in outputs if home != NONE]
+        self.copied = [(x, i) for i, (home, x) in outputs if home == NONE and x != NONE]
         self.eager_only = uniform_only(unrolled)  # the reason why its runs must not be captured; empty if they may
         self.memory = machine.symmetric.of(unrolled, self, sizes_key, limit)
         context = PlanContext(
@@ -160,10 +164,10 @@ class CudaPlan:
         self.load(first)
 
     def load(self, first: Sequence[torch.Tensor | None]) -> None:
-        """Compile and load the kernels of Triton that a run launches, for inputs with the addresses of `first`.
+        """Compile and load the Triton kernels that a run launches, for inputs with the addresses of `first`.
 
-        Raises HostIRError for the statement of a kernel that is too large, on all ranks with such tensors. Nothing of a
-        call has been issued then.
+        Raises HostIRError if a kernel is too large for the GPU; the error names the kernel's statement. It is raised
+        before any work of a call is issued, on all ranks with the same layouts.
         """
         launches = [*self.launches, *(self.one_sided.launches if self.one_sided else ())]
         if not launches:
@@ -179,16 +183,17 @@ class CudaPlan:
             self.registers[:] = self.blank
 
     def load_for(self, op: Op, step: Step) -> None:
-        """Load the kernels of an operation by its step."""
+        """Load the kernels of an operation: run its step in the context of `loading`, which launches nothing."""
         try:
             step()
         except Exception as problem:
             raise self.unrolled.failure(op, problem) from problem
 
     def stand_ins(self, inputs: Mapping[int, torch.Tensor | None]) -> list[Any]:
-        """Return a stand-in for the tensor in each register, the inputs by their registers.
+        """Return a list with a stand-in for the tensor that each register holds in a run.
 
-        What is in memory that a run allocates is as aligned as its place there.
+        `inputs` holds the caller's inputs, by their registers. A run allocates aligned memory. So for a tensor in such
+        memory, its offset serves as its address.
         """
         from hostir.kernels.devices import StandIn  # which needs Triton
 
@@ -202,7 +207,10 @@ class CudaPlan:
 
     @property
     def copied_with_peers(self) -> list[int]:
-        """The positions, among inputs and `out=` tensors, of the tensors that copy engines copy to or from a peer."""
+        """The positions of the caller's tensors that copy engines copy to or from a peer.
+
+        Positions count the inputs first, and then the `out=` tensors.
+        """
         inputs = self.unrolled.inputs
         tensors = [*enumerate(range(inputs.start, inputs.stop)), *((len(inputs) + i, x) for x, i in self.placed)]
         return [position for position, register in tensors if register in self.engine_copies]
@@ -213,11 +221,10 @@ class CudaPlan:
         outs: Sequence[Any] | None = None,
         capturing: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Issue one run and return the outputs, which are the tensors of `outs` if the caller passes them.
+        """Issue one run and return the outputs.
 
-        `capturing`: True if the current stream is part of a capture.
-
-        Raises HostIRError that names the statement whose launch failed.
+        If the caller passes `outs`, the outputs are written to these tensors. `capturing` is True if the current stream
+        is part of a capture. If a launch fails, raises HostIRError that names the statement.
         """
         registers, held = self.registers, self.unrolled.inputs
         self.streams[CALLER] = current(self.machine.device)
@@ -250,13 +257,16 @@ class CudaPlan:
             registers[:] = self.blank
 
     def steps_of(self, capturing: bool) -> IssuedSteps:
-        """Return the steps of a run whose tensors are in the registers."""
+        """Return the steps to issue for the next run. The tensors of the run must be in the registers."""
         if capturing:
             return IssuedSteps.of([self.in_captures.get(i, step) for i, step in enumerate(self.steps)])
         return self.in_python if self.tapes is None else self.tapes.steps(self)
 
     def join_workers(self) -> None:
-        """Make the caller's stream wait for all issued work, so that memory freed now is not reused too early."""
+        """Make the caller's stream wait for the work on all worker streams, and make it the current stream.
+
+        So memory that is freed now is not reused too early.
+        """
         caller = self.streams[CALLER]
         for stream in self.machine.streams:
             with contextlib.suppress(RuntimeError):  # a stream of a capture cannot wait for a worker outside it
@@ -274,7 +284,7 @@ class CudaPlan:
         return self.issued > self.unnoticed
 
     def in_flight(self) -> list[Op]:
-        """Return the operation that the host issued last."""
+        """Return a list with the operation that the host issued last in the latest run; empty if it issued none."""
         issued = self.issued
         return self.ops[issued - 1 : issued] if issued else []
 
@@ -282,16 +292,20 @@ class CudaPlan:
         return self.unrolled.describe(op)
 
     def progress(self) -> None:
-        """Return None: the host never waits in a run. `Executor.synchronize` watches the device."""
+        """Return None: the host never waits in a run, so there is no progress to watch.
+
+        `Executor.synchronize` watches the device.
+        """
 
     def give_up(self, problem: HostIRError) -> None:
-        """Do nothing: work that was issued runs on."""
+        """Do nothing: work that was issued cannot be stopped."""
 
     def problem(self) -> HostIRError | None:
-        """Return the timeouts that the device has reported so far, without waiting; None without a timeout.
+        """Return an error for the timeouts that the device has reported so far; None if there are none.
 
-        Every call and the watchdog's thread ask. If a kernel gave up waiting, a late signal of a peer would count for
-        the next call. So the call is abandoned.
+        This does not wait for the device. Every call and the watchdog's thread call this. If a kernel has given up
+        waiting, a late signal of a peer would count for the next call. So this also marks the groups as abandoned: the
+        ranks then renew their shared state before the next call.
         """
         timeouts = self.machine.timeouts.problem()
         if timeouts is not None and self.memory is not None and len(self.memory.offers) > 1:

@@ -1,6 +1,4 @@
-"""Memory that peers can access.
-
-Memory that GPUs of one host share: torch's symmetric memory, on its CUDA backend, without multicast.
+"""Memory that the GPUs of one host share: torch's symmetric memory, on its CUDA backend, without multicast.
 
 Streams copy to and from a peer's memory with copy engines, set flags in it, and wait for flags in local memory.
 """
@@ -25,12 +23,13 @@ from hostir.machines.cuda.flow_control import CREDITS, flow_control_of, notes, p
 from hostir.machines.cuda.streams import calling_streams, own_stream
 from hostir.plan.unrolled import UnrolledProgram
 
-PATIENT, RELEASING = 0.25, 0.6  # parts of the timeout in which the GPU may end by itself, and then with raised flags
+# Fractions of the timeout: first the GPU may end by itself, and then it may end after its flags have been raised.
+PATIENT, RELEASING = 0.25, 0.6
 PAGE = 1 << 20  # bytes of NaN that one copy stores
-PAUSE = 0.01  # seconds between two looks at a GPU whose flags are raised
-# The priority of the stream that raises flags; CUDA clamps it to its range. Streams of other priorities have other
-# hardware queues. In the queue of a waiting stream it would wait, too: the GPU then does not end its work in time, and
-# the ranks raise an error.
+PAUSE = 0.01  # seconds between two looks at the GPU
+# The priority of the stream that raises flags. CUDA clamps it to its range. Streams of another priority have other
+# hardware queues. If this stream shared a queue with a stream that waits, it would wait, too. Then the GPU would not
+# end its work in time, and the ranks would raise an error.
 HIGHEST = -100
 
 
@@ -40,7 +39,7 @@ class PeerMemory:
     Args:
         device: this rank's device.
         rank: this rank.
-        group: returns the registered process group of all ranks.
+        group: a function that returns the registered process group of all ranks.
     """
 
     def __init__(self, device: torch.device, rank: int, group: Callable[[], Any] = world) -> None:
@@ -50,11 +49,14 @@ class PeerMemory:
         self.mine = torch.empty(0)  # between `reserve` and `map`
         self.aside: torch.cuda.Stream | None = None  # for flags that are raised while all other streams may wait
         self.nans = torch.empty(0, dtype=torch.uint8)  # pinned bytes, which are NaN in every dtype
-        self.handle: Any = None  # torch's handle of the memory that was mapped last: with it torch unmaps peers' memory
+        self.handle: Any = None  # torch's handle of the latest mapped memory; peers stay mapped as long as it lives
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """Yield the index of this rank's GPU, for peers; drop the memory if the rendezvous fails."""
+        """Enter the context of a rendezvous, and yield the index of this rank's GPU for peers.
+
+        When the context ends, drop this object's references to the memory. If the rendezvous failed, this frees it.
+        """
         if why := why_not(self.device):
             raise RuntimeError(why)
         try:
@@ -67,12 +69,12 @@ class PeerMemory:
         if not dist.is_initialized():
             self.mine = torch.zeros(size, dtype=torch.uint8, device=self.device)
             return
-        import torch.distributed._symmetric_memory as symmetric_memory  # here, as it takes its time to load
+        import torch.distributed._symmetric_memory as symmetric_memory  # imported here, because it takes long to load
 
         self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the memory of these ranks; collective over all ranks."""
+        """Map the memory of these ranks and return it as bytes, by rank. All ranks must call this."""
         mine, self.mine = self.mine, torch.empty(0)
         if len(offers) == 1:
             return {self.rank: mine}
@@ -88,10 +90,16 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """Wait until calls have ended on the GPU; if they wait for peers too long, raise all flags of this rank.
+        """Wait until all calls have ended on the GPU. If they wait for peers too long, raise all flags of this rank.
 
-        Calls issued before the one that ended midway end by themselves. Released calls read NaN. The streams are
-        polled, because a thread that waits for the complete device may keep the driver from issuing what releases it.
+        hostir calls this after a call that ended midway. Earlier calls end by themselves. Calls that end only because
+        their flags are raised here read NaN. This method polls the streams, because a thread that waits for the
+        complete device may keep the driver from issuing the work that raises the flags.
+
+        Args:
+            memories: all symmetric memory of this rank.
+            abort: a function that aborts the process groups, so that NCCL stops waiting.
+            seconds: the timeout.
 
         Returns the reason why the GPU does not become idle; empty if it does.
         """
@@ -114,7 +122,7 @@ class PeerMemory:
                 self.raise_flags(self.aside, memories, lambda: is_busy() and time.monotonic() < last)
             if is_busy():
                 return f"its GPU has not ended its work after {(PATIENT + RELEASING) * seconds:g} s"
-            self.synchronize()  # for the flags that were raised last
+            self.synchronize()  # wait for the writes that raised flags last
         except RuntimeError as problem:
             return str(problem)
         return ""
@@ -122,9 +130,10 @@ class PeerMemory:
     def raise_flags(
         self, aside: torch.cuda.Stream, memories: Sequence[SharedMemory], needed: Callable[[], bool]
     ) -> None:
-        """Fill this rank's buffers with NaN and raise its flags, again and again: calls reset flags and wait again.
+        """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
-        Copy engines fill the buffers, since kernels that wait may hold all SMs.
+        Flags must be raised repeatedly: a call that ends resets them, and the next call waits for them again. Copy
+        engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
         """
         with torch.cuda.stream(aside):
             for memory in memories:
@@ -137,26 +146,29 @@ class PeerMemory:
             time.sleep(PAUSE)
 
     def close(self) -> None:
-        """Do nothing: the memory goes with the plans that use it."""
+        """Do nothing: the memory is freed together with the plans that use it."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Set up new symmetric memory: keep torch's handle and the flow control with it.
+        """Set up new symmetric memory: store torch's handle and the flow control with it.
 
-        The first time, also create the side stream and the page of NaN bytes.
+        The first time, also create the stream that raises flags and the page of NaN bytes.
         """
         memory.kept["handle"], self.handle = self.handle, None
         flow_control_of(unrolled, memory)
-        if self.aside is None:  # now: a GPU that waits might not make it
+        if self.aside is None:  # create it now: a GPU that waits for peers might not be able to
             self.aside = own_stream(self, self.device, HIGHEST)
             self.nans = torch.full((PAGE,), 0xFF, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def prepare(self, memory: SharedMemory) -> None:
-        """Initialise flags for the first call, on whatever stream it will be made."""
+        """Initialise the flags for the first call, and wait until they are initialised.
+
+        So the first call may be made on any stream.
+        """
         prepare(self.rank, memory)
         torch.cuda.synchronize(self.device)
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """Return the buffers that no statement names: the counter of credits."""
+        """Return the buffers that this machine adds to the buffers of the program: the counter of credits."""
         return (BufferInfo(*CREDITS, (1,), FLAG.name),)
 
     def notes(self, unrolled: UnrolledProgram) -> str:

@@ -1,4 +1,7 @@
-"""Run segments of tapes as native code: `launcher.c`, built by Triton with the C compiler that Triton needs."""
+"""The native launcher, which runs segments of tapes in C.
+
+Triton builds it from `launcher.c`, with the same C compiler that Triton itself needs.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from hostir.machines.cuda.tape import Segment
 
 SOURCE = Path(__file__).with_name("launcher.c")
 DRIVER = "libcuda.so.1"
-RELEASED = 32  # entries of a segment that runs without the GIL: fewer take less time than another thread needs
+RELEASED = 32  # a segment with this many entries releases the GIL; a shorter one ends before another thread gains by it
 
 
 class DriverError(RuntimeError):
-    """Raised for a call of the driver that failed.
+    """A driver call of a tape failed.
 
     Fields:
-        place: the number of the operation that made it, in the unrolled program.
+        place: the `place` of the tape entry that failed, see `TapeEntry`.
     """
 
     def __init__(self, place: int, message: str) -> None:
@@ -28,7 +31,7 @@ class DriverError(RuntimeError):
 
 
 def build() -> Any:
-    """Build the launcher, or take it from Triton's cache, and return its module."""
+    """Return the launcher's module. Triton builds it, or takes it from its cache."""
     import triton.backends.nvidia
     from triton.runtime.build import compile_module_from_src
 
@@ -38,7 +41,10 @@ def build() -> Any:
 
 @functools.cache
 def launcher(driver: str = DRIVER) -> Any:
-    """Return the launcher's module, with the driver's library open; None if it cannot be built, said once."""
+    """Return the launcher's module with the driver's library opened.
+
+    Returns None if the module cannot be built or opened, and warns once.
+    """
     try:
         module = build()
         module.open(driver)
@@ -51,12 +57,9 @@ def launcher(driver: str = DRIVER) -> Any:
 
 
 def native(module: Any, segment: Segment) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
-    """Return a function that issues a segment, for an address of each slot and a handle of each stream.
+    """Return a function that issues a segment. It takes an address for each slot and a handle for each stream.
 
-    The function raises DriverError for the first entry that fails.
-
-    Args:
-        module: what `launcher` returns.
+    The function raises DriverError for the first entry that fails. `module` is the module from `launcher`.
     """
     tape = module.Tape(segment.rows, segment.patches, len(segment.slots), segment.streams, RELEASED)
     run = tape.run

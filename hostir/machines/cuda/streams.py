@@ -1,4 +1,4 @@
-"""CUDA streams: the caller's, the workers that executors share, private streams, and the order of communicating calls.
+"""CUDA streams: the caller's stream, worker streams that executors share, private streams, and the order of calls.
 
 hostir takes no stream from torch's pool, which gives the same 32 streams to everyone. A graph that is captured on a
 stream of the pool shares a cuBLAS workspace with all other work on that stream: see hostir.machines.cuda.cublas.
@@ -17,8 +17,8 @@ import torch
 from hostir.kernels.parameters import TAPING
 from hostir.machines.cuda.driver import capture_id, new_stream
 
-WORKERS = 32  # shared worker streams of a device, unless one executor needs more
-RESTING = 32  # freed streams with cuBLAS workspaces that are not reused yet
+WORKERS = 32  # the number of shared worker streams of a device, unless one executor needs more
+RESTING = 32  # the number of private streams with a cuBLAS workspace that wait for reuse, the ones freed last
 _known: dict[int | None, tuple[int, torch.cuda.Stream]] = {}  # the latest current stream, by device index
 _workers: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: Counter[torch.device] = Counter()  # the number of worker streams that executors were given
@@ -28,15 +28,15 @@ _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}
 
 
 def queues() -> int:
-    """Return the number of hardware queues of a process; CUDA reads the variable once, at its start."""
+    """Return the number of hardware queues of a process. CUDA reads the environment variable once, at its start."""
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(int(value), 32) if value.isdigit() and int(value) else 8
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream of a device: always the same object while the same stream is current.
+    """Return the current stream of a device. While the same stream is current, this returns the same object.
 
-    Every call asks for it, and `torch.cuda.current_stream` takes 10 us on the host.
+    Every call needs it, and `torch.cuda.current_stream` would take 10 us on the host.
     """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
     latest = _known.get(device.index)
@@ -48,32 +48,32 @@ def current(device: torch.device) -> torch.cuda.Stream:
 
 
 def join(streams: Sequence[torch.cuda.Stream], stream: int, other: int, event: torch.cuda.Event) -> None:
-    """Make `stream` wait for all work issued to `other` so far; both are indices of `streams`."""
+    """Make stream `streams[stream]` wait for all work issued to `streams[other]` so far."""
     record(event, streams[other])
     wait(event, streams[stream])
 
 
 def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Record an event on a stream."""
+    """Record an event on a stream. If a tape is being recorded, also add this to the tape."""
     event.record(stream)
     if TAPING.writer is not None:
         TAPING.writer.record(event.cuda_event, stream.cuda_stream)
 
 
 def wait(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Make a stream wait for an event."""
+    """Make a stream wait for an event. If a tape is being recorded, also add this to the tape."""
     event.wait(stream)
     if TAPING.writer is not None:
         TAPING.writer.wait(event.cuda_event, stream.cuda_stream)
 
 
 class CallOrder:
-    """The order of calls that must run one after another, even if they are made on different streams."""
+    """Orders calls that must run one after another, even if they are made on different streams of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None  # the stream of the latest call
-        self.handle: int | None = None  # its handle
+        self.handle: int | None = None  # the handle of that stream
         self.captured: tuple[int, torch.cuda.Stream] | None = None  # capture and stream of the latest captured call
 
     def follow(self) -> None:
@@ -102,16 +102,16 @@ _communicating: dict[torch.device, CallOrder] = {}
 
 
 def communication_order(device: torch.device) -> CallOrder:
-    """Return the order of all communicating calls on a device.
+    """Return the object that orders all communicating calls on a device.
 
-    Kernels that wait for peers hold SMs, also the kernels of NCCL. Two calls that run in different orders on two ranks
-    would deadlock.
+    Kernels that wait for peers, also those of NCCL, hold SMs while they wait. So two calls would deadlock if they ran
+    in different orders on two ranks.
     """
     return _communicating.setdefault(device, CallOrder(device))
 
 
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return `count` different streams for an executor, round robin from the streams that all executors share."""
+    """Return `count` different streams for an executor, taken in turn from the streams that all executors share."""
     shared = _workers.setdefault(device, [])
     with _choosing:
         first = _taken[device]
@@ -122,21 +122,23 @@ def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
 
 
 def calling_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the streams on which communicating calls may be under way: all workers, and the latest caller's.
+    """Return the streams on which communicating calls may be under way.
 
-    Calls on earlier streams end before the latest call.
+    These are all worker streams, and the stream on which the latest call was made. Calls that were made on other
+    streams end before the latest call.
     """
     latest = communication_order(device).stream
     return [*_workers.get(device, ()), *(() if latest is None else (latest,))]
 
 
 def own_stream(owner: object, device: torch.device, priority: int, products: bool = False) -> torch.cuda.Stream:
-    """Return a stream that only `owner` uses while it lives. `products`: the owner calls cuBLAS on the stream.
+    """Return a stream that only `owner` uses as long as it lives. `products`: the owner calls cuBLAS on the stream.
 
-    torch keeps a cuBLAS workspace for such a stream and never frees it. So streams are reused once their owners are
-    gone, the oldest first. A deleted graph may still be running and use the workspace. So the latest `RESTING` streams
-    with products are not reused. The graph has probably ended by the time of the reuse, but nothing checks it: hostir
-    does not know who replays a graph, and CUDA forbids waiting for the device while anyone captures.
+    For a stream with products, torch keeps a cuBLAS workspace that it never frees. So streams are reused once their
+    owners are garbage-collected, the oldest first. A deleted graph may still be running and use the workspace. So the
+    latest RESTING streams with products are not reused. When a stream is reused, such a graph has probably ended, but
+    nothing checks it: hostir does not know who replays a graph, and CUDA forbids waiting for the device during a
+    capture.
     """
     idle = _free.setdefault((device, priority, products), deque())
     try:

@@ -1,11 +1,12 @@
-"""Tapes: what one rank's call issues to the driver, as flat data with slots for the addresses that change.
+"""Tapes: the driver calls that one call of a plan makes, as flat data with slots for the addresses that change.
 
-A tape is recorded while a plan runs, from the calls of the driver that the plan makes: launches of kernels, operations
-on flags in memory, copies, and events. An address within a tensor that changes from call to call becomes a slot and an
-offset. Any other address is fixed. A stream is a number, and each run gives its handle.
+A tape is recorded while a plan runs. It holds launches of kernels, operations on flags in memory, copies, and events.
+An address within a tensor that changes from call to call becomes a slot and an offset. Any other address is fixed. A
+stream becomes a number; each run supplies its handle.
 
-A step that only torch can run, such as a product by cuBLAS or a collective by NCCL, ends a segment. So a call is a list
-of segments and of steps in Python. `hostir.machines.cuda.native` runs a segment in one call of C.
+A step that only torch can run, such as a product by cuBLAS or a collective by NCCL, ends a segment of the tape. So a
+call becomes a list of segments and of steps in Python. `hostir.machines.cuda.native` runs a segment by one call of a C
+function.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT = range(6)  # kinds of entries, as in 
 
 @dataclass(frozen=True)
 class Memory:
-    """A range of addresses with a name: a tensor that changes from call to call, or fixed memory.
+    """A range of addresses with a name: a tensor that may be elsewhere in the next call, or fixed memory.
 
     Fields:
-        name: for the text of a tape.
-        begin, size: the range of addresses, in bytes.
-        slot: the number of the slot; None for fixed memory.
+        name: the name in the text of a tape.
+        begin: the first address.
+        size: the size in bytes.
+        slot: the number of the slot for the tensor's address; None for fixed memory.
     """
 
     name: str
@@ -40,13 +42,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Address:
-    """An address that an entry holds.
+    """An address among the bytes of a tape entry.
 
     Fields:
-        at: where the entry holds it, in bytes.
-        value: the address at the recording.
-        memory: the memory that it lies in; None if it is in no known one.
-        is_map: True if a tensor map there holds the address.
+        at: the offset of the address in the entry's bytes. With `is_map`, the offset of the tensor map.
+        value: the address at the time of the recording.
+        memory: the memory that contains the address; None if no known memory does.
+        is_map: True if the address is part of a tensor map.
     """
 
     at: int
@@ -66,15 +68,15 @@ class Address:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One call of the driver.
+    """One driver call on a tape.
 
     Fields:
         kind: LAUNCH, MEMORY, COPY, ROWS, RECORD or AWAIT.
-        place: the number of the operation that issues it, in the unrolled program.
-        stream: the number of its stream.
-        fields: what the launcher in C needs for it.
-        addresses: the addresses that it holds.
-        text: what it does, without its stream.
+        place: the index of the plan's step that makes the call.
+        stream: the number of the stream.
+        fields: the arguments of the call, in the form that the launcher in C takes.
+        addresses: the addresses in `fields`.
+        text: a description of the call, without its stream.
     """
 
     kind: int
@@ -90,12 +92,12 @@ class TapeEntry:
 
 @dataclass(frozen=True)
 class Segment:
-    """Entries that are issued together.
+    """Entries of a tape that are issued together.
 
     Fields:
         entries: the entries, in order.
-        streams: how many streams there are.
-        slots: the slots that the entries use, by their numbers. A run gets one address for each.
+        streams: the number of streams of the tape.
+        slots: the numbers of the slots that the entries use. A run supplies one address for each of them.
     """
 
     entries: tuple[TapeEntry, ...]
@@ -109,7 +111,11 @@ class Segment:
 
     @property
     def patches(self) -> tuple[tuple[int, int, int, int, bool], ...]:
-        """The addresses that change: place in `slots`, entry, place in the entry, offset, whether in a tensor map."""
+        """The addresses to replace before a run, each as a tuple for the launcher in C.
+
+        A tuple holds the index in `slots`, the index of the entry, the offset in the entry's bytes, the offset to add
+        to the slot's address, and True if the address is in a tensor map.
+        """
         places = {slot: place for place, slot in enumerate(self.slots)}
         return tuple(
             sorted(
@@ -122,7 +128,7 @@ class Segment:
 
     @property
     def rows(self) -> tuple[tuple[int, int, int, tuple[Any, ...]], ...]:
-        """The entries as the launcher in C takes them."""
+        """The entries in the form that the launcher in C takes."""
         return tuple((entry.kind, entry.place, entry.stream, entry.fields) for entry in self.entries)
 
     def __str__(self) -> str:
@@ -130,25 +136,25 @@ class Segment:
 
 
 class Launched(Protocol):
-    """The interface of a kernel object that a tape can record: it has a `kernel_launch`."""
+    """The interface of a compiled kernel that a tape can record."""
 
     @property
     def kernel_launch(self) -> KernelLaunch:
-        """The common part of all its launches."""
+        """The properties that all launches of the kernel share. Raises TypeError if native code cannot launch it."""
 
 
 class TapeWriter:
-    """Collects what a thread gives the driver to do, while it is the thread's writer.
+    """Records the driver calls of a thread as tape entries. It is a context manager: it records in its context.
 
     Args:
-        memories: returns the ranges of addresses that are known at this moment.
+        memories: a function that returns the ranges of addresses that are known at this moment.
         streams: the number of each stream, by its handle.
 
     Fields:
-        entries: what was recorded.
-        place: the number of the operation that is being issued.
+        entries: the entries recorded so far.
+        place: the index of the plan's step that is being issued.
         complete: False once something was launched that cannot be recorded.
-        kept: tensors that recorded launches use, which must live as long as the recording.
+        kept: tensors that recorded launches use. They must live as long as the recording.
     """
 
     def __init__(self, memories: Callable[[], Sequence[Memory]], streams: Mapping[int, int]) -> None:
@@ -167,7 +173,10 @@ class TapeWriter:
         TAPING.writer = None
 
     def address(self, at: int, value: int, *, is_map: bool = False) -> Address:
-        """Return an address with the memory that it lies in."""
+        """Return the address `value`, which is at offset `at` of an entry, together with the memory that contains it.
+
+        If no known memory contains the address of a tensor map, the recording is incomplete.
+        """
         inside = (m for m in self.memories() if m.begin <= value < m.begin + max(m.size, 1))
         memory = next(inside, None) if value else None
         if is_map and memory is None:
@@ -182,11 +191,11 @@ class TapeWriter:
         self.entries.append(TapeEntry(kind, self.place, number, fields, tuple(addresses), text))
 
     def incomplete(self) -> None:
-        """Take note that something was launched that cannot be recorded."""
+        """Mark the recording as incomplete: something was launched that cannot be recorded."""
         self.complete = False
 
     def launch(self, compiled: Launched, programs: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Record the launch of a compiled kernel; without a record if it cannot be repeated by native code."""
+        """Record the launch of a compiled kernel. If native code cannot repeat it, mark the recording as incomplete."""
         try:
             launch = compiled.kernel_launch
             image, offsets, places = packed(launch.types, arguments)
@@ -214,13 +223,13 @@ class TapeWriter:
         self.add(MEMORY, stream, (b"".join(map(bytes, ops)),), addresses, ", ".join(texts))
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Record a copy of contiguous bytes."""
+        """Record a copy of `size` contiguous bytes from address `source` to address `target`."""
         addresses = self.address(0, target), self.address(8, source)
         text = f"copy {addresses[1]} -> {addresses[0]}, {size} bytes"
         self.add(COPY, stream, (target, source, size), addresses, text)
 
     def copy_rows(self, rows: Memcpy2D, stream: int) -> None:
-        """Record a copy of rows."""
+        """Record a copy of equally spaced rows."""
         addresses = (
             self.address(Memcpy2D.out_address.offset, rows.out_address),
             self.address(Memcpy2D.x_address.offset, rows.x_address),
@@ -229,9 +238,9 @@ class TapeWriter:
         self.add(ROWS, stream, (bytes(rows),), addresses, text)
 
     def record(self, event: int, stream: int) -> None:
-        """Record that an event is recorded on a stream."""
+        """Add an entry for recording an event on a stream. Both arguments are handles."""
         self.add(RECORD, stream, (event,), (), f"record event {event:#x}")
 
     def wait(self, event: int, stream: int) -> None:
-        """Record that a stream waits for an event."""
+        """Add an entry for a stream's wait for an event. Both arguments are handles."""
         self.add(AWAIT, stream, (event,), (), f"wait for event {event:#x}")

@@ -1,7 +1,8 @@
-"""Calls of a plan by its tape: one call of C in the place of many closures.
+"""Runs of a plan by its tape: one call of a C function replaces many closures.
 
-The second run of a plan with tensors of one alignment on one stream is recorded. From then on a run issues native
-segments, and those steps in Python that remain: what only torch can run, and what allocates or frees memory.
+The second run of a plan on the same stream, with tensors of the same alignment, is recorded. Later runs issue the
+segments of the tape by native code. Some steps remain in Python: those that only torch can run, and those that allocate
+or free memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hostir.plan.operations import CALLER, AllocateOp, Op, ViewOp
 if TYPE_CHECKING:
     from hostir.machines.cuda.machine import CudaPlan
 
-MAX_TAPES = 8  # tapes that a plan keeps: callers have few streams, and most tensors are aligned
+MAX_TAPES = 8  # the number of tapes that a plan keeps: callers have few streams, and most tensors are aligned
 aten = torch.ops.aten
 WITHOUT_WORK = {  # operators that give no stream anything to do
     *(aten.empty_strided.default, aten.as_strided.default, aten.select.int, aten.slice.Tensor, aten.view.default),
@@ -36,7 +37,7 @@ class IssuedSteps:
 
     Fields:
         steps: the steps, in order.
-        ends: the number of the plan's own steps that have begun once so many of `steps` have, from none to all.
+        ends: `ends[n]` is the number of steps of the plan that have begun when the first n of `steps` have begun.
     """
 
     steps: Sequence[Step]
@@ -44,14 +45,15 @@ class IssuedSteps:
 
     @staticmethod
     def of(steps: Sequence[Step]) -> IssuedSteps:
-        """Return a plan's own steps."""
+        """Return the steps of a plan as they are, without a tape."""
         return IssuedSteps(steps, range(len(steps) + 1))
 
 
 class Tapes:
     """The tapes of a plan, by the caller's stream and the alignment of the call's tensors.
 
-    Kernels are compiled for aligned addresses, and workspaces belong to streams.
+    Each stream and each alignment needs a separate tape. Kernels are compiled for the alignment of addresses, and
+    workspaces belong to streams.
     """
 
     def __init__(self, module: Any) -> None:
@@ -59,7 +61,7 @@ class Tapes:
         self.by_key: dict[tuple[int, ...], IssuedSteps | None] = {}  # None: seen once
 
     def steps(self, plan: CudaPlan) -> IssuedSteps:
-        """Return the steps of a run whose tensors are in the plan's registers."""
+        """Return the steps to issue for the plan's next run. The tensors of the run must be in the plan's registers."""
         registers = (*plan.unrolled.inputs, *(home for home, _ in plan.placed))
         tensors = [plan.registers[register] for register in registers]
         key = (plan.streams[CALLER].cuda_stream, *[0 if x is None else x.data_ptr() % 16 for x in tensors])
@@ -71,17 +73,17 @@ class Tapes:
         return plan.in_python
 
     def recording(self, plan: CudaPlan, key: tuple[int, ...]) -> IssuedSteps:
-        """Return the one step of a run that is recorded."""
+        """Return a single step, which issues the plan's run in Python and records it."""
         ends = [0, 0]
         return IssuedSteps([partial(self.record, plan, key, ends)], ends)
 
     def record(self, plan: CudaPlan, key: tuple[int, ...], ends: list[int]) -> None:
-        """Issue a run in Python, and keep its tape."""
+        """Issue a run in Python, and keep its tape for later runs with the same key."""
         self.by_key[key] = TapedRun(plan, self.module, key[0]).tape(ends)
 
 
 class TapedRun:
-    """Records a run of a plan, and makes native steps from its driver calls.
+    """Records one run of a plan, and makes native steps from its driver calls.
 
     Args:
         plan: the plan, with the tensors of a call in its registers.
@@ -92,15 +94,14 @@ class TapedRun:
     def __init__(self, plan: CudaPlan, module: Any, caller: int) -> None:
         self.plan, self.module = plan, module
         self.streams = (*(stream.cuda_stream for stream in plan.machine.streams), caller)
-        self.pending: list[TapeEntry] = []  # entries without a segment so far
+        self.pending: list[TapeEntry] = []  # entries that are not in a segment yet
         self.steps: list[Step] = []
         self.ends = [0]
 
     def tape(self, ends: list[int]) -> IssuedSteps:
-        """Issue all steps, and return what a later run issues in their place.
+        """Issue all steps of the plan, and return the steps that a later run issues instead.
 
-        Args:
-            ends: its last element counts the steps that have begun.
+        While this issues the steps, `ends[-1]` is the number of steps that have begun.
         """
         plan, writer = self.plan, TapeWriter(self.memories, {handle: n for n, handle in enumerate(self.streams)})
         entries: list[Sequence[TapeEntry]] = []
@@ -120,20 +121,21 @@ class TapedRun:
             self.steps.append(step)
             self.ends.append(number + 1)
         self.flush(len(plan.steps))
-        if writer.kept:  # workspaces, which live as long as the steps that use them
+        if writer.kept:  # this step does nothing, but keeps workspaces alive as long as the steps that use them
             self.steps.append(partial(len, writer.kept))
             self.ends.append(len(plan.steps))
         return IssuedSteps(self.steps, self.ends)
 
     def only_prepares(self, op: Op, step: Step) -> bool:
-        """Return True if a step without entries may run before entries that come ahead of it.
+        """Return True if a step without tape entries may run before earlier entries that are still pending.
 
-        A step that allocates memory, makes a view or sets the current stream may. A step that frees memory may not.
+        A step that allocates memory, makes a view or sets the current stream may run early. A step that frees memory
+        may not.
         """
         return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
 
     def flush(self, end: int) -> None:
-        """Add a step that issues the pending entries; `end` of the plan's steps have begun with it."""
+        """Add a step that issues the pending entries. When it begins, the first `end` steps of the plan have begun."""
         if not self.pending:
             return
         segment = Segment.of(self.pending, len(self.streams))
@@ -144,7 +146,10 @@ class TapedRun:
         self.pending = []
 
     def memories(self) -> list[Memory]:
-        """Return the memory of all tensors that are in registers now: changing memory has its register as slot."""
+        """Return the memory of all tensors that are in registers now.
+
+        The slot of a tensor that changes from call to call is its register. Symmetric memory is fixed.
+        """
         unrolled, registers = self.plan.unrolled, self.plan.registers
         memories: list[Memory] = []
         for register, buffer in enumerate(unrolled.buffers):
@@ -159,7 +164,7 @@ class TapedRun:
 
 
 class TorchWork(TorchDispatchMode):
-    """Notes whether torch has run an operator that gives a stream something to do."""
+    """Sets `seen` to True when torch runs an operator that gives a stream something to do."""
 
     seen = False
 

@@ -1,4 +1,4 @@
-"""Times of a run's operations on CUDA: events on their streams, converted to the clock that all ranks share."""
+"""Times of a run's operations on CUDA, from events on their streams, converted to the clock that all ranks share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hostir.plan.unrolled import UnrolledProgram
 
 
 class Timeline:
-    """CUDA events around the operations of one plan; `collect` adds the times of the latest run to a trace.
+    """CUDA events around the operations of one plan. `collect` adds the times of the latest run to a trace.
 
-    A communication lasts from the end of the earlier work on its stream, when it could start, until the first stream
-    that waits for it goes on.
+    A communication is shown from the end of the earlier work on its stream, when it could start. It is shown until the
+    first stream that waits for it continues.
     """
 
     def __init__(self, unrolled: UnrolledProgram, trace: Trace) -> None:
@@ -27,7 +27,10 @@ class Timeline:
         self.flights: dict[int, torch.cuda.Event] = {}  # by handle: the end of the communication
 
     def timed(self, op: Op, step: Step, streams: Sequence[torch.cuda.Stream]) -> Step:
-        """Return the step with events before and after it."""
+        """Return a step that runs `step` and records an event before it and after it.
+
+        The event after a communication is recorded by the first step that waits for it.
+        """
         if op.defines:
             return step
         if op.awaits:
@@ -55,7 +58,7 @@ class Timeline:
         return ended
 
     def collect(self) -> None:
-        """Add the latest run to the trace. Waits for the device."""
+        """Add the times of the latest run to the trace. Waits for the device."""
         torch.cuda.synchronize()
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record()

@@ -1,4 +1,4 @@
-"""Timeouts of kernels that wait for flags: words in pinned memory, which kernels write and every call reads."""
+"""Timeouts of kernels that wait for flags. Kernels report them in words of pinned memory, which every call reads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from hostir.ir.source import Diagnostic, HostIRError
 from hostir.plan.operations import ComputeOp
 from hostir.plan.unrolled import UnrolledProgram
 
-TIMEOUTS = 256  # the least number of rows of one allocation
+TIMEOUTS = 256  # the minimum number of rows of one allocation
 WORD_BYTES = 8
 
 
 class Timeouts:
-    """The words in pinned memory to which the kernels of a program report timeouts; every call reads them.
+    """The words in pinned memory to which the kernels of a program report timeouts. Every call reads them.
 
-    Executors that share symmetric memory share the words: after a timeout, no executor may read the stale data there. A
-    kernel that waits for flags has two words for each of its blocks: see `ReadyFlags`. The words belong to a statement
-    in one round of its loops. Plans for all sizes share them, so they outlive a plan and their number is bounded.
+    Executors that share symmetric memory also share the words, because after a timeout no executor may read the stale
+    data in that memory. A kernel that waits for flags has two words for each of its blocks: see `ReadyFlags`. The words
+    belong to a statement in one round of its loops. Plans for all sizes share them. So they outlive a plan, and their
+    number is bounded.
     """
 
     def __init__(self, rank: int) -> None:
@@ -28,7 +29,7 @@ class Timeouts:
         self.read: list[tuple[memoryview, bytes]] = []  # for each page: the bytes in use, and as many zeros
 
     def of(self, unrolled: UnrolledProgram, op: ComputeOp, blocks: int) -> torch.Tensor:
-        """Return the words `[blocks, 2]` of an operation's kernel."""
+        """Return the words `[blocks, 2]` to which the kernel of an operation reports timeouts."""
         number = next(n for n, s in enumerate(unrolled.program.walk()) if s is op.place.statement)
         key = number, op.place.rounds, blocks
         if key not in self.words:
@@ -42,7 +43,7 @@ class Timeouts:
         return self.words[key][2]
 
     def problem(self) -> HostIRError | None:
-        """Return the timeouts reported since the last look as one error, and clear them."""
+        """Return one error for the timeouts reported since the last call, and clear them; None if there are none."""
         for words, zeros in self.read:
             if words.tobytes() != zeros:
                 return self._take()
@@ -64,5 +65,8 @@ class Timeouts:
 
 
 def pinned_zeros(rows: int) -> torch.Tensor:
-    """Return `[rows, 2]` of int64 zeros in pinned memory: kernels write to it, and the host reads without waiting."""
+    """Return a tensor `[rows, 2]` of int64 zeros in pinned memory.
+
+    Kernels can write to it, and the host reads it without waiting for the GPU.
+    """
     return torch.zeros(rows, 2, dtype=torch.int64, device="cpu", pin_memory=True)

@@ -2,6 +2,9 @@
 
 All dtypes travel as bytes. The ranks add up in f32 or better, in the order of the team. So sums of bf16 are rounded
 once, and every run gives the same bits.
+
+The functions of communications take the operation, the registers of the plan, the process group, the ranks of the group
+(`members`), and a function `finish` that waits until a collective has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from hostir.plan.operations import (
 )
 
 Members = tuple[int, ...]
-Finish = Callable[[Any], None]  # returns once a collective has ended
+Finish = Callable[[Any], None]  # takes the Work of a collective, and returns once the collective has ended
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -31,17 +34,20 @@ def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places(op: CollectiveOp, members: Members) -> list[int]:
-    """Return the place in the team of each rank of the group; a group numbers its ranks in ascending order."""
+    """Return the index in the team of each rank of the group. A group numbers its ranks in ascending order."""
     return [op.team.index(rank) for rank in members]
 
 
 def _gather(x: torch.Tensor, blocks: Sequence[torch.Tensor], places: list[int], group: Any, finish: Finish) -> None:
-    """Write `x` of the team's i-th rank to `blocks[i]`."""
+    """All-gather: write the tensor `x` of the team's i-th rank to `blocks[i]`, for every i."""
     finish(group.allgather([[_bytes(blocks[i]) for i in places]], [_bytes(x)], AllgatherOptions()))
 
 
 def _swap(x: torch.Tensor, places: list[int], group: Any, finish: Finish) -> torch.Tensor:
-    """Send block i of `x` to the team's i-th rank; return the blocks received, by the sender's place in the team."""
+    """All-to-all: send block i of `x` to the team's i-th rank, for every i.
+
+    Returns the received blocks as rows, in the order of the senders in the team.
+    """
     sent = _blocks(x, len(places))[places].contiguous()
     received, ordered = torch.empty_like(sent), torch.empty_like(sent)
     finish(group.alltoall_base(_bytes(received), _bytes(sent), [], [], AllToAllOptions()))
@@ -50,7 +56,7 @@ def _swap(x: torch.Tensor, places: list[int], group: Any, finish: Finish) -> tor
 
 
 def allgather(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """All-gather: every rank gets all parts."""
+    """All-gather: every rank gets the parts of all ranks."""
     out = registers[op.out]
     _gather(registers[op.x], _blocks(out, len(members)).unbind(0), _places(op, members), group, finish)
 
@@ -64,7 +70,7 @@ def allreduce(op: CollectiveOp, registers: list[Any], group: Any, members: Membe
 
 
 def reduce_scatter(op: CollectiveOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Reduce-scatter: each rank gets its block of the sum."""
+    """Reduce-scatter: each rank gets one block of the sum."""
     add_up(registers[op.out].view(-1), _swap(registers[op.x], _places(op, members), group, finish).unbind(0))
 
 
@@ -77,7 +83,10 @@ COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, all
 
 
 def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Send and receive pieces. This waits without `finish`, as a wait that is cut short breaks gloo's connection."""
+    """Send and receive all pieces of an exchange, and wait for them.
+
+    This does not use `finish`, because a wait that times out breaks gloo's connection.
+    """
     if [rank for _, rank in op.sends] == [members[group.rank()]]:  # a message of this rank to itself
         registers[op.receives[0][0]].copy_(registers[op.sends[0][0]])
         return

@@ -1,10 +1,11 @@
-"""Binding on CPU processes: the operations of an unrolled program are dealt out to lanes, one lane a thread.
+"""Binding on CPU processes: the operations of an unrolled program are distributed over lanes. A thread runs each lane.
 
-Each stream has a lane, and each team has a lane. The calling thread itself runs the lane of the caller's stream. A
-team's lane executes the team's communications in the order of issue. So the order is the same on every rank, whatever
-the streams do. A rank's messages within a team have another lane and another process group, since collectives do not
-wait for messages. Memory and views are made first, in the order of issue, as by a host that issues everything at once.
-Copies, signals and barriers run on the lanes of the streams: they work on memory that the ranks share.
+Each stream has a lane, and each team has a lane. The calling thread runs the lane of the caller's stream. A team's lane
+executes the team's communications in the order of issue. So the order is the same on every rank, whatever the streams
+do. A team's messages have another lane and another process group, because collectives must not wait for messages.
+
+Allocations and views run first, in the order of issue, as if a host issued the complete program at once. Copies,
+signals and barriers run on the lanes of the streams: they work on memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from hostir.plan.unrolled import UnrolledProgram
 if TYPE_CHECKING:
     from hostir.machines.gloo.machine import GlooMachine
 
-POLL = timedelta(seconds=0.1)  # the time between two looks of a waiting collective at the run's failure
+POLL = timedelta(seconds=0.1)  # a thread that waits for a collective checks this often whether the run has failed
 
 
 class LaneDealer:
-    """Deals the operations of a plan out to lanes.
+    """Distributes the operations of a plan over lanes.
 
     Fields:
-        host: the lane that runs before all others: allocations, and views of the new buffers.
+        host: the lane that runs before all others. It has the allocations, and the views of the new buffers.
         lanes: the other lanes, by stream or team.
-        arrivals: the events at the ends of communications, by handle.
+        arrivals: by handle, the event that is set when the communication has ended.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class LaneDealer:
         self.host.add(op, bind_allocate(op, self.registers, self.machine.device))
 
     def deal_view(self, op: ViewOp, lane: ThreadLane) -> None:
-        """Make a view of a symmetric buffer now; make all other views in every run."""
+        """Make a view of a symmetric buffer now. For any other view, add a step that makes it in every run."""
         step = bind_view(op, self.registers)
         if self.registers[op.x] is None:
             self.host.add(op, step)
@@ -120,7 +121,7 @@ class LaneDealer:
         lane.add(op, self.waiting(reached), Waits.LANE)
 
     def deal_nothing(self, op: Op, lane: ThreadLane) -> None:
-        """Do nothing for a delay: threads share cores instead of SMs, and a pause would not help."""
+        """Ignore a delay: it gives a communication time to get SMs first, and threads have no SMs."""
 
     def deal_one_sided(self, op: CopyOp | SignalOp | WaitSignalOp | BarrierOp, lane: ThreadLane) -> None:
         self.one_sided.deal(op, lane)
@@ -135,7 +136,10 @@ class LaneDealer:
         lane.add(op, step)
 
     def deal_communication(self, op: CollectiveOp | MessagesOp, lane: ThreadLane) -> None:
-        """Add a communication to its team's lane. It starts when the stream gets there, and its end sets an event."""
+        """Add a communication to its team's lane.
+
+        The communication starts when the operation's stream reaches it. When it ends, an event is set.
+        """
         ready, arrived = self.failure.event(), self.failure.event()
         self.arrivals[op.handle] = arrived
         collective = isinstance(op, CollectiveOp) or op.collective
@@ -148,7 +152,7 @@ class LaneDealer:
         team.add(op, arrived.set)
 
     def finish(self, work: Any) -> None:
-        """Wait for a collective; raise AbandonedError once the run has failed, as peers may never take part."""
+        """Wait for a collective. Raise AbandonedError once the run has failed, because peers may never take part."""
         while True:
             try:
                 work.wait(POLL)

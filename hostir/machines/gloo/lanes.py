@@ -1,6 +1,7 @@
-"""Lanes of a CPU process: the steps that one thread executes in a run, the failure of a run, and the times of steps.
+"""Lanes of a CPU process, the failure of a run, and the times of steps.
 
-Each stream has a lane, and each team that communicates has a lane.
+A lane has the steps that one thread executes in a run. Each stream has a lane, and each team that communicates has a
+lane.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ LaneKey = int | tuple[object, ...]  # the number of a stream, or a team that com
 
 
 class AbandonedError(Exception):
-    """Ends a lane because another lane of the run failed."""
+    """Raised in a lane to end it because another lane of the run has failed."""
 
 
 class Waits(Enum):
-    """A step's wait: for nothing, for a lane of this rank, or for another rank."""
+    """A kind of step: it waits for nothing, for another lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -35,7 +36,14 @@ class Waits(Enum):
 
 
 class ThreadLane:
-    """The steps of one thread in a run, and the operation that each belongs to."""
+    """The steps that one thread executes in a run, and for each step its operation and what it may wait for.
+
+    Fields:
+        fail: a function that records an operation's failure.
+        notes: by the index of a step, a function that describes its wait for messages.
+        cursor: the iterator over the steps in a run; None between runs.
+        done: set when the thread has executed the lane.
+    """
 
     def __init__(self, key: LaneKey, fail: Callable[[Op, BaseException], None]) -> None:
         self.key = key
@@ -43,7 +51,7 @@ class ThreadLane:
         self.steps: list[Step] = []
         self.ops: list[Op] = []
         self.waits: list[Waits] = []
-        self.notes: dict[int, Callable[[], str]] = {}  # by step: describes its wait, for messages
+        self.notes: dict[int, Callable[[], str]] = {}
         self.cursor: Iterator[Step] | None = None
         self.done = threading.Event()
 
@@ -68,7 +76,10 @@ class ThreadLane:
             self.cursor = None
 
     def run_on_thread(self, inference: bool) -> None:
-        """Run in the caller's inference mode, since each thread has a separate mode, and then set `done`."""
+        """Run the lane, and then set `done`.
+
+        `inference` is True if the caller is in inference mode. Each thread has a separate mode, so the lane enters it.
+        """
         try:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 self.run()
@@ -77,16 +88,17 @@ class ThreadLane:
 
     @property
     def position(self) -> int:
-        """The index of the step that the thread executes; -1 if it executes no step."""
+        """The index of the step that the thread executes now; -1 if it executes none."""
         cursor = self.cursor
         return len(self.steps) - operator.length_hint(cursor) - 1 if cursor else -1
 
 
 class RunFailure:
-    """The first failure of a run, and the events that a failure sets, so that no lane waits for them in vain.
+    """The first failure of a run. A failure sets all events of the plan, so that no lane waits forever.
 
     Fields:
         problem: the operation that failed, and its exception; None in a run without failure.
+        events: all events of the plan.
     """
 
     def __init__(self) -> None:
@@ -94,12 +106,12 @@ class RunFailure:
         self.events: list[threading.Event] = []
 
     def event(self) -> threading.Event:
-        """Return a new event of the plan."""
+        """Return a new event for the lanes of the plan."""
         self.events.append(threading.Event())
         return self.events[-1]
 
     def record(self, op: Op, problem: BaseException) -> None:
-        """Record the first failure, and release the lanes that wait for events."""
+        """Record a failure if it is the first, and set all events to release the lanes that wait for them."""
         if self.problem is None:
             self.problem = op, problem
         for event in self.events:
@@ -127,7 +139,7 @@ class LaneTrace:
         return timed_step
 
     def bracket(self, op: Op) -> tuple[Step, Step]:
-        """Return a step that begins an event of the trace, and a step that ends it."""
+        """Return two steps: one begins an event of the trace, the other ends it. Without a trace, they do nothing."""
         trace = self.trace
         if trace is None:
             return _nothing, _nothing

@@ -1,7 +1,7 @@
-"""The machine of CPU processes and its plans: each stream is a thread, each event a threading event.
+"""The machine of CPU processes and its plans. A thread takes the place of each stream.
 
-A plan's operations are distributed over lanes: see hostir.machines.gloo.dealer. gloo runs
-the communications. A call returns when all lanes are done, so calls are synchronous.
+The operations of a plan are distributed over lanes: see hostir.machines.gloo.dealer. gloo runs the communications. A
+call returns when all lanes are done, so calls are synchronous.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ Jobs = SimpleQueue[Callable[[], None] | None]
 
 
 class GlooMachine:
-    """The threads of an executor, which end with it, and the memory that it shares with its peers."""
+    """The threads of an executor, and the memory that it shares with its peers.
+
+    The threads end when the machine is garbage-collected, or when `end` is called.
+    """
 
     name = "gloo"
     device = torch.device("cpu")
@@ -68,7 +71,7 @@ class GlooMachine:
         return GlooPlan(self, unrolled, trace, sizes_key, limit)
 
     def queue(self, key: LaneKey) -> Jobs:
-        """Return the queue of the thread that runs a lane."""
+        """Return the job queue of the thread that runs a lane; start the thread if there is none."""
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
             self.threads.append(threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True))
@@ -77,10 +80,10 @@ class GlooMachine:
         return self.queues[key]
 
     def end(self) -> None:
-        """End the threads, once the last call has returned. Later plans start new threads."""
+        """End the threads. The last call must have returned. Later plans start new threads."""
         for end in self.ends:
             end()
-        for thread in self.threads:  # Python may end next, and a thread that returned from gloo then would crash
+        for thread in self.threads:  # Python may end next, and a thread that returns from gloo after that would crash
             thread.join(ENDING)
         self.ends.clear()
         self.threads.clear()
@@ -95,7 +98,7 @@ def _work(jobs: Jobs) -> None:
 
 
 class GlooPlan:
-    """An unrolled program that is distributed over lanes, one a thread."""
+    """An unrolled program whose operations are distributed over lanes. A thread runs each lane."""
 
     def __init__(
         self,
@@ -127,9 +130,10 @@ class GlooPlan:
     def run(
         self, inputs: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Execute one run and return the outputs, which are the tensors of `outs` if the caller passes them.
+        """Execute one run and return the outputs.
 
-        Raises HostIRError that names the statement that raised, on any thread.
+        If the caller passes `outs`, the outputs are written to these tensors. If a statement fails on any thread,
+        raises HostIRError that names the statement.
         """
         if broken := self.machine.groups.broken:
             raise error(f"@{self.unrolled.program.name} cannot run: {broken}", hint=ANEW)
@@ -158,7 +162,10 @@ class GlooPlan:
         return outputs
 
     def execute(self) -> None:
-        """Run all lanes. After a failure, do not wait for lanes that may be stuck in a communication."""
+        """Run all lanes, and wait for them.
+
+        After a failure, do not wait for the lanes of teams: they may be stuck in a communication.
+        """
         self.begun = False
         self.host.run()
         if self.failure.problem:
@@ -176,7 +183,7 @@ class GlooPlan:
                 pass
 
     def refuse(self, op: Op, problem: BaseException) -> NoReturn:
-        """Raise the error that ended the run."""
+        """Raise the error that ended the run. `op` is the operation that failed, `problem` its exception."""
         shared = self.memory is not None or any(not isinstance(lane.key, int) for lane, _ in self.workers)
         if isinstance(problem, MisalignedError):
             if self.begun and shared:
@@ -190,20 +197,21 @@ class GlooPlan:
         raise failure from problem
 
     def give_up(self, problem: HostIRError) -> None:
-        """End the current run with this error, on all threads."""
+        """Make the current run fail with this error on all threads. The watchdog calls this."""
         self.given_up = problem
         for op in self.in_flight()[:1]:
             self.failure.record(op, problem)
 
     def end(self) -> None:
-        """Drop the steps, which would keep process groups alive until garbage is collected."""
+        """Drop all steps now. Otherwise they would keep process groups alive until Python collects reference cycles."""
         self.host = ThreadLane(CALLER, self.failure.record)
         self.lanes, self.workers, self.registers, self.memory = {}, [], [], None
 
     def in_flight(self) -> list[Op]:
-        """Return the operations that the lanes execute, first those that wait for a peer.
+        """Return the operations that the lanes execute now. Operations that wait for a peer come first.
 
-        After a failure, return the operation that failed.
+        Operations that wait for another lane are left out, unless all operations do so. After a failure, return only
+        the operation that failed.
         """
         if self.failure.problem:
             return [self.failure.problem[0]]
@@ -213,7 +221,7 @@ class GlooPlan:
         return [op for _, op in sorted(at_work or standing, key=lambda lane: lane[0] is not Waits.PEER)]
 
     def describe(self, op: Op) -> str:
-        """Return a description of an operation in flight and of its wait."""
+        """Return a description of an operation that a lane executes now, and of its wait."""
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 
@@ -221,7 +229,10 @@ class GlooPlan:
         return ""  # failures are raised to the caller
 
     def progress(self) -> tuple[int, ...] | None:
-        """Return a value that changes when a lane progresses; None after a failure, or if no lane waits for a peer."""
+        """Return a value that changes whenever a lane begins a step.
+
+        Returns None after a failure, and if no lane waits for a peer.
+        """
         if self.failure.problem:
             return None
         at = {lane: lane.position for lane in self.lanes.values()}

@@ -1,6 +1,7 @@
 """Memory that the CPU processes of a host share: files without a name (memfd) that all processes map.
 
-A peer opens such a file through the process that created it. So no file remains, however a rank ends.
+A peer opens such a file by a path in /proc of the process that created it. So no file is left behind, however a rank
+ends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def offering(self, size: int) -> Iterator[str]:
-        """Create a file of `size` bytes and yield its path, by which peers map it until the context ends."""
+        """Create a file of `size` bytes and yield its path. Peers can map the file until the context ends."""
         if not hasattr(os, "memfd_create"):
             raise RuntimeError("only Linux lets processes open each other's memory")
         file = os.memfd_create("hostir")
@@ -43,7 +44,10 @@ class SharedFiles:
         """Do nothing: `offering` has set the size of the file."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the files of these ranks, and make the newest file of rank 0 the lock of all ranks."""
+        """Map the files of these ranks and return them as bytes, by rank.
+
+        The newest file of rank 0 becomes the file that all ranks lock in turn.
+        """
         newest = os.open(offers[0].path, os.O_RDWR)
         if self.lock < 0:
             self.lock = newest
@@ -57,15 +61,15 @@ class SharedFiles:
         }
 
     def synchronize(self) -> None:
-        """Do nothing: a call that has returned has ended."""
+        """Do nothing: when a call returns, all its work has ended."""
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """End the threads that communicate; those that use memory have ended with the call that raised."""
+        """Call `abort` to end communications. Threads that use memory have already ended with the call that failed."""
         abort()
         return ""
 
     def close(self) -> None:
-        """Close the lock file, when no call follows."""
+        """Close the lock file. No call may follow."""
         if self.unlock is not None:
             self.unlock()
 
@@ -73,25 +77,28 @@ class SharedFiles:
         """Do nothing: this machine keeps no data with the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
-        """Do nothing: the memory is ready."""
+        """Do nothing: the memory needs no preparation."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """Return no buffers."""
+        """Return no buffers: this machine adds none to the buffers of the program."""
         return ()
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """Return no data."""
+        """Return an empty text: peers need no facts about this rank's calls."""
         return ""
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the lock of all ranks: what a rank writes before its turn is visible to every rank with a later turn.
+        """Hold the lock of all ranks within the context.
 
+        Everything that a rank writes before its turn is visible to every rank with a later turn. This is needed because
         torch copies with plain stores, and Python has no memory fence. On Arm, a flag that is written after the data
-        may be visible before the data. So a rank sets a flag while it holds the lock, and a rank that has seen the flag
-        takes the lock once before it reads the data. The lock is a file lock of the operating system: locking has
-        acquire semantics, unlocking has release semantics, and the lock of a process that dies is released. It excludes
-        processes, but not threads, so there is a mutex as well.
+        may become visible before the data. So a rank sets a flag while it holds the lock. A rank that has seen the flag
+        takes the lock once before it reads the data.
+
+        The lock is a file lock of the operating system. Locking has acquire semantics, and unlocking has release
+        semantics. If a process dies, its lock is released. A file lock excludes other processes, but not other threads
+        of this process, so there is a mutex as well.
         """
         with self.mutex:
             fcntl.flock(self.lock, fcntl.LOCK_EX)

@@ -1,8 +1,9 @@
 """One-sided operations on CPU processes: threads copy, set flags and poll flags in memory that the ranks share.
 
-A flag holds the latest call and epoch that was signalled, as one number that only rises: see `flag_value`. For each
-barrier, every rank of the team has a row of flags with one flag for each rank. A rank sets its flag in all rows, and
-polls the flags of its row. Threads sleep between two polls, as there are more threads than cores.
+A flag holds the number of the call and the epoch of the latest signal, as one number that only rises: see `flag_value`.
+For each barrier, every rank of the team has a row of flags, with one flag for each rank. A rank that arrives sets its
+flag in the rows of all ranks, and polls the flags in its row. Threads sleep between two polls, because there are more
+threads than cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Flags = Any  # a row of flags as a numpy array: one load reads a flag, and one s
 
 
 class GlooOneSided:
-    """Adds the one-sided operations of a plan to the lanes of its streams. `turn` is `SharedFiles.turn`."""
+    """Adds the one-sided operations of a plan to the lanes of its streams.
+
+    `turn` returns a context manager that holds the lock of all ranks: see `SharedFiles.turn`.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,7 @@ class GlooOneSided:
 
     @property
     def call(self) -> int:
-        """The number of the call. It counts the calls of all plans with the same memory, so all ranks agree."""
+        """The number of the current call. It counts the calls of all plans with the same memory, so all ranks agree."""
         assert self.memory is not None
         return self.memory.calls
 
@@ -138,13 +142,13 @@ class GlooOneSided:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             with self.turn():
-                pass  # from here on, all data written before the flag are visible
+                pass  # from here on, all data that were written before the flag are visible
 
         return step
 
 
 def _operands_block(ready: Ready, slot: int) -> str:
-    """Return the name of the block of an operand that a flag announces, for messages."""
+    """Return a text for messages that names the block of an operand whose arrival a flag announces."""
     if ready.blocks == ready.results:
         return f", for block {slot}"
     source, block = divmod(slot, ready.results)

@@ -1,1 +1,1 @@
-"""Ranks simulated in one process, in any order that the program allows."""
+"""Ranks that are simulated in one process. Their operations run in any order that the program allows."""

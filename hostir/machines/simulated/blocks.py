@@ -1,4 +1,4 @@
-"""Kernels of a simulated rank that wait for flags or raise flags: they compute blocks of rows in any order."""
+"""Kernels of a simulated rank that wait for flags or raise flags. They compute blocks of rows in any legal order."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from hostir.machines.simulated.memory import make_undefined
 from hostir.machines.simulated.rank_memory import RankMemory
 from hostir.machines.simulated.tasks import Task, Views
 
-RowsTask = tuple[int, Task]  # the first of some rows of a result, and the task that computes these rows
+RowsTask = tuple[int, Task]  # the index of the first of some rows of a result, and the task that computes these rows
 
 
 class BlockKernel:
     """A kernel that computes each block of rows once its flags are set, and sets flags after blocks.
 
-    A kernel that waits for flags takes all SMs when it starts, overlaps the copies by SMs before it, and ends after
-    these copies. Its tasks are as small as the rules allow: rows are cut at the blocks that it waits for, at the blocks
-    after which it sets flags, and wherever a stride ends.
+    A kernel that waits for flags takes all SMs when it starts. It overlaps the copies by SMs directly before it, and
+    ends after these copies. The kernel becomes several tasks, which are as small as the memory model allows. Rows are
+    cut at the blocks that the kernel waits for, at the blocks after which it sets flags, and wherever a stride ends.
 
     Fields:
         sources: the tensors that it reads after flags: the first operand, or each tensor that a sum adds up.
         others: the other operands.
-        of_rows: the numbers of the other operands that are cut into rows like the result.
-        cut_alike, uncut: the other operands that are cut, and those that are not.
-        height: the number of rows of a block.
-        cuts: the rows at which flags are set.
+        of_rows: the positions, among all operands, of the operands that are cut into rows like the result.
+        cut_alike: the operands in `others` that are cut into rows like the result.
+        uncut: the operands in `others` that are not cut.
+        height: the number of rows of a block that the kernel waits for.
+        cuts: the first rows of the blocks after which flags are set.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BlockKernel:
         assert x is not None
         self.sources: Views = (x,)
         if computation == "sum":
-            addends = [y.expand_as(out) for y in others if y is not None]  # each is read as one more source
+            addends = [y.expand_as(out) for y in others if y is not None]  # each is read like a further source
             self.sources, kernel = (*x.unbind(options["axis"]), *addends), partial(_sum_of, kernel, len(addends))
             others, options = [], {**options, "axis": 0}
         self.kernel, self.others, self.options = kernel, others, options
@@ -81,7 +82,7 @@ class BlockKernel:
         end.changes, end.since = None if ready is None else issuer.sms, start
 
     def pieces(self, start: Task) -> list[RowsTask]:
-        """Add the tasks that compute the result."""
+        """Add the tasks that compute the result, and return them. They follow the task `start`."""
         pieces, before = list[RowsTask](), list[Task]()
         for block in (0,) if self.ready is None else self.ready.order:
             computed = self.block(start, block)
@@ -93,14 +94,14 @@ class BlockKernel:
         return pieces
 
     def block(self, start: Task, block: int) -> list[RowsTask]:
-        """Add the tasks that compute one block."""
+        """Add the tasks that compute one block of the result, and return them. They follow the task `start`."""
         ready, first = self.ready, block * self.height
         arrived = dict[int, Task]()  # by source: the wait for its flag
         parts, replaced_blocks = [(each, first) for each in self.sources], dict[int, int]()
         if ready is not None:
             arrived = {n // ready.results: self.arrival(start, ready, n) for n in ready.needed(block)}
             replaced_blocks = {n // ready.results: n for n in ready.replaced if n % ready.results == block}
-        replaced = [parts[source] for source in replaced_blocks]  # the rows that the rank's `own_rows` stand for
+        replaced = [parts[source] for source in replaced_blocks]  # the rows that the rank's `own_rows` replace
         for source, n in replaced_blocks.items():
             assert ready is not None
             assert ready.own_rows is not None
@@ -127,13 +128,16 @@ class BlockKernel:
         along: Views,
         together: Mapping[Task, Sequence[int]],
     ) -> Task:
-        """Add the tasks that compute some rows, `target`, from the rows of each source, and return the last of them.
+        """Add the tasks that compute some rows of the result, and return the last of these tasks.
 
         Args:
-            row: the first of the rows.
-            undefined: the rows of sources that `own_rows` stand for, by source.
-            along: the rows of the other operands that are cut alike.
-            together: the sources that may be read after a task, by task.
+            start: the task that starts the kernel.
+            row: the index of the first of the rows.
+            target: the rows of the result.
+            sources: the same rows of each source.
+            undefined: by source, its rows that `own_rows` replace. They become undefined.
+            along: the same rows of the other operands that are cut alike.
+            together: by task, the sources that may be read after the task.
         """
         lane = f"row {row} of task {start.order}"
         taken: dict[int, torch.Tensor] = {}
@@ -152,13 +156,13 @@ class BlockKernel:
         return task.follow([start, *takes])
 
     def arrival(self, start: Task, ready: Ready, block: int) -> Task:
-        """Add the wait for the flag of one block."""
+        """Add a task that waits for the flag of one block, and return it."""
         task = self.issuer.task(do_nothing, lane=f"wait {block} of task {start.order}").follow([start])
         task.gate, task.epoch = self.memory.flag(ready.flags, block), self.issuer.epoch(ready.epoch)
         return task
 
     def signals(self, pieces: Sequence[RowsTask], done: Done) -> list[Task]:
-        """Add the signals of the kernel, each after the pieces of one block."""
+        """Add the tasks that set the kernel's flags, each after the pieces of one block, and return them."""
         signals = []
         height = self.out.shape[:-1].numel() // done.blocks
         for block in done.order:
@@ -171,12 +175,12 @@ class BlockKernel:
 
 
 def _split(views: Sequence[torch.Tensor], first: int, second: int) -> tuple[Views, Views, Views]:
-    """Return the first views, the views after them, and the rest."""
+    """Split `views` into the first `first` views, the next `second` views, and the rest."""
     return tuple(views[:first]), tuple(views[first : first + second]), tuple(views[first + second :])
 
 
 def _take(sources: Mapping[int, torch.Tensor], taken: dict[int, torch.Tensor], unread: Views) -> None:
-    """Read the rows of some sources, and make undefined the rows that `own_rows` stand for."""
+    """Read rows of some sources into `taken`. Make the rows `unread` undefined, because `own_rows` replace them."""
     taken.update({source: x.clone() for source, x in sources.items()})
     for x in unread:
         make_undefined(x)
@@ -189,11 +193,11 @@ def _compute(
     others: Sequence[torch.Tensor | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Compute some rows from the rows that were read of each source."""
+    """Compute some rows of the result. `taken` holds the rows that were read from each source."""
     kernel(out, *(taken[source] for source in sorted(taken)), *others, **options)
 
 
 def _sum_of(kernel: Kernel, addends: int, out: torch.Tensor, *parts: torch.Tensor, **options: Any) -> None:
-    """Sum over sources in separate tensors; the last `addends` tensors are added to the sum."""
+    """Compute a sum by `kernel`. The last `addends` tensors of `parts` are its addends, and the others its sources."""
     sources, added = parts[: len(parts) - addends], parts[len(parts) - addends :]
     kernel(out, torch.stack(sources) if sources else out.new_empty(0, *out.shape), *added, **options)

@@ -1,4 +1,4 @@
-"""Collectives and transfers among simulated ranks: match the ranks' sides with each other, and move data."""
+"""Collectives and transfers among simulated ranks: the sides of the ranks are matched, and tasks move the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Note = tuple[Span | None, str]
 
 
 class MakeTask(Protocol):
-    """A function that creates a task of the communication that is being issued."""
+    """The type of a function that creates a task for the communication that is being issued."""
 
     def __call__(
         self, run: Callable[[], object] | None, reads: Views = (), writes: Views = (), undefines: Views = ()
@@ -27,14 +27,26 @@ class MakeTask(Protocol):
 
 
 class CollectiveSide:
-    """One rank's side of a collective, which may access memory at any time between its issue and its end.
-
-    `tail` are the tasks before it on its stream. `start` is its start on this rank. `give` is its end, which writes the
-    result. `peers` are all sides, in the order of the team. `earlier` is the team's previous collective on this rank.
+    """One rank's side of a collective. It may access memory at any time between its issue and its end.
 
     A machine may read `x` early for one peer and late for another. So two tasks read `x`, each at any time, and the
     ranks of a team alternate between the two copies. A machine may write `out` before any other rank has started. So
     `out` becomes undefined at any time.
+
+    Args:
+        x, out: the tensors that it reads and writes.
+        tail: the tasks directly before it on its stream.
+        start: the task that starts it on this rank.
+        task: creates its other tasks.
+        earlier: this rank's side of the team's previous collective.
+
+    Fields:
+        takes: the two tasks that read `x`.
+        taken: the two copies of `x`.
+        undefine: the task that makes `out` undefined.
+        give: the task that writes `out` and ends the collective.
+        peers: the sides of all ranks, in the order of the team.
+        totals: the sums of all ranks' first copies and of their second copies; None until they are computed.
     """
 
     def __init__(
@@ -79,7 +91,7 @@ class CollectiveSide:
         return " to ".join("nothing" if t is None else f"{t.dtype} {list(t.shape)}" for t in (self.x, self.out))
 
     def agrees(self, other: CollectiveSide) -> bool:
-        """Return True if two ranks issue the same communication."""
+        """Return True if this side and `other` belong to the same communication."""
         if self.exchange.communication != other.exchange.communication:
             return False
         if self.exchange.moves is None or other.exchange.moves is None:
@@ -118,7 +130,7 @@ class CollectiveSide:
                 out[i] = blocks(taken, 1)[0] if communication == "allgather" else blocks(taken, n)[me]
 
     def sum(self, turn: int) -> torch.Tensor:
-        """Return the sum over all sides: in f32 or better, in the order of the team, rounded once."""
+        """Return the sum of copy `turn` of all sides: in f32 or better, in the order of the team, rounded once."""
         total = self.totals[turn]
         if total is None:
             parts = [peer.taken[turn] for peer in self.peers]
@@ -126,7 +138,7 @@ class CollectiveSide:
         return total
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of some tensors."""
+        """Return the sum of some tensors, added in order in f32 or better, rounded once."""
         total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part
@@ -134,7 +146,7 @@ class CollectiveSide:
 
 
 def blocks(x: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Return a dense tensor as `count` equal blocks, `[count, elements]`."""
+    """Return a view `[count, elements]` of a contiguous tensor: its `count` equal blocks."""
     assert x is not None
     return x.view(count, -1)
 
@@ -147,10 +159,12 @@ def _fits(move: Move, sides: Mapping[int, CollectiveSide]) -> bool:
 
 
 def match(issued: Sequence[Mapping[tuple[int, ...], list[CollectiveSide]]], note: Callable[[Task], Note]) -> list[Task]:
-    """Join the sides of every collective; `issued[rank][team]` are a rank's sides in issue order.
+    """Join the sides of every collective with edges, and return the tasks that join them.
 
-    A team is named by its ranks in ascending order. `note` returns the statement of a task and its description.
-    Returns the tasks that join the sides. Raises HostIRError if the ranks of a team issue different communications.
+    `issued[rank][team]` are the sides of a rank in issue order; `team` is the team's ranks in ascending order. `note`
+    returns the place in the text and a description of a task's statement.
+
+    Raises HostIRError if the ranks of a team issue different communications.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):
@@ -165,7 +179,10 @@ def match(issued: Sequence[Mapping[tuple[int, ...], list[CollectiveSide]]], note
 
 
 def _meet(sides: Sequence[CollectiveSide]) -> list[Task]:
-    """Join the sides of one collective: a side ends after the sides that it receives from have started and read."""
+    """Join the sides of one collective with edges, and return the tasks that join them.
+
+    A side ends after all sides from which it receives have started and have read their tensors.
+    """
     by_rank = {part.rank: part for part in sides}
     for part in sides:
         part.peers = [by_rank[rank] for rank in part.exchange.team]
@@ -189,9 +206,10 @@ def _note(where: Note, part: CollectiveSide) -> Note:
 
 
 def disagreement(operation: str, team: Sequence[int], number: int, notes: Sequence[Note | None]) -> HostIRError:
-    """Return the error for ranks that differ in communication or barrier `number` of a team.
+    """Return the error for ranks of a team that disagree in their communication or barrier with index `number`.
 
-    `notes` has one note for each rank, None for a rank that issues fewer.
+    `operation` is `communication` or `barrier`. `notes` has one note for each rank, and None for a rank that issues
+    fewer of them.
     """
     described = [note or (None, f"rank {rank} issues only {number}") for rank, note in zip(team, notes, strict=True)]
     return HostIRError(

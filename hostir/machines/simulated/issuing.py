@@ -1,4 +1,4 @@
-"""Issuing tasks of one simulated rank: its streams, and the statement that is being planned."""
+"""The streams of one simulated rank, and the object that creates the rank's tasks on them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ TeamRanks = tuple[int, ...]
 
 
 class IssueQueue:
-    """A stream of one rank: the next task follows the tasks in `tail`.
+    """A stream of one rank.
 
-    `pushing` is empty unless the latest tasks are copies by SMs and signals directly after them. Then it holds a task
-    that marks their common start, and these tasks.
+    Fields:
+        label: the name of the stream.
+        tail: the tasks that the next task of the stream follows.
+        pushing: the latest tasks, if they are copies by SMs and signals directly after copies. The first element is a
+            task that marks their common start. Empty if the latest task is another one.
+        signalled: True if the last task in `pushing` is a signal.
     """
 
     def __init__(self, label: str) -> None:
@@ -35,10 +39,11 @@ class Issuer:
     """Creates the tasks of one rank, on its streams.
 
     Fields:
-        sms: the SMs of the rank.
+        sms: the gate of the rank's SMs.
         steps: the number of statements so far, executed or skipped.
         calls: the number of calls so far, including the current call.
-        statement, rounds: the statement that is being planned; None and () for tasks of the caller.
+        statement: the statement that is being planned; None for tasks of the caller.
+        rounds: the rounds of the loops around the statement; () for tasks of the caller.
     """
 
     def __init__(self, rank: int, program: Program) -> None:
@@ -59,7 +64,7 @@ class Issuer:
         return self.calls - 1
 
     def epoch(self, epoch: int) -> Epoch:
-        """Return an epoch of the current call."""
+        """Return a pair: the number of the current call, and `epoch`."""
         return self.call, epoch
 
     def at(self, statement: Statement, rounds: tuple[int, ...]) -> None:
@@ -71,7 +76,7 @@ class Issuer:
 
     @property
     def defined_name(self) -> str:
-        """The name of the value that the statement defines; empty without one."""
+        """The name of the value that the current statement defines; empty if it defines no value."""
         return next((v.name for v in self.statement.named), "") if self.statement else ""
 
     def task(
@@ -85,7 +90,7 @@ class Issuer:
         timed: bool = False,
         team: TeamRanks = (),
     ) -> Task:
-        """Return a new task without dependencies."""
+        """Return a new task that follows no other task yet. See `Task` for the arguments."""
         task = Task(
             rank=self.rank,
             lane=lane or self.current.label,
@@ -115,14 +120,17 @@ class Issuer:
         *,
         timed: bool = False,
     ) -> Task:
-        """Add a task to the current stream."""
+        """Add a task to the end of the current stream, and return it. See `Task` for the arguments."""
         task = self.task(run, reads, writes, undefines, timed=timed).follow(self.current.tail)
         self.current.tail, self.current.pushing = [task], []
         task.since = task if timed else None
         return task
 
     def push(self, run: Callable[[], object] | None, reads: Views = (), writes: Views = ()) -> Task:
-        """Add a copy by SMs, or a signal directly after one; a kernel that waits for flags may overlap it."""
+        """Add a copy by SMs, or a signal directly after such a copy, to the current stream, and return its task.
+
+        A signal has no `writes`. A later kernel of the stream that waits for flags may overlap these tasks.
+        """
         stream = self.current
         pushing = stream.pushing or [self.issue(do_nothing)]
         task = self.task(run, reads, writes, lane=f"{stream.label}, SMs that copy", timed=bool(writes))
@@ -140,7 +148,7 @@ class Issuer:
         return self.pool[stream]
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Return the rank, statement, round and call of a task, and the statement's place in the text."""
+        """Return the place of a task's statement in the text, and a description: rank, statement, round and call."""
         call = f" of call {task.call + 1}" if self.calls > 1 else ""
         if task.statement is None:
             return None, f"rank {self.rank}, caller{call}"
@@ -149,7 +157,7 @@ class Issuer:
         return task.statement.span, f"rank {self.rank}, '{text}'{rounds}{call}"
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """Return an error of the statement that is being planned."""
+        """Return an error that names the statement that is being planned."""
         span, where = self.where(Task(statement=self.statement, rounds=self.rounds, call=self.call))
         return error(f"{where}: {message}", span, expected=expected, hint=hint)
 

@@ -1,9 +1,9 @@
 """The machine of simulated ranks: all ranks in one process, on CPU tensors, in any order that the memory model permits.
 
-Every rank first plans: its statements become tasks, with an edge where the memory model orders two of them, and no
-other edges. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never written
-holds NaN, and after the call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program
-lacks an edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
+Every rank first plans: its statements become tasks. There is an edge between two tasks only where the memory model
+orders them. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never written
+holds NaN. After a call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program lacks an
+edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hostir.machines.simulated.scheduler import check_seed, execute, program_ord
 from hostir.machines.simulated.tasks import FlagGate, Task
 from hostir.machines.trace import Trace
 
-KernelChoice = str | Mapping[str, Kernel]  # a policy, or the kernel of each computation
+KernelChoice = str | Mapping[str, Kernel]  # the name of a policy, or the kernel of each computation
 
 
 class LocalMachine:
     """Simulated ranks. Each of `programs` is the program of one rank; usually they are equal.
 
-    First every rank plans each call (`ranks[r].plan(sizes, inputs)`), then `run` executes all calls, repeatedly.
-    `kernels`, `dtype` and `device` are as for `rehearse`.
+    First every rank plans each call by `ranks[r].plan(sizes, inputs)`. Then each call of `run` executes all planned
+    calls from the beginning. `kernels`, `dtype` and `device` are as for `rehearse`.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class LocalMachine:
             for rank, program in enumerate(programs)
         ]
         self.tasks: list[Task] = []  # set once the ranks' sides are joined
-        self.delays: list[Task] = []  # the tasks that seeds delay, in this order
-        self.ran: list[Task] = []  # in the last run
+        self.delays: list[Task] = []  # the tasks that seeds delay: consecutive seeds delay consecutive tasks
+        self.ran: list[Task] = []  # the tasks of the last run, in the order in which they ran
 
     @torch.no_grad()
     def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
         """Execute the planned calls from the beginning; return `outputs[call][output][rank]`.
 
-        Seed 0 is program order; other seeds are random orders. With `watch`, two unordered accesses to one element, at
-        least one of them a write, are an error even if the results are right. A read of undefined memory is an error,
-        too.
+        Seed 0 runs the tasks in program order; other seeds run them in random orders. With `watch`, two unordered
+        accesses to one element are an error if at least one of them is a write, even if the results are right. A read
+        of undefined memory is then an error, too.
 
-        Raises HostIRError, which names ranks and statements, if the collectives of ranks do not match, if a statement
-        raises, if the ranks deadlock, and if `watch` finds an error.
+        Raises HostIRError if the collectives of ranks do not match, if a statement raises, if the ranks deadlock, and
+        if `watch` finds an error. The error names ranks and statements.
         """
         check_seed(seed)
         if not self.tasks:
@@ -101,14 +101,14 @@ class LocalMachine:
         return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
 
     def release(self) -> None:
-        """Free the memory now: ranks and tasks form reference cycles, which Python collects late."""
+        """Free the memory of the ranks now. Ranks and tasks form reference cycles, which Python would collect late."""
         for buffer in self.memory.buffers:
             buffer.untyped_storage().resize_(0)
         for rank in self.ranks:
             rank.outputs.clear()
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Return the rank, statement, round and call that a task belongs to."""
+        """Return the place of a task's statement in the text, and a description: rank, statement, round and call."""
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
@@ -126,7 +126,7 @@ class LocalMachine:
             trace.add(task.rank, lane, text, at[task.since][0], at[task][1], task.rounds)
 
     def _meet(self) -> None:
-        """Join the collectives, messages and barriers of all ranks, after all have planned."""
+        """Join the collectives, messages and barriers of all ranks. All ranks must have planned all calls."""
         ranks = self.ranks
         self.symmetric.check(self.where)
         joints = match([rank.parts for rank in ranks], self.where)
@@ -138,14 +138,17 @@ class LocalMachine:
         actions = [task for task in issued if task.run is not None]
         shuffled = Random(0).sample(actions, len(actions))
         last = max(task.call for task in actions)
-        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # nothing follows the last call
+        self.delays = sorted(shuffled, key=lambda task: task.call == last)  # the last call last: nothing follows it
 
     def _failed(self, task: Task, problem: Exception) -> Exception:
         span, where = self.where(task)
         return error(f"{where}: {type(problem).__name__}: {problem}", span)
 
     def _deadlock(self) -> HostIRError:
-        """Return the error for a deadlock: each rank's tasks at closed gates, or else its first waiting task."""
+        """Return the error for a deadlock. It names the tasks of each rank that wait at closed gates.
+
+        If a rank has no such task, the error names the rank's first task that has not run.
+        """
         notes = []
         ran = set(self.ran)
         for rank in self.ranks:

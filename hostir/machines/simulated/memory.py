@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 class SimulatedMemory:
-    """The buffers of all simulated ranks; each has separate storage."""
+    """The buffers of all simulated ranks. Each buffer has separate storage."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -40,21 +40,21 @@ class SimulatedMemory:
         return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
 
     def free(self, storage: int, span: Span | None) -> None:
-        """Mark a storage as freed: it must not be accessed any more."""
+        """Mark a storage as freed: it must not be accessed any more. `span` is the place of the free in the text."""
         self.freed[storage] = span
 
     def reset(self) -> None:
-        """Restore the state before the first run."""
+        """Restore the state before the first run: no memory is freed, and all floating-point memory holds NaN."""
         self.freed.clear()
         for buffer in self.buffers:
             buffer.fill_(NAN)
 
 
 def make_undefined(x: torch.Tensor) -> None:
-    """Make a view undefined: NaN, or 0 for dtypes without NaN."""
+    """Make the elements of a view undefined: fill it with NaN, or with 0 for dtypes without NaN."""
     x.fill_(NAN if x.dtype.is_floating_point else 0)
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage."""
+    """Return the address of a tensor's storage, which identifies the storage."""
     return x.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Messages between two simulated ranks: `send`, `recv` and `exchange`, which are matched in pairs."""
+"""Messages between two simulated ranks: the sides of `send`, `recv` and `exchange` are matched in pairs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from hostir.machines.simulated.tasks import Task
 
 
 class MessageSide:
-    """One rank's side of a message.
+    """One rank's side of a message: it sends a tensor, receives a tensor, or does both.
 
-    `start` is its start. `take` reads the tensor that it sends. `give` writes the tensor that it receives. It has one
-    of the two or both, and ends after them. Then the rank's next message in the team starts.
+    The rank's next message in the same team starts after this one has ended.
+
+    Fields:
+        x, out: the tensor that is sent, and the tensor that is received; None if there is no such tensor.
+        start: the task that starts the message.
+        to, source: the rank that it sends to, and the rank that it receives from.
+        take: the task that reads `x`; None if nothing is sent.
+        give: the task that writes `out`; None if nothing is received.
+        sender: the matching side of the rank that sends to this one.
+        taken: the copy of `x` that `take` has read.
     """
 
     def __init__(
@@ -42,11 +50,11 @@ class MessageSide:
 
     @property
     def ends(self) -> list[Task]:
-        """The tasks that end the message."""
+        """The tasks that end the message: `take` and `give`, if they exist."""
         return [task for task in (self.take, self.give) if task is not None]
 
     def meet(self, sender: MessageSide) -> None:
-        """Receive the tensor that `sender` sends."""
+        """Make this side receive the tensor that `sender` sends: add the edges between the two sides."""
         assert sender.take is not None
         assert self.give is not None
         sender.take.held_by([self.start])
@@ -67,8 +75,8 @@ class MessageSide:
 def pair(issued: Sequence[Sequence[MessageSide]], note: Callable[[Task], Note]) -> None:
     """Match the messages of one team: the k-th send from rank a to rank b with the k-th receive of rank b from rank a.
 
-    `issued` are each rank's messages in the order of issue. Raises HostIRError for a message without a partner, or with
-    a partner of another size or dtype.
+    `issued` has the messages of each rank in issue order. Raises HostIRError if a message has no partner, or if its
+    partner has another size or dtype.
     """
     sent: dict[tuple[int, int], list[MessageSide]] = {}
     received: dict[tuple[int, int], list[MessageSide]] = {}

@@ -30,13 +30,16 @@ class SymmetricBuffers:
         self.named: dict[tuple[Site, int], Task] = {}  # the first task of another rank that accesses it
 
     def allocate(self, place: Site, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a rank's buffer, the same in every call; None if it exists with another shape or dtype."""
+        """Return a rank's buffer, which is the same in every call. Return None if it has another shape or dtype."""
         self.allocated.add((place, rank))
         buffer = self._buffer(place, rank, shape, dtype)
         return buffer if buffer.shape == torch.Size(shape) and buffer.dtype == dtype else None
 
     def at(self, view: torch.Tensor, rank: int) -> torch.Tensor | None:
-        """Return the same view of a rank's buffer; None for a view of memory that is not symmetric."""
+        """Return the view of rank `rank`'s buffer that corresponds to `view`; None if `view` is not symmetric memory.
+
+        `view` may be a view of any rank's buffer.
+        """
         place, owner = self.places.get(storage_of(view), (None, rank))
         if place is None:
             return None
@@ -45,13 +48,13 @@ class SymmetricBuffers:
         return buffer.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
-        """Return the flag at a slot of a view."""
+        """Return the flag at index `slot` of `flags`, a view of a symmetric buffer."""
         storage, element = storage_of(flags), int(flags[slot].storage_offset())
         name = self.places[storage][0][0]
         return self.flags.setdefault((storage, element), FlagGate(f"%{name}[{element}]"))
 
     def touch(self, view: torch.Tensor, rank: int, task: Task) -> None:
-        """Record that a task of another rank accesses this view of a rank's buffer."""
+        """Record that `task`, a task of another rank, accesses `view`, a view of a buffer of rank `rank`."""
         self.named.setdefault((self.places[storage_of(view)][0], rank), task)
 
     def reset(self) -> None:
@@ -73,13 +76,14 @@ class SymmetricBuffers:
         return self.buffers[place, rank]
 
 
-BarrierSide = tuple[Task, Task]  # one rank's arrival at a barrier, and its continuation
+BarrierSide = tuple[Task, Task]  # two tasks of one rank: its arrival at a barrier, and the end of its wait
 
 
 def meet(issued: Sequence[Mapping[tuple[int, ...], list[BarrierSide]]], note: Callable[[Task], Note]) -> list[Task]:
-    """Join the n-th barriers of all ranks of a team; return the tasks that join them.
+    """Join the n-th barrier of each rank of a team, for every n and every team; return the tasks that join them.
 
-    Raises HostIRError if the ranks of a team issue different numbers of barriers.
+    `issued[rank][team]` are the barriers of a rank in issue order. `note` returns the place in the text and a
+    description of a task's statement. Raises HostIRError if the ranks of a team issue different numbers of barriers.
     """
     joints: list[Task] = []
     for team in dict.fromkeys(team for rank in issued for team in rank):

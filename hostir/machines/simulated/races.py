@@ -1,8 +1,9 @@
-"""Race detection on simulated ranks: it finds unordered accesses while tasks run.
+"""Race detection on simulated ranks: it finds unordered accesses to common memory while tasks run.
 
-The past of a task is the set of tasks that happen before it: the tasks that it follows, the signal that it waited
-for, and their pasts. It is kept as the bits of an integer: a vector clock with a component for each task. The past does
-not contain tasks that only ran earlier, or that the task waited for because of SMs. So a race is found under any seed.
+The *past* of a task is the set of tasks that happen before it: the tasks that it follows, the signal that it has waited
+for, and their pasts. It is stored as the bits of an integer, like a vector clock with a component for each task. The
+past does not contain a task that only ran earlier by chance, or only because it held the SMs. So races are found under
+any seed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ Origin = Callable[[Task], tuple[Span | None, str]]
 
 
 class TaskAccess:
-    """A view of a storage that a task reads or writes, and the elements in it."""
+    """A task's read or write of a view.
+
+    Fields:
+        task: the number of the task.
+        writes: True for a write, False for a read.
+        storage: the identity of the view's storage.
+        extent: the number of elements of the storage.
+        place: the shape, the strides and the offset of the view.
+        range: the elements of the storage from the first to the last element of the view.
+    """
 
     def __init__(self, task: int, view: torch.Tensor, writes: bool) -> None:
         self.task = task
@@ -35,15 +45,18 @@ class TaskAccess:
         return "writes" if self.writes else "reads"
 
     def of(self, marks: torch.Tensor) -> torch.Tensor:
-        """Return the marks of its elements, from the marks of all elements of the storage."""
+        """Return a view of `marks` with the marks of the accessed elements.
+
+        `marks` has a mark for each element of the storage.
+        """
         return marks.as_strided(*self.place)
 
     def blank(self) -> torch.Tensor:
-        """Return a mark for each element of the storage, all False."""
+        """Return a new mark for each element of the storage, all False."""
         return torch.zeros(self.extent, dtype=torch.bool, device="cpu")
 
     def meets(self, other: TaskAccess) -> bool:
-        """Return True if both access a common element of one storage."""
+        """Return True if both access a common element. Both must be accesses to the same storage."""
         if self.range.stop <= other.range.start or other.range.stop <= self.range.start:
             return False
         marks = self.blank()
@@ -51,12 +64,15 @@ class TaskAccess:
         return bool(other.of(marks).any())
 
     def stands_for(self, other: TaskAccess) -> bool:
-        """Return True if this access replaces the earlier `other`: all later races with `other` are races with it."""
+        """Return True if the detector may forget the earlier access `other`.
+
+        That is so if every later access that races with `other` also races with this access.
+        """
         return self.place == other.place and (self.writes or not other.writes)
 
 
 class Watch:
-    """The race detector of one run. `where` returns a task's statement, and `memory` knows the names of buffers."""
+    """The race detector of one run. `where` describes a task's statement, and `memory` knows the names of buffers."""
 
     def __init__(self, tasks: Sequence[Task], memory: SimulatedMemory, where: Origin) -> None:
         self.tasks = tasks
@@ -65,12 +81,12 @@ class Watch:
         self.number = {task: i for i, task in enumerate(tasks)}
         self.past: dict[int, int] = {}  # by task that has not run yet: its past so far
         self.sent: dict[int, int] = {}  # by signal: its past and the signal itself
-        self.accesses: dict[int, list[TaskAccess]] = {}  # by storage: accesses that no later one replaces
-        self.written: dict[int, torch.Tensor] = {}  # by storage: a mark for each element
-        self.unwritten: HostIRError | None = None
+        self.accesses: dict[int, list[TaskAccess]] = {}  # by storage: the accesses that are not forgotten
+        self.written: dict[int, torch.Tensor] = {}  # by storage: a mark for each element that is defined
+        self.unwritten: HostIRError | None = None  # the error of the first read of undefined memory
 
     def runs(self, task: Task) -> None:
-        """Record that a task runs. Raises HostIRError if it races with one that ran before."""
+        """Record that a task runs. Raises HostIRError if it races with a task that ran before."""
         me = self.number[task]
         known = self.past.pop(me, 0) | 1 << me
         if isinstance(task.gate, FlagGate):
@@ -116,7 +132,7 @@ class Watch:
             )
 
     def _signal(self, task: Task, known: int, earlier: Sequence[Task]) -> None:
-        """Record a signal; signals of one flag are ordered one after another."""
+        """Check a signal. Raises HostIRError unless it is ordered after the previous signal of the same flag."""
         if not earlier or known >> self.number[earlier[-1]] & 1:
             return
         first, second = self.where(earlier[-1]), self.where(task)

@@ -35,13 +35,14 @@ class Float64Side(CollectiveSide):
 
 
 class RankMachine(Observer, OptionalMethods):
-    """One rank of a `LocalMachine`. Planning makes views and allocates memory; everything else becomes tasks.
+    """One rank of a `LocalMachine`. Planning makes views and allocates memory. Everything else becomes tasks.
 
-    Streams, the order of teams, flags and symmetric buffers persist across calls. `dtype` is the dtype of all
-    computations; None stands for the dtypes that the program declares.
+    Streams, the order of a team's communications, flags and symmetric buffers persist across calls. `dtype` is the
+    dtype of all computations; None stands for the dtypes that the program declares.
 
     Fields:
         parts, messages, barriers: the rank's sides of collectives, messages and barriers, by team, in issue order.
+        inputs: the rank's memory for the inputs, which is the same in every call.
         outputs: the outputs of each call.
     """
 
@@ -74,7 +75,10 @@ class RankMachine(Observer, OptionalMethods):
         self.issuer.at(statement, rounds)
 
     def plan(self, sizes: Mapping[str, int], inputs: Parts) -> None:
-        """Turn one call into tasks: inputs arrive on the caller's stream, and outputs are read there at the end."""
+        """Turn one call into tasks.
+
+        The first task writes the inputs, and the last task reads the outputs. Both are on the caller's stream.
+        """
         issuer = self.issuer
         if not self.inputs:  # the caller uses the same memory in every call
             named = zip(self.program.inputs, inputs, strict=True)
@@ -95,7 +99,7 @@ class RankMachine(Observer, OptionalMethods):
         leave.stream = "after the call"
 
     def finish(self, call: int, outputs: Parts, written: Views) -> None:
-        """End a call on the caller's stream: the caller reads the outputs, then may overwrite its memory."""
+        """End a call: store its outputs and make the caller's memory undefined. The caller may now overwrite it."""
         self.outputs[call] = [None if x is None else x.clone() for x in outputs]
         for x in written:
             make_undefined(x)
@@ -127,7 +131,11 @@ class RankMachine(Observer, OptionalMethods):
         return x.permute(axes)
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` or a copy of it, depending on rank and call; on real ranks it depends on the caller's strides."""
+        """Return `x` if it is contiguous, or else a copy.
+
+        On real ranks, the caller's strides decide. To test both cases, this also copies a contiguous `x` in every other
+        call; odd ranks do so in other calls than even ranks.
+        """
         if x.is_contiguous() and (self.rank + self.issuer.call) % 2 == 0:
             return x
         copy = self.memory.new(self.issuer.defined_name, x.shape, x.dtype)

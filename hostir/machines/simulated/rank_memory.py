@@ -1,4 +1,4 @@
-"""Memory of one simulated rank: allocations, symmetric buffers, and checks of overlapping or freed memory."""
+"""Memory of one simulated rank: allocations, symmetric buffers, and checks for overlapping or freed memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from hostir.machines.simulated.tasks import FlagGate, Task
 
 
 class RankMemory:
-    """The memory of one rank. `dtype` is the dtype of its computations; None stands for the declared dtypes."""
+    """The memory of one rank.
+
+    `dtype` is the dtype of all buffers except flags; None stands for the dtypes that the program declares.
+    """
 
     def __init__(
         self, issuer: Issuer, memory: SimulatedMemory, symmetric: SymmetricBuffers, dtype: torch.dtype | None
@@ -45,7 +48,10 @@ class RankMemory:
         return buffer
 
     def hand_out(self, buffer: torch.Tensor) -> None:
-        """Leave new memory undefined until the stream reaches this point: its previous owner may still use it."""
+        """Add a task to the current stream that makes new memory undefined.
+
+        Before the stream reaches this task, the previous owner of the memory may still use it.
+        """
         stream = self.issuer.current
         task = self.issuer.task(partial(make_undefined, buffer), undefines=(buffer,))
         task.follow(stream.pushing[:1] or stream.tail)
@@ -58,7 +64,10 @@ class RankMemory:
         self.issuer.issue(partial(self.memory.free, storage_of(x), span), writes=(contents,))
 
     def at(self, view: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the same view of a rank's buffer. Raises HostIRError for memory that is not symmetric."""
+        """Return the view of rank `rank`'s buffer that corresponds to `view`.
+
+        Raises HostIRError if `view` is not symmetric memory.
+        """
         remote = self.symmetric.at(view, rank)
         if remote is None:
             name = self.memory.owners[storage_of(view)][0]
@@ -66,11 +75,14 @@ class RankMemory:
         return remote
 
     def flag(self, flags: torch.Tensor, slot: int) -> FlagGate:
-        """Return a flag of this rank."""
+        """Return this rank's flag at index `slot` of `flags`."""
         return self.symmetric.flag(self.at(flags, self.issuer.rank), slot)
 
     def refuse_overlap(self, out: torch.Tensor, reads: Sequence[torch.Tensor]) -> None:
-        """Raise HostIRError if a statement writes memory that it reads, unless it may work in place."""
+        """Raise HostIRError if the current statement writes memory that it reads, unless it may work in place.
+
+        The statement writes `out`, and reads the tensors `reads`.
+        """
         s = self.issuer.statement
         for n, x in enumerate(reads):
             same = x.data_ptr() == out.data_ptr() and x.shape == out.shape and _steps(x) == _steps(out)
@@ -78,7 +90,7 @@ class RankMemory:
                 raise self.issuer.fail("it writes memory that it reads", hint="allocate a buffer for the result")
 
     def used_after_free(self, task: Task) -> HostIRError:
-        """Return the error of a task that accesses freed memory."""
+        """Return the error for a task that accesses freed memory."""
         ended = [self.memory.freed[storage] for storage in task.memory if storage in self.memory.freed]
         span, where = self.issuer.where(task)
         if task.statement is None:

@@ -10,12 +10,12 @@ from time import perf_counter
 from hostir.ir.source import described, error, user_span
 from hostir.machines.simulated.tasks import Task
 
-Priority = Callable[[Task], float]  # of the tasks that may run, the task with the lowest value runs first
+Priority = Callable[[Task], float]  # among the tasks that may run, the task with the lowest value runs first
 LAST = 2.0  # later than every random number
 
 
 def program_order(task: Task) -> float:
-    """Return a task's place in the order of issue; of tasks at one place, lower ranks come first."""
+    """Return the priority of a task that gives program order: tasks run in issue order, lower ranks first."""
     return task.step + task.rank * 1e-6
 
 
@@ -27,15 +27,15 @@ def check_seed(seed: object) -> int:
 
 
 def random_order(seed: int, tasks: Sequence[Task]) -> Priority:
-    """Return a random order that is likely to expose missing edges; every legal order is possible.
+    """Return random priorities that are likely to expose missing edges. Every legal order is possible.
 
-    Lanes have strict random priorities. Depending on the seed, a priority never changes, or seldom, often, or at every
-    step. If priorities do not change, the lane with the lowest priority runs only when no other lane can. Fair choices
-    hardly ever give such orders, for example all tasks of a stream before the first collective. (This is the idea of
-    probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.)
+    Each lane has a random priority. Depending on the seed, priorities change never, seldom, often, or at every step. If
+    priorities never change, the lane with the last priority runs only when no other lane can run. For example, all
+    tasks of one stream may run before the first collective. If the scheduler chose each next task at random, such
+    orders would be very rare. (This is the idea of probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.)
 
-    Every other seed also delays one task until nothing else can run. The task's followers wait with it, and all other
-    tasks overtake it. Consecutive seeds delay each of `tasks` in turn.
+    An even seed also delays one of `tasks` until nothing else can run. The task's followers wait with it, and all other
+    tasks overtake it. Consecutive even seeds delay consecutive tasks.
     """
     random = Random(seed)
     change = random.choice((0.0, 0.1, 0.5, 1.0))
@@ -61,12 +61,14 @@ def execute(
     failed: Callable[[Task, Exception], Exception],
     held: bool = True,
 ) -> list[Task]:
-    """Run tasks until no task can run, and return them in the order in which they ran; all other tasks are deadlocked.
+    """Run tasks until no task can run, and return the tasks that ran, in order. All other tasks are deadlocked.
 
     Args:
+        tasks: all tasks of all ranks.
+        order: the priority of a task among the tasks that may run.
         before: called with each task before it runs; raises if the task must not run.
-        failed: returns the exception to raise for an exception of the task.
-        held: True if tasks also wait for the tasks that may delay them on some machines.
+        failed: returns the exception to raise if a task raises an exception.
+        held: True if holding edges count, too: tasks then also wait for tasks that delay them only on some machines.
     """
     for task in tasks:
         task.blockers = task.needs + task.held if held else task.needs
@@ -105,7 +107,10 @@ def execute(
 
 
 def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
-    """Add to `ready` the followers that wait for no other task."""
+    """Add to `ready` the followers of a task that has run, if they wait for no other task.
+
+    With `held`, holding edges count, too.
+    """
     for follower in task.followers:
         follower.blockers -= 1
         if not follower.blockers:
@@ -119,7 +124,10 @@ def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
 
 
 def times(ran: Iterable[Task]) -> dict[Task, tuple[float, float]]:
-    """Return the start and end of each task, in seconds, as if every lane had a separate processor."""
+    """Return the start and the end of each task in seconds, as if every lane had a separate processor.
+
+    `ran` are the tasks in the order in which they ran.
+    """
     starts: dict[Task, float] = {}
     at: dict[Task, tuple[float, float]] = {}
     for task in ran:

@@ -15,12 +15,15 @@ Epoch = tuple[int, int]  # the number of a call, and an epoch of that call
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would print all tasks
 class Task:
-    """An action of one rank: `run`, once every task it follows has run and its gate is open.
+    """An action of one rank. It may run once every task that it follows has run and its gate is open.
 
     Fields:
         lane: the label of its stream, or a unique label if it is on no stream.
-        order, step: the numbers of tasks and of statements that its rank issued before it.
-        statement, rounds, call: its origin; a task of the caller has no statement.
+        order: the number of tasks that its rank created before it.
+        step: the number of statements of its rank so far when it was created.
+        statement: the statement that it belongs to; None for a task of the caller.
+        rounds: the rounds of the loops around the statement.
+        call: the number of the call, from 0.
         stream: the label of the stream that was current when it was issued.
         run: the action; None for a task that only orders others.
         reads, writes: the views that it accesses, of any rank.
@@ -28,15 +31,18 @@ class Task:
         undefines: the views that it makes undefined.
         gate: the gate that must be open, besides the tasks that it follows.
         changes: the gate that it may open or close when it runs.
-        one_sm: True if it needs only one SM, which a kernel that was issued later in the same call leaves free.
+        one_sm: True if it needs only one SM. A kernel that was issued later in the same call leaves this SM free.
         may_block: True if it may hold SMs until another rank does something.
         epoch: the epoch that it waits for at its gate, or the new epoch of the flag `changes`.
         team: the team of a communication.
-        since: the task at which its bar in a trace begins; None if a trace does not show it.
+        since: its bar in a trace begins at the start of this task; None if a trace does not show it.
         timed: True if a real machine takes time for it.
-        queued_behind: the task that delays it on a real link, though nothing orders the two.
-        needs, blockers: the number of tasks that it follows, and the number of these that have not run yet.
-        holds, held: the tasks that it may delay on some machines, and the number of tasks that may delay this one.
+        queued_behind: the task that delays it on a real link, although nothing orders the two.
+        followers: the tasks that follow it.
+        needs: the number of tasks that it follows.
+        blockers: the number of tasks that it still waits for in a run.
+        holds: the tasks that it may delay on some machines: the ends of its holding edges.
+        held: the number of tasks that may delay it on some machines.
         seconds: its measured duration.
     """
 
@@ -70,16 +76,16 @@ class Task:
     seconds: float = 0.0
 
     def follow(self, others: Iterable[Task]) -> Task:
-        """Add an edge from each of `others`; return the task."""
+        """Add an edge from each of `others` to this task, and return this task."""
         for other in others:
             other.followers.append(self)
             self.needs += 1
         return self
 
     def held_by(self, others: Iterable[Task]) -> Task:
-        """Add a holding edge from each of `others`; return the task.
+        """Add a holding edge from each of `others` to this task, and return this task.
 
-        Only some machines have these edges, so programs must not rely on them.
+        Only some machines have holding edges, so programs must not rely on them.
         """
         for other in others:
             other.holds.append(self)
@@ -109,7 +115,7 @@ class Gate:
         return False
 
     def released(self) -> list[Task]:
-        """Return the tasks that should try again."""
+        """Return the parked tasks, which should try again, and park none."""
         parked, self.parked = self.parked, []
         return parked
 
@@ -118,7 +124,7 @@ class Gate:
 
 
 class FlagGate(Gate):
-    """A flag that signals set. It is open to a task once it has reached the task's epoch."""
+    """A flag as a gate. Signals set the flag. The gate is open to a task once the flag has reached the task's epoch."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__()
@@ -137,10 +143,15 @@ class FlagGate(Gate):
 
 
 class SMGate(Gate):
-    """The SMs of a rank. While a waiting kernel holds them, no other task starts, except the copies that overlap it.
+    """The SMs of a rank as a gate. While a waiting kernel holds the SMs, only the copies that overlap it may start.
 
-    The kernel leaves one SM free for tasks that need only one SM and were issued before it in its call. A task that may
-    wait for other ranks can also take this SM, and keeps it until it gets all other SMs.
+    The kernel leaves one SM free for tasks that need only one SM and were issued before the kernel in the same call.
+    But a task that may block can take this SM, and then it waits for all other SMs. So the SM is not free while such a
+    task is parked.
+
+    Fields:
+        holder: the kernel that holds the SMs; None if they are free.
+        overlapping: the copies that overlap it.
     """
 
     def __init__(self) -> None:
