@@ -48,7 +48,7 @@ class Buffers:
                 yield from self._dense(s, s.viewed, root)
 
     def _dense(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
-        """Yield a finding if the operand `x` of `dense` is not (a view of) an input, or if this input is written."""
+        """Yield a finding if the operand `x` of `dense` is not memory of an input, or if this input is written."""
         if root not in self.inputs:
             yield Diagnostic(
                 f"{_named(x, root)} is not an input",

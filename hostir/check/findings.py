@@ -83,7 +83,7 @@ class FindingBuilder:
         self.program = program
 
     def conflict(self, c: Conflict, times: int) -> Finding:
-        """Return the finding for a conflict. Its note says how many `times` the conflict occurs."""
+        """Return the finding for a conflict that occurs `times` times."""
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
@@ -113,7 +113,7 @@ class FindingBuilder:
         return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
 
     def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
-        """Yield one finding for all troubles of the same category and statements, with their number."""
+        """Yield the findings for troubles. Troubles with the same category and statements become one finding."""
         grouped: dict[tuple[object, ...], list[Trouble]] = {}
         for t in troubles:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
@@ -177,7 +177,7 @@ class FindingBuilder:
 
 
 def leaks(buffers: Iterable[Buffer]) -> Iterator[Finding]:
-    """Yield one warning for each name of the leaked buffers; buffers of several ranks share a name."""
+    """Yield a warning for each leaked buffer. The buffers that several ranks have for one name give one warning."""
     for buffer in {b.name: b for b in buffers}.values():
         span = buffer.value.span if buffer.value else None
         yield Finding(
@@ -251,6 +251,6 @@ def _span(event: Event) -> Span | None:
 
 
 def _often(finding: Finding, times: int) -> Finding:
-    """Return the finding with the number of its occurrences, and with a note of this number if it is above 1."""
+    """Return the finding with `times`, the number of its occurrences. If there are several, add a note that says so."""
     more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
     return replace(finding, times=times, notes=(*finding.notes, *more))

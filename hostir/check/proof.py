@@ -1,9 +1,9 @@
 """Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
 
-Loops are unrolled for the given sizes; symbols without a value get a small one. Every rank is traced through two calls,
-or more if two calls do not show every error. The events of all ranks are joined by the rules of docs/memory-model.md,
-and one walk with vector clocks checks all accesses to memory. A finding names both statements, their ranks and streams,
-the missing order, and the statement to insert.
+Loops are unrolled for the given sizes. Symbols without a value get a small value. Every rank is traced through two
+calls, or through more calls if two do not show every error. The events of all ranks are joined by the rules of
+docs/memory-model.md. Then one walk with vector clocks checks all accesses to memory. A finding names both statements,
+their ranks and streams, the missing order, and the statement to insert.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Analysis:
 
 @uncollected()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Check a host program as `analyse` does, but trace only rank 0 if possible. The result has no `order`.
+    """Check a host program with the same arguments and findings as `analyse`, but trace only rank 0 if this is enough.
 
-    Tracing rank 0 is enough if rank 0 represents all ranks and the check finds nothing (see `_of_one_rank`).
+    It is enough if rank 0 represents all ranks and the check finds nothing (see `_of_one_rank`). The result has no
+    `order`.
     """
     return replace(_of_one_rank(program, sizes or {}, calls) or analyse(program, sizes, calls), order=None)
 

@@ -56,8 +56,8 @@ SizesKey = tuple[Any, ...]
 class Signature:
     """Computes signatures of sizes for one host program without structural errors.
 
-    A proof of the program holds for all sizes with the same signature. Programs of the same form share their proofs:
-    they differ only in their sizes, which may be symbols or numbers.
+    A proof of the program holds for all sizes with the same signature. Programs of the same form share their proofs.
+    Such programs differ only in their names and in their sizes, which may be symbols or numbers.
 
     Fields:
         names: the symbols of the program.
@@ -77,9 +77,10 @@ class Signature:
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> SizesKey:
-        """Return the signature of sizes, which give a value for every symbol.
+        """Return the signature of sizes. `sizes` has a value for every symbol.
 
-        If a division is not exact, the signature is the program with the sizes, so that no other sizes share it.
+        If a division is not exact, the signature is the program together with the sizes. Then no other sizes have the
+        same signature.
         """
         alone = (self.program, *sorted(sizes.items()))
         if min(sizes.values(), default=1) < 1:
@@ -127,7 +128,7 @@ class _Walk:
         symmetric: the shape of each symmetric buffer.
         strides: the strides of each value.
         buffers: for each value, the name of its buffer.
-        by_chance: True if a view exists, is dense, or equals another view for some sizes only.
+        by_chance: True if some view exists for some sizes only, or is dense, or equals another view, for some only.
         fits: False if the signature has to consist of all sizes of the program.
     """
 
@@ -147,7 +148,7 @@ class _Walk:
 
     @property
     def compared(self) -> tuple[list[Shape], ...]:
-        """Return the shapes of messages, and of collectives if ranks may issue these in different orders."""
+        """Return the shapes that ranks compare: of messages, and of collectives if their orders may differ."""
         return (self.messages, *((self.collectives,) if self.branched else ()))
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
@@ -212,7 +213,7 @@ class _Walk:
     def in_blocks(self, s: Statement) -> None:
         """Record the sizes that decide how a computation cuts the rows of its tensors into blocks.
 
-        All axes but the last are row axes. The axes of the sources of a sum come before them.
+        All axes but the last are row axes. The operand of a sum has one more axis before them, for its sources.
         """
         (out,) = s.values(Codec.WRITE)
         counts: list[Size] = []  # the number of blocks is their least common multiple
@@ -280,9 +281,9 @@ def _nested(shape: Shape, strides: Shape) -> bool:
 
 
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Divide a reshape into the smallest groups of axes that are reshaped independently; yield where each group ends.
+    """Divide a reshape into the smallest groups of axes that can be reshaped separately.
 
-    Each item holds the end of a group in the old shape and its end in the new shape.
+    Yield, for each group, the index after its last axis in the old shape, and this index in the new shape.
     """
     start = 0
     for i in range(1, len(old)):
@@ -312,7 +313,7 @@ def sizes_of(program: Program) -> Iterator[Size]:
 
 @lru_cache(maxsize=256)
 def _proved(form: SizesKey) -> dict[SizesKey, bool]:
-    """Return the dictionary of proved signatures for all programs of this form. Callers add to it.
+    """Return the signatures for which programs of a form were proved (see `_form`). Callers add to this dictionary.
 
     The value of a signature is True if the symmetric buffers are resizable.
     """
@@ -320,7 +321,7 @@ def _proved(form: SizesKey) -> dict[SizesKey, bool]:
 
 
 def forget_forms() -> None:
-    """Clear the dictionaries of proved signatures."""
+    """Forget all signatures for which programs were proved."""
     _proved.cache_clear()
 
 

@@ -31,9 +31,8 @@ _UNIT = Lit(1)
 def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnostic]:
     """Return all errors in the structure of a program, in program order.
 
-    With `explicit`, it is also an error if a declared type differs from the type that the statement infers, or if a
-    fusion still has a statement that the lowering replaces when it makes changes of sharding explicit. Host programs
-    are always checked this way.
+    With `explicit`, two more things are errors: a declared type that differs from the type that its statement infers,
+    and a change of sharding in a fusion that is not a communication yet. Host programs are always checked this way.
     """
     if findings := list(malformed(program)):
         return findings
@@ -209,7 +208,7 @@ def _holds_flags(value: Value) -> bool:
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:
-    """Return True if two types are equal, ignoring Stream marks and different notations of the same axes."""
+    """Return True if two types are equal without their Stream marks and with all axes in normal form."""
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial
 

@@ -52,9 +52,10 @@ class _Tracer(Tracer):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Trace a computation with the block numbers of rank 0; keep the block numbers of all ranks with its blocks.
+        """Trace a computation of rank 0, which may be cut into blocks of rows.
 
-        `Rotations` checks later that the blocks of other ranks correspond to the blocks of rank 0.
+        The numbers of the blocks may differ from rank to rank. The trace keeps the numbers of all ranks. `Rotations`
+        checks later that the blocks of all ranks correspond to each other.
         """
         of_rank_0 = ready and replace(ready, first=at(ready.first, 0), own_first=at(ready.own_first, 0))
         super().compute(computation, out, operands, options, of_rank_0, done and replace(done, first=0))
@@ -73,7 +74,11 @@ class _Frame(Frame):
         return place
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Return the rank at a place in rank 0's team; raise unless every rank's peer has the same distance from it."""
+        """Return the peer of rank 0: the rank at a place in its team.
+
+        On other ranks, the place may be another one. Raise UnlikeError if the distance from rank to peer is not the
+        same on all ranks.
+        """
         assert isinstance(self.machine, _Tracer)
         stride = team[1] if len(team) > 1 else 1
         return self.machine.torus.peer(place, len(team), stride)
@@ -128,9 +133,10 @@ class Alike(Order):
         }
 
     def _at_rank_0(self, event: Event) -> Iterator[Event]:
-        """Remove an event's accesses to the memory of peers; yield the events of other ranks that replace them.
+        """Remove an event's accesses to peers, and yield events of other ranks that access rank 0 instead.
 
-        If rank 0 accesses a peer, another rank accesses rank 0 in the same way. The event of that rank is a copy.
+        If rank 0 accesses a peer, some other rank accesses rank 0 in the same way. The event of this other rank is a
+        copy of rank 0's event.
         """
         far = [access for access in event.accesses if access.rank > 0]
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
@@ -148,7 +154,13 @@ class Alike(Order):
         return Flag(event, 0, flag.flags, at(flag.slot, rank), flag.epoch)
 
     def copy(self, event: Event, rank: int, accesses: Sequence[Access] = ()) -> Event:
-        """Return the event of another rank that corresponds to an event of rank 0; it gets these accesses."""
+        """Return the event of another rank that corresponds to an event of rank 0.
+
+        Args:
+            event: the event of rank 0.
+            rank: the other rank.
+            accesses: the accesses of the new event to the memory of rank 0.
+        """
         lane = event.lane and (rank, *event.lane[1:])
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
         twin = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
@@ -166,7 +178,7 @@ class Alike(Order):
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
-        """Yield a trouble if waiting kernels may block each other in a cycle; it names one kernel of the cycle."""
+        """Yield a trouble if waiting kernels may block each other in a cycle. It names one kernel of the cycle."""
         import networkx as nx
 
         lanes, kernels = Lanes(self), self.ranks[0].kernels
@@ -184,7 +196,10 @@ class Alike(Order):
                 return
 
     def _kernel(self, kernel: WaitingKernel, rank: int, lanes: Lanes) -> WaitingKernel:
-        """Return the kernel of another rank that corresponds to a kernel of rank 0, and record its clocks."""
+        """Return the kernel of another rank that corresponds to a kernel of rank 0.
+
+        Also record the vector clocks of the new kernel in `clocks` and `lanes`.
+        """
         other = WaitingKernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
         self.clocks[other.start] = self.torus.seen_from(rank, self.clocks[kernel.start])
         lanes.latest[other] = self.torus.seen_from(rank, lanes.latest[kernel])
@@ -192,7 +207,7 @@ class Alike(Order):
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Return an access that `rank` makes to a peer's memory as an access to the peer's buffer of that name."""
+    """Convert an access of `rank` to a peer's memory into an access of the peer itself to its buffer."""
     region = access.region
     offset: Any = region.offset
     if isinstance(offset, PerRank):

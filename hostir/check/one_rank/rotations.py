@@ -27,14 +27,14 @@ Steps = tuple[int, ...]
 
 
 class Rotations:
-    """Checks that the addresses of every rank are rotations of rank 0's addresses.
+    """Checks that the addresses of every rank are rotations of rank 0's addresses (see the module).
 
-    All accesses to a buffer must agree in the digits that rise. Then two regions overlap on every rank if they overlap
-    on rank 0.
+    For each buffer and grid axis, the same digit must rise in the addresses of all accesses. Then two regions overlap
+    on every rank if they overlap on rank 0.
 
     Fields:
-        steps: by buffer and grid axis, the weight of the digit that rises. Buffers that do not rotate along the axis
-            are left out.
+        steps: for each buffer and grid axis, the weight of the digit that rises. If no digit of a buffer's addresses
+            rises, the pair is left out.
     """
 
     def __init__(self, trace: RankTrace, torus: Torus) -> None:
@@ -44,7 +44,7 @@ class Rotations:
         self.steps: dict[tuple[str, int], int] = {}
 
     def check(self) -> None:
-        """Raise UnlikeError unless all addresses and flag slots rotate with the ranks along each grid axis."""
+        """Raise UnlikeError if some address or some slot of a flag does not rotate with the ranks."""
         computed = self.trace.by_blocks
         in_blocks = {id(event) for blocks in computed for event in (*blocks.parts, *blocks.units)}
         of_blocks = {id(flag) for blocks in computed for flag in (*blocks.waits, *blocks.signals)}
@@ -72,9 +72,13 @@ class Rotations:
                 raise UnlikeError
 
     def _weigh(self, moving: Sequence[tuple[Access, Steps]], going: Sequence[tuple[Flag, Steps]]) -> None:
-        """Record the weights of the digits that rise in the addresses of accesses and in the slots of flags.
+        """Record in `steps` which digit of a buffer's addresses rises from rank to rank along each grid axis.
 
-        Raise UnlikeError if different digits of one buffer rise along the same grid axis.
+        Raise UnlikeError if it is not the same digit in all addresses of the buffer.
+
+        Args:
+            moving: accesses, with the weight of the digit that rises along each grid axis.
+            going: flags, with the same data for their slots.
         """
         weights = [(access.buffer.name, steps) for access, steps in moving]
         weights += [(flag.flags, steps) for flag, steps in going]
@@ -84,11 +88,14 @@ class Rotations:
                     raise UnlikeError
 
     def _moving(self, address: Any) -> Steps:
-        """Return, for each grid axis, the weight of the digit of an address that rises; 0 if no digit rises."""
+        """Return, for each grid axis, the weight of the digit of an address that rises from rank to rank, or 0."""
         return _steps(address.numbers, self.shape) if isinstance(address, PerRank) else (0,) * len(self.shape)
 
     def _apart(self) -> None:
-        """Raise UnlikeError if the digits of a buffer for two grid axes overlap: then rotations are not independent."""
+        """Raise UnlikeError if the digits of a buffer's addresses that rise along two grid axes overlap.
+
+        Rotations along the two axes would not be independent.
+        """
         digits: dict[str, list[tuple[int, int]]] = {}
         for (buffer, axis), step in self.steps.items():
             digits.setdefault(buffer, []).append((step, step * self.shape[axis]))
@@ -96,7 +103,10 @@ class Rotations:
             raise UnlikeError
 
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
-        """Return the accesses and flags of a computation by blocks, each with the weights of the digits that rise."""
+        """Return the accesses and the flags of a computation by blocks.
+
+        Each has the weights of the digits of its address that rise from rank to rank, one for each grid axis.
+        """
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
         if (turned % count != np.tile(units, (len(turned) // count, 1))).any():
@@ -127,7 +137,10 @@ class Rotations:
         return accesses, flags
 
     def _turned(self, blocks: BlockEvents) -> Any:
-        """Return an array: row n holds, for each rank, the number of the part that corresponds to rank 0's part n."""
+        """Find the parts of other ranks that correspond to the parts of a computation by blocks on rank 0.
+
+        Return an array. Row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
+        """
         count, ready, done = len(blocks.units), blocks.ready, blocks.done
         flags = [(ready.flags.buffer.name, ready.results)] if ready else []
         flags += [(done.flags.buffer.name, done.blocks)] if done else []
@@ -148,9 +161,10 @@ class Rotations:
         return parts
 
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
-        """Return the accesses of some parts of a computation, each with the weights of the digits that rise.
+        """Return the accesses of some parts of a computation by blocks.
 
-        Some parts begin with an access that the others do not have. Such accesses are left out.
+        Each has the weights of the digits of its address that rise from rank to rank, one for each grid axis. Some
+        parts begin with an access that other parts do not have. Such accesses are left out.
 
         Args:
             items: the accesses of each part.
@@ -180,7 +194,7 @@ def _overlap(digits: Sequence[tuple[int, int]]) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
-    """Return, for each grid axis, the weight of the digit that rises along it; 0 if the address stays the same.
+    """Return, for each grid axis, the weight of the digit of an address that rises from rank to rank; 0 without one.
 
     Args:
         numbers: one address on all ranks, as the bytes of an int64 array.
@@ -190,10 +204,10 @@ def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
 
 
 def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
-    """Return the same as `_steps` for several addresses. Each row of `values` holds one address on all ranks.
+    """Return the result of `_steps` for several addresses. Each row of `values` holds one address on all ranks.
 
-    Raise UnlikeError if an address changes along an axis in any other way: exactly one digit may rise by one from rank
-    to rank, modulo the number of ranks along the axis.
+    Along each axis, an address may stay the same, or one digit may rise by one from rank to rank, modulo the number of
+    ranks along the axis. Raise UnlikeError for every other change.
     """
     values = values.reshape(-1, *shape)
     steps = []

@@ -126,25 +126,31 @@ class Torus:
 
     @cached_property
     def opposite(self) -> list[int]:
-        """For each rank r, the rank that accesses rank 0 if rank 0 accesses r: its coordinates are negated."""
+        """For each rank r, the rank with the negated coordinates.
+
+        If rank 0 accesses rank r, and all ranks do the same, then this rank accesses rank 0.
+        """
         places = [-along for along in self.places(np.arange(prod(self.shape)))]
         ranks: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
         return ranks
 
     def axes_of(self, team: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the axes along which a team of rank 0 lies; raise UnlikeError if it lacks ranks along these axes."""
+        """Return the grid axes along which a team of rank 0 lies.
+
+        Raise UnlikeError if the team does not contain all ranks along these axes.
+        """
         axes = tuple(axis for axis, places in enumerate(self.places(team)) if places.any())
         if prod(self.shape[axis] for axis in axes) != len(team):
             raise UnlikeError
         return axes
 
     def peer(self, place: PerRank | int, count: int, stride: int) -> int:
-        """Return the rank that has number `place` in rank 0's team.
+        """Return the peer of rank 0: the rank at a place in its team.
 
-        Raise UnlikeError if other ranks do not reach their peers at the same distance along each axis.
+        Raise UnlikeError if the distance from rank to peer along some grid axis is not the same on all ranks.
 
         Args:
-            place: the number of the peer in its team, on each rank.
+            place: the position of the peer in its team. It may differ from rank to rank.
             count: the number of ranks in a team.
             stride: the difference between successive ranks of a team.
         """

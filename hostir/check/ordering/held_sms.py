@@ -76,7 +76,7 @@ def calls_needed(order: Order, ranks: int) -> int:
 
 
 def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
-    """Yield the events of a rank's first call that need SMs, and the ends of its waiting kernels and communications."""
+    """Yield events of a rank's first call: the events that need SMs, and the ends of kernels and communications."""
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)
 
@@ -190,7 +190,10 @@ class Lanes:
         return None
 
     def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
-        """Return the vector clocks at which a rival may take the SM that `holder` leaves free while `running` run."""
+        """Return the vector clocks of the begins of rivals while the kernels `running` run.
+
+        A rival is a waiting kernel or a communication that may take the SM that `holder` leaves free.
+        """
         known, clocks = self.order.known, self.order.clocks
         return [
             clocks[begin]

@@ -58,9 +58,10 @@ class JoinedRanks:
         self._join_flags()
 
     def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
-        """Add and return an event after all events in `after`, which ranks of a team have issued.
+        """Add and return an event that happens after all events in `after`.
 
-        One edge from this event then replaces an edge from each event in `after`.
+        An event that must follow all of them then needs only one edge, from the new event. `team` are the ranks that
+        have issued the events.
         """
         first = after[0]
         moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
@@ -143,10 +144,10 @@ class JoinedRanks:
         self._show_signals()
 
     def _show_signals(self) -> None:
-        """Give each signal of a kernel ticks that show an observer that it was sent.
+        """Give each signal that a kernel sends a tick, so that vector clocks can show that it was sent.
 
-        Such a signal is on no lane, so it takes the ticks of the wait for it. If another kernel waits for it block by
-        block, the wait is on no lane either. Then the signal gets a lane for itself.
+        The signal is on no lane, so it takes the tick of the wait that it ends. If another kernel waits for it block by
+        block, this wait is on no lane either. Then the signal gets a lane for itself.
         """
         for wait, signal in self.partners.items():
             if signal.lane is None and wait.event.lane is not None:
@@ -162,7 +163,7 @@ class JoinedRanks:
         return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
 
     def followers(self) -> dict[Event, list[Event]]:
-        """Return, for each event, the events that directly follow it or that it may hold up on some machines."""
+        """Return, for each event, the events that directly follow it, and the events that it may hold up."""
         followers: dict[Event, list[Event]] = {}
         for event in self.events:
             for before in (*event.after, *event.held):
@@ -191,7 +192,7 @@ def _agree(sides: Sequence[Side | None]) -> bool:
 
 
 def _fits(move: Move, source: Side, target: Side) -> bool:
-    """Return True if the source sends as many elements of a dtype as the target stores, and the dtypes are equal."""
+    """Return True if the source sends as many elements as the target receives, with the same dtype."""
     (taken, dtype), (stored, other) = _content(source, "x"), _content(target, "out")
     return dtype == other and 0 < taken * move.put[1] == stored * move.take[1]
 

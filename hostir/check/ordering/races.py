@@ -63,7 +63,7 @@ class History:
 
     Fields:
         groups: the accesses by region.
-        near: the regions, for finding those that overlap a region.
+        near: an index of the regions. It finds the regions that overlap a given region.
         written: the regions that were written at any time.
         undefined: for each region that an access left undefined, this access and the regions written since.
         freed: the access that freed the buffer.
@@ -130,11 +130,12 @@ class History:
 
 @dataclass(eq=False, slots=True)
 class CallUses:
-    """The latest accesses of one call to a buffer.
+    """The events of one call that access a buffer, kept in a form that is quick to compare with a vector clock.
 
     Fields:
-        ticks: a vector clock that counts all events with these accesses, except the events in `others`.
-        others: events that several ticks show to have ended.
+        ticks: for each lane, the tick of the last such event on the lane. A vector clock that has reached all these
+            ticks follows the events.
+        others: the events that have not exactly one tick. They are compared one by one.
     """
 
     ticks: Clock
@@ -184,9 +185,9 @@ class RaceDetector:
             history.add(touch, clean=not unordered)
 
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
-        """Return True if an access happens after all accesses of earlier calls to the buffer; record the access.
+        """Record an access; return True if it happens after all accesses of earlier calls to the buffer.
 
-        The elements do not matter. Two reads need no order.
+        It does not matter which elements are accessed. If both are reads, they need no order.
         """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():
@@ -218,18 +219,19 @@ class RaceDetector:
         return [other for other in others if other.event is not event and not known(other.event, clock)]
 
     def finish(self) -> None:
-        """Record a conflict for each read of unwritten memory, after all events were visited.
+        """Record a conflict for each read of unwritten memory. The caller calls this when all events were visited.
 
-        A read that a race on the same buffer explains is left out.
+        If there is a race on the same buffer, the race may explain the read. Then the read is left out.
         """
         for touch, buffer, history, why in self.unsure:
             if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
                 self._note(Conflict("unwritten", buffer, why, touch))
 
     def most_specific(self) -> list[tuple[Conflict, int]]:
-        """Return the conflicts and their numbers of occurrences.
+        """Return the conflicts, each with the number of its occurrences.
 
-        A conflict with an `allocate` is left out if another conflict shows that the same two streams are not ordered.
+        A conflict with an `allocate` is left out if another conflict is about the same two streams: it has the same
+        cause, and its message is clearer.
         """
         every = self.conflicts.values()
         streams = {_sides(c) for c, _ in every if c.first and not _of_new(c)}
@@ -249,10 +251,10 @@ class RaceDetector:
 
 
 def _implied_by_writer(a: Touch, b: Touch) -> bool:
-    """Return True if two unordered accesses are an allocation and a read. Another finding then shows the error.
+    """Return True if two unordered accesses are an allocation and a read. Such a conflict is not reported.
 
-    Either the write of these elements does not follow the allocation, or the read does not follow the write, or nothing
-    writes the elements. Each of these is a finding.
+    Another finding shows the same error: the write of the elements does not follow the allocation, or the read does not
+    follow the write, or nothing writes the elements.
     """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 

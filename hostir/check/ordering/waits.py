@@ -35,7 +35,10 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
 
 
 def _one_per_statement(cycle: list[Event]) -> list[Event | None]:
-    """Return a cycle with only one event for each statement, round and rank. It starts at the first statement."""
+    """Return a cycle of events with only one event for each statement, round and rank.
+
+    The first event belongs to the statement that comes first in the program.
+    """
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
     for event in reversed(cycle):
         if event.statement is not None:
@@ -51,7 +54,7 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
-    """Yield a trouble for each two successive signals of a flag that are unordered or do not have rising epochs."""
+    """Yield a trouble for two successive signals of a flag if they are not ordered or their epochs do not rise."""
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         # Events behind a deadlock have no clock.

@@ -95,7 +95,7 @@ def _blocks(
 
 
 def _one_by_one(blocks: BlockEvents, ready: Ready) -> None:
-    """Let each block of the result be held up by the previous block, because a machine may compute them in order."""
+    """Record that each block of the result may be held up by the previous one: a machine may compute them in order."""
     count = len(blocks.units)
     size, before = count // ready.results, list[Event]()
     for result in ready.order:

@@ -83,7 +83,7 @@ class Side:
 class Flag:
     """A signal of a flag, or a wait for a flag. The flag is element `slot` of the symmetric buffer `flags` at `rank`.
 
-    `epoch` is the number of the call, and the epoch that is set or waited for.
+    `epoch` holds the number of the call, and the epoch that the signal sets or that the wait needs.
     """
 
     event: Event

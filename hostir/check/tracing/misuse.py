@@ -119,7 +119,7 @@ class Misuse:
         return True
 
     def end_call(self, outputs: Iterable[tuple[Value, View | None]]) -> None:
-        """Record findings about communications without a wait, and about freed outputs; note the leaked buffers."""
+        """End a call: record a finding for each communication without a wait and each freed output, and find leaks."""
         for statement in self.in_flight.values():
             self.trace.statement, handle = statement, statement.defines(Phase.HOST)
             self.refuse(f"{handle} is never waited for", hint=f"add 'wait {handle}' before its result is used")

@@ -139,7 +139,8 @@ class RankTrace(Observer):
     ) -> Event:
         """Add the events of this rank's side of a message, and return the event at which it ends.
 
-        It reads after the earlier sends of the team on this rank, and writes after the earlier receives.
+        The message reads its operand after this rank's earlier sends to the team. It writes its result after this
+        rank's earlier receives.
         """
         team = exchange.team
         begin = self.event("begins", [], [*self.issued(self.current), *self.tail("messages", team)])
