@@ -33,7 +33,7 @@ class SessionRanks(Protocol):
     meetings: Meetings
 
     def asking(self, where: str) -> AbstractContextManager[None]:
-        """Return a context: inside it, a failure of the store raises a HostIRError that names `where`."""
+        """Return a context manager. Inside it, a failure of the store raises a HostIRError that names `where`."""
 
     def wait(self, arrived: Callable[[Sequence[int]], bool], where: str, *, note: Callable[[int], str] = ...) -> None:
         """Wait until `arrived` returns True for all ranks. Raise a HostIRError that names ranks that do not come."""

@@ -219,7 +219,7 @@ class Calls:
 
     @contextlib.contextmanager
     def turn(self, program: str) -> Iterator[None]:
-        """Return a context for one call of a program by the current thread. Raise if another call runs."""
+        """Return a context manager for one call of a program by the current thread. Raise if another call runs."""
         thread, entered = threading.current_thread(), self.entered
         if (other := self.inside) is not None:
             self.refuse_overlap(program, other)
@@ -269,7 +269,7 @@ class Calls:
             raise self._misaligned(f"{first} of the same ranks", hint)
 
     def _take_over(self, thread: threading.Thread) -> None:
-        """Let the next calls belong to this thread. A thread of autograd does not take over."""
+        """Let the next calls belong to this thread, except if it is a thread of autograd."""
         if is_foreign(thread) and in_backward():
             return
         self.caller = thread
@@ -286,7 +286,7 @@ class Calls:
 
         Args:
             call: the call of this rank.
-            planned: True if this rank has a plan for the call, so that it runs it next without a meeting.
+            planned: True if this rank has a plan for the call. Then this rank runs the call next, without a meeting.
         """
         if not self.others:
             return
@@ -361,11 +361,11 @@ class Calls:
             raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
 
     def end(self, why: str) -> None:
-        """Let no rank make any more calls, for this reason."""
+        """Forbid all ranks to make more calls. `why` is the reason."""
         self._misaligned(why)
 
     def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
-        """Let no rank make any more calls; return the error that all ranks raise."""
+        """Forbid all ranks to make more calls; return the error that all ranks raise. `why` is the reason."""
         self.broken = why
         self.broken = self.report(why)
         return MisalignedError(self.broken, hint=hint)

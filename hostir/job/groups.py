@@ -29,7 +29,7 @@ _abandoned: list[Any] = []  # process groups of sessions that failed, which must
 
 
 def _alone(key: str, mine: str) -> list[str]:
-    """Return the texts of all ranks if there is only one rank: its own text."""
+    """Exchange a text if there is only one rank: return only this rank's text."""
     return [mine]
 
 

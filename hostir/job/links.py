@@ -193,9 +193,10 @@ class Links:
         return event
 
     def await_all(self, event: RankEvent) -> None:
-        """Wait until all ranks are connected and this rank has received its own event from rank 0.
+        """Wait until all ranks are connected, and then until this rank has received its own event from rank 0.
 
-        On a rank other than 0, only its own connection is known. Give up after PATIENCE seconds for each of the two.
+        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. Each of the two
+        waits takes at most PATIENCE seconds.
         """
         deadline = time.monotonic() + PATIENCE
         while not self.complete() and time.monotonic() < deadline:

@@ -160,7 +160,7 @@ class Session:
 
     @contextlib.contextmanager
     def asking(self, where: str) -> Iterator[None]:
-        """Return a context: inside it, a failure of the job's store raises a HostIRError that names `where`."""
+        """Return a context manager. Inside it, a failure of the job's store raises a HostIRError that names `where`."""
         try:
             yield
         except dist.DistError as problem:
@@ -285,7 +285,7 @@ class Session:
         return ()
 
     def first(self, what: str) -> bool:
-        """Return True on the first rank that calls this with the text `what`. It prints a message for all ranks."""
+        """Return True on the first rank that calls this with the text `what`. This rank prints a message for all."""
         with contextlib.suppress(RuntimeError):  # the store may be gone
             return bool(self.first_store.add(f"said/{what}", 1) == 1)
         return True
@@ -332,7 +332,7 @@ _torchs_own = dist.init_process_group
 
 
 def _too_late(*arguments: Any, **options: Any) -> None:
-    """Raise an error. This replaces `init_process_group` when hostir has initialised torch's process group itself."""
+    """Raise an error in place of `init_process_group`, because hostir has initialised torch's process group itself."""
     raise error(
         "hostir has initialised torch's process group itself, when the session began with the first executor",
         expected="dist.init_process_group before the first executor or session: hostir uses that group",
@@ -442,7 +442,7 @@ def refuse_in_child() -> None:
 
 
 def forked_from(rank: int) -> HostIRError:
-    """Return the error for a forked child process that uses something that only the rank itself can use."""
+    """Return the error for a forked child process that acts as if it were the rank."""
     return error(
         f"this process was forked from rank {rank} after that had made its first executor, and is no rank",
         expected="calls from the rank's own process: its threads, connections and GPU do not come along",

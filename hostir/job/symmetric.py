@@ -68,7 +68,10 @@ class Sharing(Protocol):
     """
 
     def offering(self, size: int) -> AbstractContextManager[str]:
-        """Allocate `size` bytes on this rank. The context gives the path by which peers can map them while it lasts."""
+        """Allocate `size` bytes on this rank, and return a context manager that gives a path.
+
+        While the context lasts, peers can map the memory by this path.
+        """
 
     def reserve(self, size: int) -> None:
         """Reserve what this rank needs for `map`. `size` is the largest number of bytes that any rank offers."""
@@ -98,7 +101,7 @@ class Sharing(Protocol):
         """Close everything that this rank holds open besides the memory, because the session ends."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Add the data of the machine that must live as long as new memory."""
+        """Store data of the machine in new memory's `kept`, if the data must live as long as the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
         """Prepare this rank's memory for the first call, before peers access it. Its buffers are already cleared."""
@@ -194,7 +197,7 @@ class SharedMemory:
         return buffer if buffer.shape == op.shape else self.whole[place][: prod(op.shape)].view(op.shape)
 
     def clear(self, rank: int) -> None:
-        """Give the buffers of a rank their first contents: NaN for floating-point numbers, 0 for flags."""
+        """Fill the buffers of a rank with their first contents: NaN for floating-point numbers, 0 for flags."""
         for (_, owner), buffer in self.whole.items():
             if owner == rank:
                 buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
@@ -459,5 +462,5 @@ def touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
 
 
 def _host() -> str:
-    """Return an identity of this host and its process numbers. Ranks with the same identity can share memory."""
+    """Return an identity of this host and of its namespace of processes. Ranks with equal identities share memory."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

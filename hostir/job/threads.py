@@ -45,7 +45,7 @@ def is_foreign(thread: threading.Thread) -> bool:
 
 
 def _kind(thread: threading.Thread) -> str:
-    """Return the name of a thread without digits, after the name of its class if this is not `threading.Thread`.
+    """Return the name of a thread without digits. The name of its class comes first, except for `threading.Thread`.
 
     By default the name of a thread contains the name of the function that it runs.
     """
@@ -91,9 +91,9 @@ class ThreadPairs:
     def add(self, rank: int, theirs: str, mine: str) -> bool:
         """Record that two threads make the same call; return False if they cannot correspond to each other.
 
-        The arguments are those of `known`. Threads that differ only in their numbers must be paired in the order of
-        these numbers. A thread with another name cannot correspond if the thread that has its name on this rank makes
-        calls, too.
+        The arguments are the same as in `known`. Threads whose common names differ only in the number must be paired in
+        the order of these numbers. Threads whose names differ in more cannot correspond if a thread named `theirs` has
+        made calls on this rank.
         """
         (kind, number), (our_kind, ours) = _split(theirs), _split(mine)
         if kind != our_kind:

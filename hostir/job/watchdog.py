@@ -50,7 +50,7 @@ ASKED = b"!"  # the byte that our SIGTERM handler writes to wake the thread; no 
 
 
 class Watched(Protocol):
-    """The methods of a plan that the watchdog calls."""
+    """The methods of a plan that the watchdog uses."""
 
     def in_flight(self) -> list[Op]:
         """Return the operations that run now, the most informative first. The list is empty while no run is active."""
@@ -298,7 +298,7 @@ class Watchdog:
             plan.give_up(self.lost_call(event))
 
     def lost_call(self, event: RankEvent) -> HostIRError:
-        """Return the error that a call has ended midway on another rank, for which this rank may wait."""
+        """Return the error for this rank's caller if a call has ended midway on another rank."""
         what = f"a call ended midway on another rank, and what rank {self.rank} has issued may wait for its rest"
         return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 
@@ -402,7 +402,7 @@ class Watchdog:
         return heard
 
     def restore_handlers(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
-        """Undo `install_handler`, and set `handler` for SIGTERM. Leave handlers alone that were installed since."""
+        """Undo `install_handler`, and install `handler` for SIGTERM. Keep handlers that others have installed since."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self.on_sigterm:

@@ -93,7 +93,7 @@ def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, s
 def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
     """Yield the possible outer parts of the printed axis at index `place`, taken from the axes `free` on its left.
 
-    The last item is empty: the axis has no outer parts.
+    The last item is (), for the case that the axis has no outer parts.
     """
     inner = domains[place]
     same = [k for k in free if domains[k].iter_type == inner.iter_type]
@@ -130,8 +130,8 @@ def _missing(domains: Sequence[IterDomain], split: Split) -> int:
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
     """Return a sort key for readings: a likely reading has a low key. The strongest evidence comes first.
 
-    Part of the evidence are the numbers of axes. nvFuser gives the two parts of a split consecutive numbers, which are
-    higher than the numbers of all earlier axes.
+    The numbers of the axes are a part of the evidence. nvFuser gives the two parts of a split consecutive numbers,
+    which are higher than the numbers of all earlier axes.
     """
     numbers = [d.number for d in domains]
     inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}

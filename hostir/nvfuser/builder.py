@@ -127,9 +127,9 @@ class Builder:
         return self.types.type_of(tensor, sliced=self.sliced(tensor))
 
     def sliced(self, tensor: TensorNode) -> bool:
-        """Return True if a result with this printed tensor is one slice of it.
+        """Return True if the current statement computes only one slice of a printed tensor.
 
-        This is so inside a loop that has as many rounds as the tensor has slices.
+        It does so inside a loop that has as many rounds as the tensor has slices.
         """
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None

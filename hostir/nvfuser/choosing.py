@@ -58,7 +58,7 @@ class Reading:
     Fields:
         groups: all logical axes.
         axes: the axes without the device axes that hold the parts of a partial sum.
-        kept: the `axes` that were not reduced, that is summed away.
+        kept: the `axes` that are not summed away.
     """
 
     groups: tuple[LogicalAxis, ...]
@@ -197,9 +197,9 @@ class Axes:
                 self.left = next((left for left in trials if left), {**self.left, tensor: chosen[:1]})
 
     def _prints(self) -> Iterator[Rule]:
-        """Yield a rule for each tensor that is printed several times: its readings must agree in the axes kept.
+        """Yield rules for tensors that are printed several times, once with a reduced axis and once without it.
 
-        A tensor may be printed once with a reduced axis and once without it.
+        The readings of all forms must have the same axes, apart from the reduced axis.
         """
         first: dict[str, TensorNode] = {}
         for tensor in self.left:
@@ -257,9 +257,9 @@ def _selection(node: ViewNode) -> Rule:
 
 
 def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
-    """Return True if the axes of two tensors may have equal extents and lie on the same devices and streams.
+    """Return True if the axes of two tensors may have equal extents, and lie on the same devices and streams.
 
-    Devices and streams in `moving` may differ. If `moving` is None, all of them may differ.
+    The axes need not agree in the devices and streams that `moving` names. If `moving` is None, only extents count.
     """
     return len(a) == len(b) and all(
         (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)

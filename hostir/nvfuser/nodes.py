@@ -180,7 +180,7 @@ class DelayNode(Node):
 
 @dataclass(frozen=True)
 class Dump:
-    """A parsed dump, which prints one `%HostIrContainer`.
+    """A parsed dump of one `%HostIrContainer`.
 
     Fields:
         inputs, outputs: the tensors of the container.

@@ -137,9 +137,9 @@ class PartParser(Cursor):
         return left
 
     def signs(self, *signs: str) -> Iterator[None]:
-        """Yield once for each operator of a chain: as long as the next token is one of `signs`.
+        """Yield as long as the next token is one of these operators. The caller reads the token each time.
 
-        Raise after MAX_DEPTH operators, which is more than nvFuser ever prints.
+        Raise a HostIRError after MAX_DEPTH operators in a row. This is more than nvFuser ever prints.
         """
         for n in itertools.count():
             if self.next.text not in signs:

@@ -85,7 +85,8 @@ class DumpPrinter:
         Args:
             value: the tensor.
             memory: the letter that nvFuser prints for the memory: g for a buffer, l for a view.
-            order: the order in which the axes are numbered: for a permute, its axes. By default from left to right.
+            order: the order in which the axes get their numbers; by default from left to right. For a permute, it is
+                the order of the operand's axes.
         """
         type = value.tensor
         if type.dtype == FLAG:

@@ -68,14 +68,13 @@ class Types:
         """Return the logical axes of a printed tensor, and the mesh axes over which the tensor is a partial sum.
 
         The logical axes include reduced axes. nvFuser prints a partial sum with an additional device axis, which holds
-        its parts. These device axes are not among the returned axes. A program written by hand may not print them (see
+        its parts. Such a device axis is not among the returned axes. A program written by hand may not print it (see
         `_unprinted`).
 
         Args:
             tensor: the printed tensor.
-            partial: the mesh axes over which the tensor may be a partial sum. If it is None, these are the mesh axes of
-                device axes that are marked `rf`, as a matmul leaves them, and of axes that a communication reduces
-                later.
+            partial: the mesh axes over which the tensor may be a partial sum. If it is None, the dump tells them: a
+                device axis holds parts of a partial sum if it is marked `rf`, or if a later communication reduces it.
         """
         mesh, kept, over = self.mesh(tensor), [], []
         if (hidden := self.unprinted.get(tensor.name)) and hidden.axis is None:
@@ -154,8 +153,9 @@ class Types:
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
         """Return, for each tensor that is a partial sum, the mesh axes over which it is one.
 
-        The operand of a reducing communication is a partial sum. So are the tensors of which it is a view or a copy.
-        But an input, or a view or copy of an input, is never a partial sum: it has an axis that holds the addends.
+        The operand of a reducing communication is a partial sum. If it is a view or a copy of another tensor, that
+        tensor is a partial sum, too. But inputs, and views and copies of inputs, are never partial sums: they hold the
+        addends along an axis.
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
         partials: dict[str, set[str]] = {}
@@ -174,7 +174,7 @@ class Types:
         return {name: marks for name, marks in partials.items() if name not in input_names}
 
     def _unprinted(self, dump: Dump) -> dict[str, Unprinted]:
-        """Return, by the name of the tensor, the mesh axes for which the dump prints no device axis.
+        """Return the tensors that are sharded or partial sums although the dump prints no device axis for this.
 
         Programs written by hand, such as the programs of nvFuser's tutorial, print each tensor with the extents of one
         rank's part. A reducing communication tells the sharding: if it sums the matmuls of all ranks, their contracted
@@ -264,7 +264,8 @@ def _letters(mesh: Mesh) -> dict[str, str]:
 def _unprinted_devices(dump: Dump) -> Devices:
     """Return the devices of a dump that prints no mesh: the team of its first communication.
 
-    If it has no communication, the extent of a device axis is the number of devices. Without one there is one device.
+    If it has no communication, the extent of a device axis is the number of devices. If it has no device axis either,
+    there is one device.
     """
     teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
     device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]

@@ -100,7 +100,7 @@ class Op:
     joins: ClassVar[Join | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Define the traits that follow from the types of the class's fields. Traits that it defines itself stay."""
+        """Define the traits that follow from the types of the fields. Keep the traits that the class itself defines."""
         fields = {str(annotation): name for name, annotation in get_annotations(cls).items()}
         for annotation, trait in TRAITS.items():
             if annotation in fields and trait not in vars(cls):
@@ -352,9 +352,9 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """Marks the end of a communication that a copy on `stream` of this rank has carried out.
+    """Marks the end of a communication that needs no other rank. It is a copy on `stream`, or nothing at all.
 
-    Other streams wait for its handle.
+    Other streams can wait for its handle.
     """
 
     handle: Start

@@ -52,7 +52,7 @@ class IssuedOps:
         self.issued.append(op)
 
     def mark_order(self) -> None:
-        """Record that the current statement orders streams: the copies by SMs before it cannot be overlapped."""
+        """Record that the current statement orders streams. No later kernel can overlap copies by SMs before it."""
         self.ordered = len(self.issued)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:

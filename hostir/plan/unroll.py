@@ -78,7 +78,7 @@ def unroll(
 
 @dataclass(frozen=True)
 class StreamValue:
-    """The value that `current_stream` gives a name: the number of a stream."""
+    """The value of a `current_stream` statement: the number of a stream."""
 
     number: int
 
@@ -264,9 +264,10 @@ class Unroller(Observer, OptionalMethods):
 
 
 def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:
-    """Return the numbers of SMs that a waiting kernel must leave to others: `overlapped_sms` and `reserved_sms`.
+    """Return the numbers of SMs that a waiting kernel does not get: `overlapped_sms` and `reserved_sms`.
 
-    The first are for the copies by SMs directly before it, which it overlaps. The second are for signals by SMs.
+    `overlapped_sms` belong to the copies by SMs directly before the kernel, which may still run. `reserved_sms` are
+    left free for signals by SMs.
 
     Args:
         ops: the operations before the kernel in the call.

@@ -60,11 +60,11 @@ class PlaceExpressions:
         return [v for v in self.outline.scope(self.place).values() if v.type is Kind.INDEX]
 
     def slots(self) -> dict[Numbers, Expr]:
-        """Return candidates for the slot. The key of an expression holds its value in each frame."""
+        """Return candidates for the slot. The key of each expression is the tuple of its values in all `frames`."""
         return self._by_values(self._slot_candidates())
 
     def epochs(self, missing: set[RaisedSlot]) -> dict[Numbers, Expr]:
-        """Return candidates for the epoch. The key of an expression holds its value in each frame.
+        """Return candidates for the epoch. The key of each expression is the tuple of its values in all `frames`.
 
         `missing` holds the signals or waits that lack a counterpart.
         """
@@ -88,7 +88,10 @@ class PlaceExpressions:
                 yield peer, over
 
     def ranks_of(self, peer: Expr, over: str) -> list[int]:
-        """Return the rank of a peer in each frame. Return an empty list if some frame has no such peer."""
+        """Return the rank of a peer in each of the `frames`. Return an empty list if there is no such peer in one.
+
+        `peer` is an expression for the place of the peer in its team along mesh axis `over`.
+        """
         mesh, peers = self.flags.tensor.mesh, list[int]()
         for frame in self.frames:
             team = mesh.team(_rank(frame), over) if mesh else ()
@@ -98,9 +101,10 @@ class PlaceExpressions:
         return peers
 
     def _by_values(self, candidates: Iterable[Expr]) -> dict[Numbers, Expr]:
-        """Return the candidates by their values in the frames. Of candidates with equal values, keep the first.
+        """Return the candidates in a dictionary. The key of each is the tuple of its values in all `frames`.
 
-        A candidate with a name that is not in scope is changed as `_in_scope` says.
+        Of candidates with equal values, the first is kept. A candidate with a name that is not in scope is changed (see
+        `_in_scope`).
         """
         by_values: dict[Numbers, Expr] = {}
         for candidate in candidates:

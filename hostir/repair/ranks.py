@@ -53,7 +53,7 @@ def _start(outline: Outline) -> BodyPosition:
 
 
 def _on_mesh_of(outline: Outline, x: Value, place: BodyPosition) -> Value | None:
-    """Return a value on the mesh of `x`: an input if possible, else `x`. Return None if `x` is not in scope."""
+    """Return an input on the mesh of `x`. If there is no such input, return `x`, or None if `x` is not in scope."""
     inputs = [v for v in outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
     return inputs[0] if inputs else outline.scope(place).get(x.name)
 

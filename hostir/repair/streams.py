@@ -32,7 +32,7 @@ def resets(body: Block) -> bool:
 def fork(outline: Outline, place: BodyPosition, source: Ref | Lit) -> Block:
     """Return a fork: statements that make every other pool stream wait for the stream `source`.
 
-    Then they make the stream current again that is current at `place`.
+    After them, the current stream is the same as before them. `place` is the place where they are to be inserted.
     """
     index, count = _new_index(outline, place), outline.program.streams
     worker: Expr = Ref(index)
@@ -64,9 +64,9 @@ def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statements that make the stream current again that is current at `place`.
+    """Return the statements that set the current stream back to the current stream at `place`.
 
-    Return () if the statements below set the current stream anyway.
+    Return () if the statements after `place` set the current stream anyway.
     """
     current = outline.stream(place)
     if current is None or resets(outline.block(place)[place[-1] :]):
@@ -108,7 +108,7 @@ def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
 
 
 def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[Expr]:
-    """Return expressions for streams whose next work may follow the end of an event. Their names are in scope."""
+    """Return candidates for a stream that has waited for an event, as expressions with names in scope at a place."""
     lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
     streams: list[Expr] = []
     if outline.callers_stream and (CALLER in lanes or lanes == {event.stream}):
