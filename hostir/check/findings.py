@@ -83,7 +83,7 @@ class FindingBuilder:
         self.program = program
 
     def conflict(self, c: Conflict, times: int) -> Finding:
-        """Return the finding for a conflict that occurs `times` times."""
+        """Return the finding for a conflict. `times` is the number of its occurrences."""
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:

@@ -431,7 +431,10 @@ class Calls:
         return self.threads.add(rank, theirs, self.name)
 
     def _keep_up(self) -> None:
-        """Wait until every rank has read the half of the slots that this rank writes next."""
+        """Wait until every rank has read the half of the store's slots that this rank is going to overwrite.
+
+        Raise a HostIRError if a rank does not come within the timeout.
+        """
         turn = self.number // (SLOTS // 2)
         self.store.set(f"turn/{self.rank}", str(turn))
         deadline = time.monotonic() + self.timeout

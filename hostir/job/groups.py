@@ -91,7 +91,7 @@ class Groups:
 
     @property
     def messages(self) -> Groups:
-        """The process groups for messages. They are separate, because messages are not ordered with collectives."""
+        """Separate process groups for messages, because messages and collectives must not wait for each other."""
         with self.lock:
             if self._messages is None:
                 store = None if self.store is None else PrefixStore("messages", self.store)

@@ -56,7 +56,10 @@ class Guest(Session):
         LOG.info("joined the group %s of %d ranks on %s", self.name, self.size, device)
 
     def check(self, where: str) -> None:
-        """Raise if a rank of the group has died, or if the calls of the ranks differ. `where` is for the message."""
+        """Raise an error if a rank of the group has died, or if the calls of the ranks differ.
+
+        A waiting rank calls this; `where` says where it waits.
+        """
         super().check(where)
         if lost := self.watchdog.loss():
             raise error(f"rank {self.rank} waits at {where}, and {lost}")

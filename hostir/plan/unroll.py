@@ -279,9 +279,9 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs of the copies that are the last operations in `ops`, on this stream.
+    """Return the number of SMs that the copies at the end of `ops` use, if they are copies by SMs on this stream.
 
-    A waiting kernel that is issued next may overlap these copies. Return 0 if the last operations are no such copies.
+    Return 0 if `ops` ends otherwise. A waiting kernel that is issued next may overlap such copies and their signals.
     """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)

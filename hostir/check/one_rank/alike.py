@@ -145,7 +145,7 @@ class Alike(Order):
             yield self.copy(event, rank, [_access(access, rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
-        """Return the signal that rank 0 receives if every rank sends a signal as rank 0 sends `flag`."""
+        """Return the signal that rank 0 receives if all ranks send a signal in the same way as rank 0 sends `flag`."""
         rank = self.torus.opposite[flag.rank]
         event = flag.event
         if rank:
@@ -207,7 +207,10 @@ class Alike(Order):
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Convert an access of `rank` to a peer's memory into an access of the peer itself to its buffer."""
+    """Return the access to rank 0's memory that `rank` makes where rank 0 itself makes `access`.
+
+    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is an access to a buffer of rank 0.
+    """
     region = access.region
     offset: Any = region.offset
     if isinstance(offset, PerRank):

@@ -76,7 +76,7 @@ def calls_needed(order: Order, ranks: int) -> int:
 
 
 def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
-    """Yield events of a rank's first call: the events that need SMs, and the ends of kernels and communications."""
+    """Yield events of a rank's first call: events that need SMs, and ends of waiting kernels and communications."""
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)
 

@@ -28,7 +28,8 @@ class Order(JoinedRanks):
     Fields:
         clocks: the vector clocks of signals. If the program has waiting kernels, it also holds the clocks of the begins
             of waiting kernels and communications.
-        needs: the vector clocks of signals if an event also follows the events that may hold it up (`Event.held`).
+        needs: other vector clocks of signals. They treat the events that may hold an event up (`Event.held`) as events
+            that happen before it.
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:

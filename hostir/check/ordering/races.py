@@ -238,7 +238,7 @@ class RaceDetector:
         return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
 
     def forget(self) -> None:
-        """Clear the links between groups of accesses. The garbage collector would take longer to find these cycles."""
+        """Clear the links between groups of accesses. They form cycles, which cost the garbage collector more time."""
         for history in self.histories.values():
             for group in history.groups.values():
                 group.near.clear()
