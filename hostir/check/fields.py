@@ -49,7 +49,7 @@ def malformed(program: Program) -> Iterator[Diagnostic]:
 
 def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
     for s in body:
-        if not isinstance(s, Statement):  # isinstance, as a program built in Python may hold anything
+        if not isinstance(s, Statement):  # a program that was built in Python may hold anything
             yield Diagnostic(f"{described(s)} stands among the statements", expected="statements")
             continue
         for name, codec in codecs_of(type(s)).items():

@@ -201,7 +201,7 @@ def _ordering(c: Conflict) -> str:
     handle = getattr(first.statement, "handle", None)
     if handle is not None:
         waited = next((str(lane[1]) for lane, _ in first.ends if len(lane) == 2), None)
-        if waited in (None, second.stream):  # nobody waits, or too late
+        if waited in (None, second.stream):  # no stream waits, or this stream waits too late
             return f"'wait {handle}' on {_stream(second)} before it"
         return f"on {_stream(second)}, 'synchronize' the stream that waits for {handle}, {waited}, before it"
     if second.statement is not None and first.statement is not None and _in_blocks(first.statement):

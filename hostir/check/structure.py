@@ -44,7 +44,7 @@ def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnos
         findings += wrong.diagnostics
     if findings:
         return findings
-    # Last, and only for a sound program: a wrong statement may be the one that was meant to write the output.
+    # Only if there are no other findings: a wrong statement may be the one that should write the output.
     return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
 
 

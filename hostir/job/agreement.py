@@ -108,7 +108,7 @@ class Meetings:
 
     def refuse(self, call: Call, numbered: bool) -> None:
         """Write the refusal of a call to the store, for the ranks that make the call."""
-        with contextlib.suppress(dist.DistError):  # the caller gets the refusal itself
+        with contextlib.suppress(dist.DistError):  # this rank's caller gets the refusal in any case
             self._post(call, numbered)
 
     def _post(self, call: Call, numbered: bool) -> str:
@@ -118,7 +118,7 @@ class Meetings:
             store.set(f"meeting of call {call.made}/{rank}", text)
             return f"meeting of call {call.made}"
         while store.compare_set(f"meeting {self.number}/{rank}", self.refusal, text).decode() != text:
-            self.number += 1  # the refusal there was read
+            self.number += 1  # another rank has read the refusal there
             self.refusal = ""
         self.refusal = text if call.refusal else ""
         return f"meeting {self.number}"

@@ -427,7 +427,7 @@ class Calls:
                 if waited > STARTING:
                     return False
             time.sleep(0.005)
-        self.check_order()  # it may have called, been refused and ended
+        self.check_order()  # the other thread may have ended after its call was refused
         return self.threads.add(rank, theirs, self.name)
 
     def _keep_up(self) -> None:

@@ -205,7 +205,7 @@ class Groups:
         everyone = dist.get_process_group_ranks(self.whole())
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout
-        options.global_ranks_in_group = [everyone[member] for member in team]  # for torch's messages, as the name
+        options.global_ranks_in_group = [everyone[member] for member in team]  # torch's messages show them
         options.group_name = f"hostir {'-'.join(map(str, options.global_ranks_in_group))} {next(_numbers)}"
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -48,11 +48,11 @@ class Guest(Session):
         if device.type == "cuda":
             os.environ.update(NO_MULTICAST)
         store: Any = dist.distributed_c10d._get_process_group_store(group)
-        theirs = store.clone()  # a connection of its own
+        theirs = store.clone()  # a separate connection
         self.store = PrefixStore(f"hostir/{_numbers[self.name]}", theirs)
         _numbers[self.name] += 1
         self._share(GuestWatchdog, patience, lambda: self.group)
-        theirs.set_timeout(patience)  # not before: connecting to the store may take longer than the calls of this group
+        theirs.set_timeout(patience)  # only now: connecting to the store may take longer than calls
         LOG.info("joined the group %s of %d ranks on %s", self.name, self.size, device)
 
     def check(self, where: str) -> None:

@@ -175,7 +175,7 @@ class Links:
                     for line in lines:
                         self.take(link, json.loads(line))
                 except (ValueError, TypeError, IndexError):
-                    self.drop(link, "")  # not one of our ranks
+                    self.drop(link, "")  # the other end is no rank of this job
                 if ended:
                     self.drop(link, ended)
 

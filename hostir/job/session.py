@@ -100,7 +100,7 @@ class Session:
         os.environ.update(NO_MULTICAST)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher holds the store, from the start
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher provides a store
         number = next(_sessions)
         if self.owner:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -58,7 +58,7 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
     domains = tensor.domains
     parallel = [(d.iter_type, d.on) for d in domains if d.on]
     if len(set(parallel)) < len(parallel):
-        return [tuple(LogicalAxis((d,)) for d in domains)]  # no valid layout: reported when its type is needed
+        return [tuple(LogicalAxis((d,)) for d in domains)]  # invalid: an error is raised when the type is needed
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.iter_type == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))

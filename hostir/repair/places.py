@@ -54,7 +54,7 @@ def edited(program: Program, edits: Iterable[Edit]) -> Program:
     A loop or `if` without statements is removed.
     """
     body = program.body
-    # From the last to the first: then no edit shifts a later one.
+    # The last edit is applied first, so that no edit changes the place of another.
     for edit in sorted(edits, key=lambda e: e.place, reverse=True):
         body = _spliced(body, edit.place, edit)
     return program.with_body(body)

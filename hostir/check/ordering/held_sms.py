@@ -62,8 +62,8 @@ def calls_needed(order: Order, ranks: int) -> int:
     """Return the number of consecutive calls to check in order to find every deadlock of any number of calls.
 
     Suppose that the events of a call that need SMs have all ended when any waiting kernel starts `apart` calls later.
-    Then two successive kernels of a cycle belong to calls that differ by less than `apart`. docs/memory-model.md has
-    the argument.
+    Then two successive kernels of a cycle belong to calls that differ by less than `apart`. A cycle has at most one
+    kernel on each rank. So `ranks * (apart - 1) + 2` calls are enough. docs/memory-model.md has the argument.
     """
     first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
     calls = order.ranks[0].turn

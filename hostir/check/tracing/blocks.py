@@ -34,7 +34,7 @@ def trace_by_blocks(
     blocks = _blocks(trace, start, out, operands, axis, ready, done)
     last = [flag.event for flag in blocks.signals] or blocks.units
     end = trace.step("ends", [], after=[*last, *([pushing.last] if pushing else [])])
-    for event in last:  # earlier events share this list
+    for event in last:  # the earlier events of the kernel share this list
         event.ends.append((end.lane or (), end.tick))
     trace.waits += blocks.waits
     trace.signals += blocks.signals
