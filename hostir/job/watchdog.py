@@ -90,7 +90,7 @@ class Watchdog:
         died: the event of the first rank that died.
         died_at: the clock when this event was processed.
         done: the ranks that have made their last call.
-        first: the first failure of a call; None if there is none, or if all ranks make calls again.
+        first: the first failure of a call; None once all ranks have failed or have made another call.
         failed: the ranks that have failed since then.
         away: the ranks that have not made another call since then.
         since: the clock at the first failure.
