@@ -440,7 +440,11 @@ class SymmetricMemory:
 def _needs(
     unrolled: UnrolledProgram, rooms: Rooms
 ) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
-    """Return the buffers that a rank offers, the buffers of peers that it accesses, and the buffers that it reads."""
+    """Return the buffers that a rank must offer to its peers, and the buffers of peers that it uses.
+
+    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers
+    among them that it reads. The flags of barriers are included in the first two.
+    """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)
     buffers = [BufferInfo(*op.home, op.shape, op.dtype.name, rooms.bytes[op.name]) for op in mine]
