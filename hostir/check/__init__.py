@@ -1,4 +1,4 @@
-"""Check complete programs: their structure, and the order of all events of host programs."""
+"""Check programs: the structure of every program, and the order of all events of a host program."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from hostir.ir.source import UNCHECKED, Diagnostic, HostIRError
 def check(
     program: Program, *, explicit: bool = False, sizes: Mapping[str, int] | None = None, calls: int | None = None
 ) -> list[Diagnostic]:
-    """Return all findings in program order, warnings last.
+    """Return all errors and warnings about a program, in program order, warnings last.
 
-    The list is empty for a program that is right under every legal schedule. A program that cannot be checked for races
-    gets an error of category `unchecked`.
+    The list is empty if the program is correct in every order in which its streams and ranks may run. If the program
+    cannot be checked for races, the list has an error of category `unchecked`.
 
     Args:
-        program: a fusion or a host program. Only host programs of sound structure are checked for races, deadlocks and
-            misuse of memory.
-        explicit: passed on to `check_structure`.
-        sizes: values of symbols; symbols left out get small values.
-        calls: how many successive calls to check; by default enough to show the errors of any number of calls.
+        program: a fusion or a host program. A host program without structural errors is also checked for races,
+            deadlocks and misuse of memory.
+        explicit: True to require that a fusion states every change of sharding (see `check_structure`).
+        sizes: values of symbols. Symbols that are left out get small values.
+        calls: the number of consecutive calls to check. By default, enough calls are checked to find every error that
+            any number of calls can have.
     """
     findings = check_structure(program, explicit=explicit)
     if findings or program.phase is not Phase.HOST:
@@ -38,14 +39,14 @@ def check(
 
 
 def prove(program: Program, sizes: Mapping[str, int] | None = None) -> Program:
-    """Return the program; raise a HostIRError with all errors that `check` finds in it. Warnings pass.
+    """Return the program if `check` finds no errors in it; otherwise raise a HostIRError with all of them.
 
-    A program that cannot be checked is refused like a wrong one. A proof is cached for all sizes that it covers
-    (`hostir.check.signature`): a later call with any of these sizes takes about 100 us.
+    Warnings raise nothing. A program that cannot be checked counts as wrong. A proof is cached for all sizes that it
+    covers (see `hostir.check.signature`). A later call with any of these sizes takes about 100 us.
 
     Args:
         program: a fusion or a host program.
-        sizes: values of symbols; symbols left out get small values.
+        sizes: values of symbols. Symbols that are left out get small values.
     """
     verify(program)
     if program.phase is Phase.HOST:
@@ -59,8 +60,8 @@ class Proof:
 
     Fields:
         sizes_key: the signature of all sizes that the proof covers. Other sizes have other signatures.
-        resizable: True if calls with any of these sizes may use the same symmetric memory in any order. This is
-            so if successive calls use each buffer one after another on all ranks, even if they use different parts.
+        resizable: True if calls with different sizes, all covered by the proof, may share symmetric buffers. This
+            requires that each call ends its accesses to a buffer before the next call accesses any part of the buffer.
     """
 
     sizes_key: SizesKey
@@ -68,7 +69,7 @@ class Proof:
 
 
 def proof_of(program: Program, sizes: Mapping[str, int] | None = None) -> Proof:
-    """Return the proof of a host program of sound structure; raise the same errors as `prove`."""
+    """Return the proof of a host program that has no structural errors; raise the same errors as `prove`."""
     known = _signature(program)
     bound = {name: value for name, value in (sizes or {}).items() if name in known.names}
     program.check_whole(bound)

@@ -1,4 +1,4 @@
-"""Check the buffers behind the names of a host program: which are freed, reached by peers, and returned."""
+"""Check how a host program uses its buffers: which buffers it frees, accesses at peers, and returns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from hostir.ir.source import Diagnostic
 
 
 class Buffers:
-    """Tracks the buffer behind each value. The caller passes the statements of a program in order.
+    """Tracks which buffer each value of a program refers to, and checks statements that misuse buffers.
 
-    Only facts that hold on every rank and in every round are checked here; the tracer checks the rest.
+    The caller passes the statements to `see` in program order. This class checks only what is the same on every rank
+    and in every round of a loop. `hostir.check.tracing` checks the rest.
     """
 
     def __init__(self, program: Program) -> None:
         self.inputs = {v.name for v in program.inputs}
         self.roots = {name: name for name in self.inputs}  # by the name of a value: the name of its buffer
         self.written: set[str] = set()
-        self.densed: dict[str, Value] = {}  # by input: the result of `dense`, which may be the input or a copy
+        self.densed: dict[str, Value] = {}  # by input: the result of its `dense`, which may be the input or a copy
         self.symmetric: set[str] = set()
 
     def see(self, s: Statement) -> Iterator[Diagnostic]:
-        """Record a statement; yield findings about frees of memory that the program does not own."""
+        """Record a statement; yield findings about the memory that it writes, frees or makes dense."""
         for value in s.values(Codec.WRITE):
             if root := self.roots.get(value.name):
                 self.written.add(root)
@@ -47,7 +48,7 @@ class Buffers:
                 yield from self._dense(s, s.viewed, root)
 
     def _dense(self, s: Statement, x: Value, root: str) -> Iterator[Diagnostic]:
-        """Yield a finding unless `x` is an input, or a view of one, that nothing writes."""
+        """Yield a finding if the operand `x` of `dense` is not memory of an input, or if this input is written."""
         if root not in self.inputs:
             yield Diagnostic(
                 f"{_named(x, root)} is not an input",
@@ -75,7 +76,7 @@ class Buffers:
             yield Diagnostic(f"{x} is {view}{why}", s.span, hint="remove this line")
 
     def reach(self, s: Statement) -> Iterator[Diagnostic]:
-        """Yield findings about a statement that reaches memory of a peer that is not symmetric."""
+        """Yield a finding if a statement accesses a buffer of a peer that is not a symmetric buffer."""
         if s.remote is None or (root := self.roots.get(s.remote.name)) is None:
             return
         if root not in self.symmetric:
@@ -86,7 +87,7 @@ class Buffers:
             )
 
     def unwritten_outputs(self, outputs: Collection[Value]) -> Iterator[Diagnostic]:
-        """Yield findings about outputs that no statement writes."""
+        """Yield a finding for each output buffer that no statement writes. Call it after the last statement."""
         for value in dict.fromkeys(outputs):
             root = self.roots.get(value.name)
             if root is not None and root not in self.written | self.inputs:

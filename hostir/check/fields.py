@@ -1,4 +1,7 @@
-"""Check the types of a program's fields. The parser guarantees them; a program built in Python may violate them."""
+"""Check the types of a program's fields.
+
+The parser guarantees these types. A program that was built in Python may violate them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def malformed(program: Program) -> Iterator[Diagnostic]:
 
 def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
     for s in body:
-        if not isinstance(s, Statement):  # isinstance, as a program built in Python may hold anything
+        if not isinstance(s, Statement):  # a program that was built in Python may hold anything
             yield Diagnostic(f"{described(s)} stands among the statements", expected="statements")
             continue
         for name, codec in codecs_of(type(s)).items():
@@ -60,7 +63,7 @@ def _block(body: tuple[object, ...]) -> Iterator[Diagnostic]:
 
 
 def _holds(codec: Codec, held: object) -> bool:
-    """Return True if a value fits a field of this codec."""
+    """Return True if a value has the type that a field with this codec must have."""
     if codec in VALUE_CODECS:
         return _is_value(held)
     if codec in (Codec.STREAM, Codec.INDEX):
@@ -95,7 +98,7 @@ def _is_expr(held: object) -> bool:
 
 
 def _is_size(held: object) -> bool:
-    """Return True if a value is a size, and an integer if it has no symbols."""
+    """Return True if a value is a `Size` that has symbols or is an integer."""
     if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
         return False
     return held.den == 1 or bool(held.symbols)
@@ -108,7 +111,7 @@ def _is_value(held: object) -> bool:
 
 
 def _is_tensor_type(held: TensorType) -> bool:
-    """Return True if a value is a sound tensor type. Cached with the type, which many statements share."""
+    """Return True if a tensor type is valid. The answer is cached in the type, because many statements share it."""
     if KNOWN not in vars(held):
         vars(held)[KNOWN] = _is_sound(held)
     return bool(vars(held)[KNOWN])

@@ -1,4 +1,4 @@
-"""Findings about the order of events: the error, the statements involved, and what to do about it."""
+"""Build the diagnostics about the order of events: the error, the statements involved, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostir.ir.op import Statement
 from hostir.ir.program import Program, format_statement
 from hostir.ir.source import Diagnostic, Span
 
-MAX_NOTES = 8  # the most events that a finding lists; of a longer cycle it lists the first four and the last four
+MAX_NOTES = 8  # a finding about more events than this lists only the first four and the last four
 SAME = "every rank of a team issues the same ones in the same order"
 TROUBLES = {  # by category: message and hint; {} stands for the detail
     "collectives differ": ("ranks {} differ in the collectives of their team", SAME),
@@ -54,11 +54,17 @@ TROUBLES = {  # by category: message and hint; {} stands for the detail
 
 @dataclass(frozen=True)
 class Finding(Diagnostic):
-    """A diagnostic about the order of `events`."""
+    """A diagnostic about events whose order, or missing order, is an error.
+
+    Fields:
+        buffer: the name of the buffer that the events access; empty if the finding is not about a buffer.
+        events: the events that the finding is about.
+        times: the number of occurrences of the finding, over all ranks, rounds and calls.
+    """
 
     buffer: str = ""
     events: tuple[Event, ...] = ()
-    times: int = 1  # the number of its occurrences over all ranks, rounds and calls
+    times: int = 1
 
 
 def in_program_order(finding: Diagnostic) -> tuple[bool, int, int]:
@@ -77,11 +83,12 @@ class FindingBuilder:
         self.program = program
 
     def conflict(self, c: Conflict, times: int) -> Finding:
-        """Return the finding for a conflict that occurs this many times."""
+        """Return the finding for a conflict. `times` is the number of its occurrences."""
         return _often(self._conflict(c), times)
 
     def _conflict(self, c: Conflict) -> Finding:
-        # The caller reads an output before it overwrites the output.
+        # The caller overwrites its tensors after it has read the outputs. A race with this overwrite of an output is
+        # reported as a race with the read.
         reads = c.second.event.verb == "overwrites" and not c.buffer.persists
         if c.category == "unwritten" and c.first is not None:
             left = self.what(c.first.event)
@@ -106,7 +113,7 @@ class FindingBuilder:
         return self.finding("race", message, [first.event, second.event], c.buffer, expected=expected, hint=hint)
 
     def troubles(self, troubles: Iterable[Trouble]) -> Iterator[Finding]:
-        """Yield one finding for each category of trouble and set of statements, with the number of times it occurs."""
+        """Yield the findings for troubles. Troubles with the same category and statements become one finding."""
         grouped: dict[tuple[object, ...], list[Trouble]] = {}
         for t in troubles:
             sides = frozenset(id(event.statement) for event in t.events if event is not None)
@@ -117,11 +124,8 @@ class FindingBuilder:
     def trouble(self, t: Trouble) -> Finding:
         events = [event for event in t.events if event is not None]
         message, hint = (text.format(t.detail) for text in TROUBLES[t.category])
-        first = t.category in (
-            "deadlock",
-            "SMs held",
-            "queues shared",
-        )  # the first event is the one that blocks the others
+        # In these categories the first event blocks the others.
+        first = t.category in ("deadlock", "SMs held", "queues shared")
         level = "warning" if t.category == "sent again" else "error"
         finding = self.finding(t.category, message, events, None, hint=hint, at=events[0] if first else None)
         missing = [n for n, event in enumerate(t.events) if event is None]
@@ -138,7 +142,7 @@ class FindingBuilder:
         hint: str = "",
         at: Event | None = None,
     ) -> Finding:
-        """Return a finding that points at an event: by default the last one that belongs to a statement."""
+        """Return a finding that points at event `at`: by default the last event that belongs to a statement."""
         at = at or next((e for e in reversed(events) if e.statement is not None), None)
         shown = events if len(events) <= MAX_NOTES else [*events[: MAX_NOTES // 2], *events[-MAX_NOTES // 2 :]]
         notes = tuple((_span(e), f"{_where(e)}: {self.does(e)}") for e in shown)
@@ -173,7 +177,7 @@ class FindingBuilder:
 
 
 def leaks(buffers: Iterable[Buffer]) -> Iterator[Finding]:
-    """Yield a warning for each name of a leaked buffer."""
+    """Yield a warning for each leaked buffer. The buffers that several ranks have for one name give one warning."""
     for buffer in {b.name: b for b in buffers}.values():
         span = buffer.value.span if buffer.value else None
         yield Finding(
@@ -187,7 +191,7 @@ def leaks(buffers: Iterable[Buffer]) -> Iterator[Finding]:
 
 
 def _ordering(c: Conflict) -> str:
-    """Return a hint: the statements to insert so that the two accesses are ordered."""
+    """Return a hint that names the statements to insert so that the two accesses of a race are ordered."""
     assert c.first is not None
     first, second = c.first.event, c.second.event
     if first.rank != second.rank:
@@ -197,7 +201,7 @@ def _ordering(c: Conflict) -> str:
     handle = getattr(first.statement, "handle", None)
     if handle is not None:
         waited = next((str(lane[1]) for lane, _ in first.ends if len(lane) == 2), None)
-        if waited in (None, second.stream):  # nobody waits, or too late
+        if waited in (None, second.stream):  # no stream waits, or this stream waits too late
             return f"'wait {handle}' on {_stream(second)} before it"
         return f"on {_stream(second)}, 'synchronize' the stream that waits for {handle}, {waited}, before it"
     if second.statement is not None and first.statement is not None and _in_blocks(first.statement):
@@ -247,6 +251,6 @@ def _span(event: Event) -> Span | None:
 
 
 def _often(finding: Finding, times: int) -> Finding:
-    """Return the finding with a note of how many times it occurs, if more than once."""
+    """Return the finding with `times`, the number of its occurrences. If there are several, add a note that says so."""
     more = ((None, f"{times} places of these calls show it, over all ranks, rounds and calls"),) if times > 1 else ()
     return replace(finding, times=times, notes=(*finding.notes, *more))

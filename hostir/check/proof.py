@@ -1,9 +1,9 @@
 """Prove a host program free of races, deadlocks and misuse of memory, or report where it is not.
 
-Loops are unrolled for the given sizes; symbols without a value get a small one. Every rank is traced through two calls,
-or more if two calls do not show every error. The events of all ranks are joined by the rules of docs/memory-model.md,
-and one walk with vector clocks checks all accesses to memory. A finding names both statements, their ranks and streams,
-the missing order, and the statement to insert.
+Loops are unrolled for the given sizes. Symbols without a value get a small value. Every rank is traced through two
+calls, or through more calls if two do not show every error. The events of all ranks are joined by the rules of
+docs/memory-model.md. Then one walk with vector clocks checks all accesses to memory. A finding names both statements,
+their ranks and streams, the missing order, and the statement to insert.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ VALUES = "give values: --set NAME=VALUE"
 
 @dataclass(frozen=True)
 class Analysis:
-    """The result of a check: findings, the order of events (None if not kept), and the sizes and calls checked.
+    """The result of checking a host program.
 
-    `resizable`: True if symmetric buffers may have another size in every call (see `RaceDetector`).
+    Fields:
+        findings: the errors and warnings, errors first.
+        order: the order of the events that were checked; None if the caller does not need it or tracing failed.
+        sizes: the values of all symbols that were checked.
+        calls: the number of consecutive calls that were checked.
+        resizable: True if symmetric buffers may have different sizes in different calls (see `RaceDetector`).
     """
 
     findings: list[Diagnostic]
@@ -46,15 +51,23 @@ class Analysis:
 
 @uncollected()
 def analyse_quickly(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Do as `analyse`, on rank 0 alone if it represents all ranks and nothing is wrong. The result holds no order."""
+    """Check a host program with the same arguments and findings as `analyse`, but trace only rank 0 if this is enough.
+
+    It is enough if rank 0 represents all ranks and the check finds nothing (see `_of_one_rank`). The result has no
+    `order`.
+    """
     return replace(_of_one_rank(program, sizes or {}, calls) or analyse(program, sizes, calls), order=None)
 
 
 def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) -> Analysis | None:
-    """Analyse rank 0 alone; return None if all ranks have to be traced.
+    """Check a program by tracing rank 0 alone; return None if all ranks have to be traced.
 
-    All ranks have to be traced if rank 0 does not represent them; or if something is wrong and the program is small
-    enough to trace all ranks, whose findings are more precise.
+    All ranks have to be traced in these cases:
+    - Rank 0 does not represent all ranks.
+    - More calls have to be checked than were traced.
+    - There are findings, and the program is small enough to trace all ranks. Those findings are more precise.
+    - A kernel may hold SMs that others need. One rank cannot decide this.
+    - No small sizes fit, or even one rank has too many statements. `analyse` reports both as errors.
     """
     if misfits := program.misfits(sizes):
         return Analysis(misfits)
@@ -79,9 +92,10 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
 
 @uncollected()
 def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Analysis:
-    """Trace all ranks of a host program whose structure is sound, and check the order of their events.
+    """Trace all ranks of a host program without structural errors, and check the order of their events.
 
-    Unless `calls` is given, enough consecutive calls are checked to show the errors of any number of calls.
+    By default, enough consecutive calls are checked to find every error that any number of calls can have. `calls`
+    overrides their number.
     """
     if misfits := program.misfits(sizes or {}):
         return Analysis(misfits)
@@ -107,7 +121,7 @@ def analyse(program: Program, sizes: Mapping[str, int] | None = None, calls: int
 
 
 def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Trace `calls` calls on all ranks, and check their events."""
+    """Trace `calls` consecutive calls on all ranks, and check their events."""
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     try:
         for tracer in tracers:
@@ -122,9 +136,10 @@ def _traced(program: Program, sizes: Mapping[str, int], calls: int) -> Analysis:
 
 
 def shared_queues(program: Program, sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return the deadlocks of an otherwise sound program on a device whose streams share hardware queues.
+    """Return the deadlocks that a correct program has on a device whose streams share hardware queues.
 
-    The check assumes a single queue: a wait blocks everything that its rank issues later, to any stream.
+    The check assumes that all streams share one queue. Then a wait blocks everything that the rank issues after it, on
+    every stream.
     """
     tracers = [Tracer(rank, program, sizes) for rank in range(program.ranks)]
     for tracer in tracers:
@@ -146,7 +161,7 @@ def _statements(program: Program, sizes: Mapping[str, int], calls: int) -> int:
 
 
 def judge(program: Program, order: Order, sizes: Mapping[str, int], calls: int) -> Analysis:
-    """Return the result for an order of events; findings are in program order, errors first."""
+    """Check the traced events of a program and return the result. Its findings are in program order, errors first."""
     build = FindingBuilder(program)
     if order.troubles:
         return Analysis(list(build.troubles(order.troubles)), order, sizes, calls)
@@ -163,5 +178,8 @@ def judge(program: Program, order: Order, sizes: Mapping[str, int], calls: int) 
 
 
 def _unchecked(program: Program, why: str, hint: str) -> Diagnostic:
-    """Return the error that a program was not checked for races, with the reason; `prove` refuses such a program."""
+    """Return the error which says that a program was not checked for races. `why` is the reason.
+
+    `prove` refuses a program with this error.
+    """
     return Diagnostic(f"@{program.name} was not checked for races: {why}", hint=hint, category=UNCHECKED)

@@ -1,32 +1,35 @@
 """Compute signatures of sizes: a proof of a program for some sizes holds for all others with the same signature.
 
-The findings of the checker follow from three things: the statements that run on each rank; the accesses that meet or
-cover others; and errors while tracing, such as a view that needs a copy, an index outside its axis, or ranks that
-disagree about a size. None of them needs the sizes themselves. Think of each axis of a buffer as the interval from 0
-to 1, and of an element as a cell of the cube that the axes span. A position in the cube does not depend on extents.
+The checker's findings follow from three things:
+- the statements that run on each rank;
+- the accesses that overlap other accesses, or cover them completely;
+- errors while tracing: a view that needs a copy, an index outside its axis, ranks that disagree about a size.
 
-- `select` takes the i-th of n equal slabs of an axis, `chunk` the i-th of n pieces: n has to be the same.
-- A reshape, and the rows of a computation by blocks, merge axes with extents e1, .., ek into one axis. The position
-  on this axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on the innermost axis. A
-  reshape splits an axis by the same formula. All extents but the innermost have to be the same: the innermost extent
-  only says how fine the cells are. A reshape is cut into groups of axes wherever the products of the old and of the
-  new extents are equal as formulas.
-- If the first of several axes of rows is divisible by the number of blocks, the blocks cut this axis alone, and no
-  extent matters.
-- Every other statement takes unsliced tensors, or permutes their axes.
+Most of this does not depend on the sizes. Think of each axis of a buffer as the interval from 0 to 1. The axes of a
+buffer span a cube, and each element is a cell of the cube. A position in the cube does not depend on extents. The
+signature holds the numbers that do matter:
 
-So if these numbers are the same, each view is the same part of its buffer's cube; and if every division is exact, the
-view's boundaries lie between cells. Parts meet, or cover each other, as sets. For sets of complete cells this does
-not depend on how fine the cells are.
+- `select` takes the i-th of n equal slabs of an axis, and `chunk` the i-th of n pieces. The number n matters.
+- A reshape merges axes with extents e1, .., ek into one axis, and so do the rows of a computation by blocks. The
+  position on the merged axis is (i1 + (i2 + .. (ik-1 + u) / ek-1 ..) / e2) / e1, where u is the position on the
+  innermost axis. A reshape splits an axis by the same formula. All extents but the innermost matter. The innermost
+  extent only says how fine the cells are. A reshape is divided into groups of axes: a group ends where the product of
+  the old extents so far and the product of the new extents so far are equal formulas.
+- Blocks of rows cut only the first row axis if its extent is divisible by the number of blocks. Then no extent
+  matters.
+- Every other statement uses complete tensors, or permutes their axes. No extent matters.
+
+Suppose that two choices of sizes agree in these numbers, and that all divisions are exact. Then each view is the same
+part of its buffer's cube, and its boundaries lie between cells. So two views overlap, or one covers the other, for
+both choices or for neither.
 
 Strides are formulas, too. They decide whether a view exists, whether it is dense, and whether a statement writes
-exactly the view that it reads. If the formulas say yes, it holds for all sizes. If they do not, two axes form one
-stretch of memory, or two views are one, only if some axes happen to have extent 1. Then the signature includes, for
-every extent, whether it is 1.
+exactly the view that it reads. If the formulas prove such a property, it holds for all sizes. If they do not, it holds
+only if some axes happen to have extent 1. Then the signature also says for every extent whether it is 1.
 
 The numbers of loop rounds and of flags are part of the signature, so the same statements run. Ranks compare the sizes
-of messages; they compare the sizes of collectives if one of them is within an `if`. These sizes need to be equal in
-the same places.
+of messages. They also compare the sizes of collectives if a collective is inside an `if`. The signature says which of
+these sizes are equal to each other.
 
 If a statement does not fit this form, the signature consists of all sizes of the program.
 """
@@ -51,13 +54,15 @@ SizesKey = tuple[Any, ...]
 
 
 class Signature:
-    """The signature function of a host program of sound structure: sizes with equal signatures share one proof.
+    """Computes signatures of sizes for one host program without structural errors.
 
-    Programs that differ only in sizes, symbols or numbers, share their proofs.
+    A proof of the program holds for all sizes with the same signature. Programs of the same form share their proofs.
+    Such programs differ only in their names and in their sizes, which may be symbols or numbers.
 
     Fields:
         names: the symbols of the program.
-        proved: the signatures for which programs of this form were proved; the value is True if buffers are resizable.
+        proved: the signatures for which programs of this form were proved. The value of a signature is True if the
+            symmetric buffers are resizable (see `hostir.check.Proof`).
     """
 
     def __init__(self, program: Program) -> None:
@@ -72,7 +77,11 @@ class Signature:
         self.proved = _proved((*_form(program), walk.fits, walk.by_chance, tuple(walk.groups)))
 
     def of(self, sizes: Mapping[str, int]) -> SizesKey:
-        """Return the signature of sizes for all symbols; the sizes and the program if a division is not exact."""
+        """Return the signature of sizes. `sizes` has a value for every symbol.
+
+        If a division is not exact, the signature is the program together with the sizes. Then no other sizes have the
+        same signature.
+        """
         alone = (self.program, *sorted(sizes.items()))
         if min(sizes.values(), default=1) < 1:
             return alone
@@ -90,7 +99,15 @@ class Signature:
 
 
 def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the extents that matter if blocks cut rows of several axes: () if the first axis alone is cut."""
+    """Return the extents of row axes that the signature needs: () if the blocks cut the first axis alone.
+
+    Args:
+        axes: the extents of the row axes of one tensor.
+        counts: numbers of blocks; the rows are cut into their least common multiple.
+        share: for `own` rows, the number of blocks that they replace and the number of all blocks. The rows of other
+            tensors have equal numbers.
+        sizes: the values of all symbols.
+    """
     if len(axes) < 2:
         return ()
     mine, others = (n.bind(sizes) for n in share)
@@ -100,27 +117,38 @@ def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[st
 
 
 class _Walk:
-    """Walks a program and collects the parts of its signature."""
+    """Walks a program once and collects the sizes that its signatures depend on.
+
+    Fields:
+        exact: sizes whose values are part of the signature.
+        messages, collectives: shapes, or element counts, that ranks compare.
+        branched: True if ranks may issue collectives in different orders.
+        groups: the groups of axes of each reshape: where each group ends in the old and in the new shape.
+        cut: for each tensor whose rows are cut into blocks, the arguments of `_cut`.
+        symmetric: the shape of each symmetric buffer.
+        strides: the strides of each value.
+        buffers: for each value, the name of its buffer.
+        by_chance: True if some view exists for some sizes only, or is dense, or equals another view, for some only.
+        fits: False if the signature has to consist of all sizes of the program.
+    """
 
     def __init__(self, program: Program) -> None:
         self.exact: list[Size] = []
-        self.messages: list[Shape] = []  # element counts
-        # The groups of axes of each reshape: their ends in the old and in the new shape.
+        self.messages: list[Shape] = []
         self.groups: list[tuple[int, int]] = []
-        self.collectives: list[Shape] = []  # shapes, or element counts
-        # Rows in blocks: their axes, the numbers of blocks, and (stand-in blocks, blocks in all) for `own` rows.
+        self.collectives: list[Shape] = []
         self.cut: list[tuple[Shape, tuple[Size, ...], tuple[Size, Size]]] = []
-        self.branched = False  # True if ranks may issue collectives in different orders
+        self.branched = False
         self.symmetric: dict[str, Shape] = {}
         self.strides: dict[str, Shape] = {v.name: _packed(v.tensor.local_shape) for v in program.inputs}
-        self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}  # by the name of a value
-        self.by_chance = False  # True if a view exists, is dense, or equals another view for some sizes only
+        self.buffers: dict[str, str] = {v.name: v.name for v in program.inputs}
+        self.by_chance = False
         self.fits = True
         self.body(program.body, branch=False)
 
     @property
     def compared(self) -> tuple[list[Shape], ...]:
-        """Return the shapes that ranks compare."""
+        """Return the shapes that ranks compare: of messages, and of collectives if their orders may differ."""
         return (self.messages, *((self.collectives,) if self.branched else ()))
 
     def body(self, body: tuple[Statement, ...], branch: bool) -> None:
@@ -152,7 +180,7 @@ class _Walk:
         self.fits &= s.known_uncut()  # unknown statements may do anything to their tensors
 
     def is_dense(self, x: Value) -> bool:
-        """Return True if a tensor is dense for all sizes."""
+        """Return True if the strides of a tensor are dense for all sizes."""
         pairs = zip(x.tensor.local_shape, self.strides[x.name], _packed(x.tensor.local_shape), strict=True)
         return all(extent.is_one or stride == packed for extent, stride, packed in pairs)
 
@@ -165,7 +193,7 @@ class _Walk:
         self.buffers[out.name] = out.name if s.may_copy else self.buffers[x.name]
 
     def regrouped(self, old: Shape, strides: Shape, new: Shape) -> Shape:
-        """Merge or split axes: record the extents that matter, and return the strides of the new axes."""
+        """Return the strides of a view reshaped from shape `old` to shape `new`; record the extents that matter."""
         merged: list[Size] = []
         i = j = 0
         for end, until in _groups(old, new):
@@ -183,13 +211,14 @@ class _Walk:
         return tuple(merged)
 
     def in_blocks(self, s: Statement) -> None:
-        """Record the rows of a computation by blocks: the leading axes, which are cut as far as they merge."""
+        """Record the sizes that decide how a computation cuts the rows of its tensors into blocks.
+
+        All axes but the last are row axes. The operand of a sum has one more axis before them, for its sources.
+        """
         (out,) = s.values(Codec.WRITE)
         counts: list[Size] = []  # the number of blocks is their least common multiple
-        local: dict[
-            str, tuple[Size, Size]
-        ] = {}  # by tensor that stands in: the number of its blocks, and of all blocks
-        sources: dict[str, int] = {}  # tensors with a leading axis of sources, which are summed
+        local: dict[str, tuple[Size, Size]] = {}  # by tensor of `own` rows: the blocks that it replaces, and all blocks
+        sources: dict[str, int] = {}  # by tensor: 1 if its first axis holds the sources of a sum
         for use in s.flag_operands:
             flags, x = use.flags.tensor.shape[0], use.rows[0]
             results = flags
@@ -213,7 +242,7 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Strides:
-    """Computes strides of views of a tensor with this shape and these strides; records the extents that matter."""
+    """Computes the strides of views of a tensor, given its shape and strides; records the extents that matter."""
 
     walk: _Walk
     shape: Shape
@@ -237,7 +266,7 @@ class _Strides:
 
 
 def _packed(shape: Shape) -> Shape:
-    """Return the strides of a dense tensor."""
+    """Return the strides of a dense tensor of this shape."""
     return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -246,13 +275,16 @@ def _rows(x: Value) -> Size:
 
 
 def _nested(shape: Shape, strides: Shape) -> bool:
-    """Return True if the axes merge into one stretch of memory for all sizes."""
+    """Return True if axes with these strides merge into one axis for all sizes."""
     axes = [(n, s) for n, s in zip(shape, strides, strict=True) if not n.is_one]
     return all(outer == n * s for (_, outer), (n, s) in pairwise(axes))
 
 
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Yield the ends of the smallest groups of axes that merge or split together, in the old and in the new shape."""
+    """Divide a reshape into the smallest groups of axes that can be reshaped separately.
+
+    Yield, for each group, the index after its last axis in the old shape, and this index in the new shape.
+    """
     start = 0
     for i in range(1, len(old)):
         outer = product(old[:i])
@@ -281,20 +313,20 @@ def sizes_of(program: Program) -> Iterator[Size]:
 
 @lru_cache(maxsize=256)
 def _proved(form: SizesKey) -> dict[SizesKey, bool]:
-    """Return the proved signatures of programs of a form. Callers add to them.
+    """Return the signatures for which programs of a form were proved (see `_form`). Callers add to this dictionary.
 
-    The value of a signature is True if the buffers are resizable.
+    The value of a signature is True if the symmetric buffers are resizable.
     """
     return {}
 
 
 def forget_forms() -> None:
-    """Forget which signatures were proved."""
+    """Forget all signatures for which programs were proved."""
     _proved.cache_clear()
 
 
 def _form(program: Program) -> SizesKey:
-    """Return the form of a program: the program without sizes, name and text positions."""
+    """Return the form of a program: a key that leaves out its sizes, its name and its positions in the text."""
     ends = (tuple(_form_of_value(v) for v in values) for values in (program.inputs, program.outputs))
     return (*ends, program.meshes, program.streams, tuple(map(_form_of_statement, program.body)))
 

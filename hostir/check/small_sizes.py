@@ -1,7 +1,7 @@
-"""Choose small sizes that represent all: values for the symbols of a program that make all its sizes integers.
+"""Choose small values for the symbols of a program that represent all values.
 
-The order of events depends on the numbers of loop rounds. So a symbol that counts rounds gets more rounds than there
-are streams, if possible. Other symbols get the smallest value that makes divisions exact.
+The values make all sizes of the program integers. The order of events depends on the numbers of loop rounds. So a
+symbol that counts rounds is larger than the number of streams, if possible. Other symbols are as small as possible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ TRIES = 4096
 
 
 def small_sizes(program: Program, chosen: Mapping[str, int]) -> dict[str, int] | None:
-    """Return a small value for every symbol of a program, or None if no values fit."""
+    """Return a value for every symbol of a program: the value in `chosen`, else a small one.
+
+    Return None if no small values make all sizes integers.
+    """
     bound = {name: value for name, value in chosen.items() if name in program.size_names}
     free = sorted(program.size_names - bound.keys())
     if not free:

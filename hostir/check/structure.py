@@ -1,4 +1,4 @@
-"""Check structure: names, scopes, phases and types. Every program must pass this check before any other."""
+"""Check the structure of programs: names, scopes, phases and types. Every other check assumes a correct structure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _UNIT = Lit(1)
 
 
 def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnostic]:
-    """Return all structural findings in program order; empty for a sound program.
+    """Return all errors in the structure of a program, in program order.
 
-    With `explicit`, all shardings of a fusion must be propagated, and every change of sharding must be explicit: each
-    declared type equals the type that the statement infers. Host programs are always checked this way.
+    With `explicit`, two more things are errors: a declared type that differs from the type that its statement infers,
+    and a change of sharding in a fusion that is not a communication yet. Host programs are always checked this way.
     """
     if findings := list(malformed(program)):
         return findings
@@ -44,19 +44,26 @@ def check_structure(program: Program, *, explicit: bool = False) -> list[Diagnos
         findings += wrong.diagnostics
     if findings:
         return findings
-    # Last, and only for a sound program: a wrong statement may be the one that was meant to write the output.
+    # Only if there are no other findings: a wrong statement may be the one that should write the output.
     return list(checker.buffers.unwritten_outputs(program.outputs)) if program.phase is Phase.HOST else []
 
 
 def verify(program: Program, *, explicit: bool = False) -> Program:
-    """Return the program; raise a HostIRError with all findings about its structure."""
+    """Return the program if its structure is correct; otherwise raise a HostIRError with all errors.
+
+    `explicit` has the same meaning as in `check_structure`.
+    """
     _verify(program, explicit or program.phase is Phase.HOST)
     return program
 
 
 @lru_cache(maxsize=256)
 def _verify(program: Program, explicit: bool) -> None:
-    """Verify equal programs once: strategies begin with the same passes. Errors are not cached, as spans may differ."""
+    """Raise a HostIRError with all errors in the structure of a program.
+
+    Correct programs are cached, because many strategies begin with the same passes. Errors are not cached: equal
+    programs may have different positions in their texts.
+    """
     if findings := check_structure(program, explicit=explicit):
         raise HostIRError(*findings)
 
@@ -97,7 +104,7 @@ class _Checker:
             )
 
     def block(self, body: tuple[Statement, ...], around: Statement | None = None) -> Iterator[Diagnostic]:
-        """Check statements in order; `around` is the innermost loop or condition."""
+        """Yield the findings about statements, in order. `around` is the innermost loop or `if` around them."""
         for s in body:
             if self.phase not in s.phases:
                 yield Diagnostic(f"'{s.keyword()}' does not belong to a {self.phase.value}", s.span)
@@ -147,7 +154,7 @@ class _Checker:
             yield Diagnostic(f"{value} is used as {value.type} but defined as {self.scope[value.name].type}", span)
 
     def flags(self, s: Statement) -> Iterator[Diagnostic]:
-        """Check that flags are only signalled and waited for; nothing reads, writes or views them."""
+        """Yield a finding if a statement reads, writes or views flags, or allocates them where no peer can signal."""
         if s.buffer and not s.symmetric and _holds_flags(s.buffer):
             hint = f"{s.buffer}: {s.buffer.type} = allocate_symmetric"
             yield Diagnostic(f"no peer can signal {s.buffer}", s.span, hint=hint)
@@ -201,7 +208,7 @@ def _holds_flags(value: Value) -> bool:
 
 
 def _agree(a: TensorType, b: TensorType) -> bool:
-    """Return True if two types are equal up to Stream marks and normal form."""
+    """Return True if two types are equal without their Stream marks and with all axes in normal form."""
     same_mesh = a.mesh is None or b.mesh is None or a.mesh == b.mesh
     return same_mesh and a.host().axes == b.host().axes and a.dtype == b.dtype and a.partial == b.partial
 
@@ -216,7 +223,10 @@ def divisions_by_zero(expr: Expr) -> Iterator[Bin]:
 
 
 def _terms(expr: Expr) -> dict[Expr, int]:
-    """Return the expression as a sum: the factor of each term. The constant is the factor of `_UNIT`; 0 is {}."""
+    """Return an expression as a sum: a dictionary from each term to its factor.
+
+    The constant part is the factor of the term `_UNIT`. The expression 0 is {}.
+    """
     if isinstance(expr, Lit):
         return {_UNIT: expr.value} if expr.value else {}
     if isinstance(expr, Bin):

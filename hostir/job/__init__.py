@@ -1,1 +1,1 @@
-"""State of a process in a job: sessions, groups, agreement of ranks, symmetric memory, watchdog."""
+"""The state that a process shares with the other ranks: sessions, groups, agreements, symmetric memory, watchdog."""

@@ -1,4 +1,7 @@
-"""Agreements: the ranks of an executor compare a call before they run it, at a meeting or through the store."""
+"""Let the ranks of an executor agree on a call before they run it.
+
+They compare the call at a meeting, where all ranks wait for each other, or through the store, without waiting.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from hostir.plan.unroll import teams_of
 
 
 class SessionRanks(Protocol):
-    """The ranks of a session, as their agreements see them."""
+    """The part of a `Session` that agreements use."""
 
     rank: int
     size: int
@@ -30,28 +33,30 @@ class SessionRanks(Protocol):
     meetings: Meetings
 
     def asking(self, where: str) -> AbstractContextManager[None]:
-        """Name the statement to peers while this rank asks the store."""
+        """Return a context manager. Inside it, a failure of the store raises a HostIRError that names `where`."""
 
     def wait(self, arrived: Callable[[Sequence[int]], bool], where: str, *, note: Callable[[int], str] = ...) -> None:
-        """Wait until `arrived` holds for all ranks; raise HostIRError for ranks that do not come."""
+        """Wait until `arrived` returns True for all ranks. Raise a HostIRError that names ranks that do not come."""
 
 
-READ = "read "  # before a refusal that another rank has read
+READ = "read "  # the prefix of a refusal that another rank has read
 
 
 class Meetings:
-    """The meetings of a job's ranks: they meet before each call with a kind of sizes that is new to an executor.
+    """The meetings of the ranks of a session, seen from one rank.
 
-    Each rank posts its call in its slot, and waits for the calls of the others. A rank that refuses a call posts the
-    refusal instead. It may replace the refusal by a call until another rank that makes the refused call has read it.
-    From then on the meeting has failed for all ranks. Refusals of earlier calls, which the others have run, are not
-    read.
+    The ranks meet before the first call of an executor with each kind of sizes. At a meeting, each rank writes its call
+    to its slot in the store, and waits until all other ranks have written theirs.
 
-    If all calls are compared, calls have numbers, and each call has its own meeting. A refusal is then final.
+    A rank that refuses a call writes the refusal to its slot. It may replace the refusal by another call, as long as no
+    rank that makes the refused call has read it. Once a rank has read it, this meeting has failed for all ranks. A rank
+    ignores a refusal of an earlier call that it has already run.
+
+    If all calls are compared, each call has a meeting with the number of the call. Then a refusal cannot be replaced.
 
     Fields:
         number: the number of the next meeting.
-        refusal: this rank's refusal in the next meeting; empty if it has refused nothing.
+        refusal: the refusal that this rank has written for the next meeting; empty if there is none.
     """
 
     def __init__(self, session: SessionRanks) -> None:
@@ -60,13 +65,19 @@ class Meetings:
         self.refusal = ""
 
     def restart(self, number: int) -> None:
-        """Count meetings from `number` on, as all ranks do."""
+        """Continue with meeting `number`. All ranks call this with the same number."""
         self.number, self.refusal = number, ""
 
     def meet(self, call: Call, where: str, concerns: Callable[[Call], bool], numbered: bool) -> list[Call]:
-        """Return every rank's call, or its refusal; `concerns` returns True for a refusal of this call.
+        """Meet all ranks for a call; return the call that each rank makes, or its refusal.
 
-        Raises HostIRError for ranks that do not arrive.
+        Raise a HostIRError that names the ranks that do not arrive.
+
+        Args:
+            call: the call of this rank.
+            where: a description of the call, for messages.
+            concerns: returns True if a refusal is a refusal of this call.
+            numbered: True if all calls are compared, so that each call has a meeting of its number.
         """
         store, met, stale = self.session.store, dict[int, Call](), dict[int, str]()
 
@@ -96,30 +107,34 @@ class Meetings:
         return [met[rank] for rank in range(self.session.size)]
 
     def refuse(self, call: Call, numbered: bool) -> None:
-        """Post a refusal for ranks that make this call."""
-        with contextlib.suppress(dist.DistError):  # the caller gets the refusal itself
+        """Write the refusal of a call to the store, for the ranks that make the call."""
+        with contextlib.suppress(dist.DistError):  # this rank's caller gets the refusal in any case
             self._post(call, numbered)
 
     def _post(self, call: Call, numbered: bool) -> str:
-        """Write a call or its refusal to this rank's slot of the meeting for it; return the prefix of the slots."""
+        """Write a call or a refusal to this rank's slot of the next meeting; return the key prefix of all slots."""
         store, rank, text = self.session.store, self.session.rank, str(call)
         if numbered:
             store.set(f"meeting of call {call.made}/{rank}", text)
             return f"meeting of call {call.made}"
         while store.compare_set(f"meeting {self.number}/{rank}", self.refusal, text).decode() != text:
-            self.number += 1  # the refusal there was read
+            self.number += 1  # another rank has read the refusal there
             self.refusal = ""
         self.refusal = text if call.refusal else ""
         return f"meeting {self.number}"
 
 
 class Agreement:
-    """The agreement of all ranks on an executor's calls: they compare the first call with each kind of sizes.
+    """The agreement of all ranks on the calls of one executor, seen from one rank.
 
-    With `compare` they compare every call. Without a session there are no other ranks, and nothing is compared.
+    The ranks compare the first call with each kind of sizes at a meeting. With `compare` they compare all calls.
+    Without a session there are no other ranks, and nothing is compared.
 
     Fields:
-        made: the number of the executor's calls so far, if calls are not compared.
+        call: the data that all calls of the executor have in common.
+        agreed: the kinds of sizes on which the ranks have agreed.
+        made: the number of the executor's calls so far. It is not counted if all calls are compared.
+        failed: the latest call that failed: the number of calls made before it, and the number of failed attempts.
     """
 
     def __init__(self, session: SessionRanks | None, program: Program, kernels: str, compare: bool) -> None:
@@ -128,20 +143,25 @@ class Agreement:
         self.compare = compare and session is not None and session.size > 1
         self.call = Call(program.name, program.digest if session is not None else "", None, (), kernels)
         self.program = program
-        self.agreed: set[Hashable] = set()  # kinds of sizes
+        self.agreed: set[Hashable] = set()
         self.made = 0
-        self.failed = 0, 0  # the latest call that failed, as a number of calls made before it, and how often
+        self.failed = 0, 0
 
     def restart(self) -> None:
-        """Agree anew on calls of every kind, as all ranks do."""
+        """Forget all agreements, so that the ranks meet again for each kind of sizes. All ranks call this."""
         self.agreed.clear()
-        self.call = replace(self.call, executor=None)  # some ranks may have ended its first call, and others not
+        self.call = replace(self.call, executor=None)  # some ranks may have finished its first call, others may not
         self.made, self.failed = 0, (0, 0)
 
     def begin(self, sizes: Mapping[str, int], *, planned: bool, places: bool = False) -> None:
-        """Raise if another rank that has reached this call makes a different one; the caller holds the calls' lock.
+        """Compare this call with the call that other ranks make, if all calls are compared. Raise if they differ.
 
-        `planned`: True if the call has a plan, so that this rank runs it next without a meeting.
+        The calling thread holds the lock of `calls`. No rank waits for another.
+
+        Args:
+            sizes: the values of all symbols.
+            planned: True if the call has a plan. Then this rank runs it next, without a meeting.
+            places: True if the call only asks for the places of inputs (`Executor.places`).
         """
         if not self.compare:
             return
@@ -152,16 +172,17 @@ class Agreement:
             raise
 
     def refuse(self, refusal: HostIRError) -> None:
-        """Report to ranks that run a call, or are about to compare it, that this one does not run it."""
+        """Report to the other ranks that this rank does not run its next call, with the reason."""
         if self.compare:
             self.calls.refuse(replace(self.call, refusal=headline(refusal)))
         self._announce(refusal)
 
     def reach(self, sizes: Mapping[str, int], kind: Hashable) -> None:
-        """Meet the other ranks; raise on every rank if one refuses, or if programs, sizes or kernels differ.
+        """Agree with all ranks on a call whose sizes have no plan on this rank yet.
 
-        Ranks meet once for each kind of sizes. Sizes new to this rank, but not to the group, are compared with the
-        calls that earlier ranks posted.
+        If the ranks have not agreed on this kind of sizes, they meet. Every rank raises a HostIRError if one of them
+        refuses the call, or if their programs, sizes or kernels differ. If they have agreed on the kind, this rank only
+        compares its call through the store, without waiting.
         """
         if self.session is None:
             return
@@ -188,14 +209,14 @@ class Agreement:
             if call.tries < most:
                 first = next(rank for rank, it in enumerate(posted) if it.tries == most)
                 raise error(f"{what}, because rank {first} does not: it has refused that call, and makes another")
-            # the others were in a call that this rank has refused: it meets them again in their next call
+            # The other ranks made a call that this rank has refused. It meets them again in their next call.
         if self.call.executor is None:
             self.call = replace(self.call, executor=self._made() if self.compare else meetings.number)
         self.session.groups.prepare(teams_of(self.program))
         self.agreed.add(kind)
 
     def of(self, sizes: Mapping[str, int], places: bool = False) -> Call:
-        """Return a call of the executor with these sizes."""
+        """Return the data of a call of the executor with these sizes, made by the current thread."""
         bound, calls = tuple(sorted(sizes.items())), self.calls
         thread = calls.name if self.compare else ""
         call = replace(self.call, sizes=bound, places=places, thread=thread)
@@ -207,7 +228,10 @@ class Agreement:
             self.failed = self._made(), self._tries() + 1
 
     def _concerns(self, mine: Call, refusal: Call) -> bool:
-        """Return True if a refusal is of the call that this rank makes, not of one that has failed here as well."""
+        """Return True if a refusal is a refusal of the call that this rank makes.
+
+        Return False if it is a refusal of an earlier call, or of an earlier attempt that has also failed on this rank.
+        """
         same = refusal.made == mine.made and (self.compare or refusal.is_by(mine))
         return same and refusal.tries >= mine.tries
 
@@ -215,10 +239,10 @@ class Agreement:
         return replace(call, made=self._made(), tries=self._tries())
 
     def _tries(self) -> int:
-        """Return the number of failed attempts at the executor's next call."""
+        """Return the number of attempts at the executor's next call that have failed."""
         number, times = self.failed
         return times if number == self._made() else 0
 
     def _made(self) -> int:
-        """Return the number of earlier calls: of the job if calls are compared, else of the executor."""
+        """Return the number of earlier calls: calls of all executors if all are compared, else of this executor."""
         return self.calls.number - 1 if self.compare else self.made

@@ -1,12 +1,14 @@
-"""The calls of executors by a team of ranks: one at a time on each rank, and the same in the same order on all.
+"""Check that a team of ranks makes the same calls in the same order, and that each rank makes one call at a time.
 
-Executors share their team's process groups, which match operations of ranks by their order alone. So the rank that
-gets first to the team's n-th call posts it in the team's store, and every other compares its own call with that.
-Nobody waits: ranks may be calls apart.
+All executors of a team share its process groups. A process group matches the operations of different ranks only by
+their order. So the calls of the ranks are compared. The rank that reaches the team's n-th call first writes the call to
+the team's store. Each other rank compares its n-th call with this text. No rank waits: one rank may be several calls
+ahead of another.
 
-A thread may call after another thread's call has ended. Calls that overlap have no order, and are refused. Two
-threads that lock each other out never overlap, but may take turns in another order on another rank. So if calls are
-compared, the threads that make them are compared, too, by names that are the same on all ranks.
+A thread may make a call after the call of another thread has ended. Calls that overlap have no order, and are refused.
+If two threads take a lock for their calls, the calls do not overlap. But the threads may take turns in another order on
+another rank. So if calls are compared, the threads that make them are compared, too. Threads have names for this that
+are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from hostir.ir.source import error
 from hostir.job.links import ALIKE, PAGE, MisalignedError
 from hostir.job.threads import ThreadPairs, common_name, is_foreign, running
 
-SLOTS = 512  # of the store: no rank gets so many calls ahead of another
-SHOWING = 1.0  # seconds that a thread has to make a call that its namesake on another rank has made
-STARTING = 5.0  # seconds that it has to make any call: its program may still be compiled
+SLOTS = 512  # the number of calls that the store keeps; no rank gets so far ahead of another
+SHOWING = 1.0  # seconds that a thread has to make a call if the thread of the same name on another rank has made one
+STARTING = 5.0  # seconds that this thread has to make a call of any team, because its program may still be compiled
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,19 @@ class Call:
     """The data of a call that ranks compare.
 
     Fields:
+        program: the name of the program.
+        digest: the digest of the program.
         executor: the number of the executor's first call, which identifies the executor; None until that call.
-        made: the number of calls before it, if ranks meet for it; else 0.
-        tries: the number of earlier refusals of it by this or another rank, if ranks meet for it; else 0.
-        refusal: the reason why this rank does not make it; empty if it does.
-        operator: the name of the operator of hostir.torch that makes it; empty for a caller of the executor itself.
-        backward: True if autograd makes it, in a backward pass.
-        thread: the common name of the thread that makes it; empty where calls are not compared.
+        sizes: the names and values of the program's symbols.
+        kernels: the kernels that the executor uses.
+        places: True for a call of `Executor.places`.
+        made: the number of earlier calls, if ranks meet for this call; else 0.
+        tries: the number of failed attempts at this call, if ranks meet for it; else 0.
+        refusal: the reason why this rank does not make the call; empty if it makes the call.
+        operator: the name of the operator of hostir.torch that makes the call; empty if the user calls the executor.
+        backward: True if autograd makes the call in a backward pass.
+        thread: the name of the thread that makes the call, which is the same on all ranks; empty if calls are not
+            compared.
     """
 
     program: str
@@ -68,7 +76,7 @@ class Call:
         return Call(**{**fields, "sizes": tuple(map(tuple, fields["sizes"]))})
 
     def is_by(self, other: Call) -> bool:
-        """Return True if the other is a call of the same executor, made or refused."""
+        """Return True if both are calls of the same executor. It does not matter whether they are refused."""
         return (self.digest, self.executor) == (other.digest, other.executor)
 
     @lru_cache(maxsize=1024)  # noqa: B019  # the same few, again and again
@@ -77,7 +85,7 @@ class Call:
 
 
 def describe(by_rank: Mapping[int, Call]) -> str:
-    """Describe ranks' different calls in the user's terms, equal ones together."""
+    """Return a text that tells users how the calls of ranks differ. Ranks with equal calls are named together."""
     groups: dict[str, list[int]] = {}
     for rank, call in by_rank.items():
         groups.setdefault(str(call), []).append(rank)
@@ -110,7 +118,7 @@ def describe(by_rank: Mapping[int, Call]) -> str:
 
 @lru_cache(maxsize=1024)
 def _number(name: str) -> int:
-    """Return the CRC-32 of a name, which is the same on all ranks."""
+    """Return the CRC-32 of a name. Unlike Python's `hash`, it is the same on all ranks."""
     return crc32(name.encode())
 
 
@@ -122,32 +130,44 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
-_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # of this process
-_joining = threading.Lock()  # held while there is another
+_teams: weakref.WeakSet[Calls] = weakref.WeakSet()  # the teams of this process
+_joining = threading.Lock()  # held while `_teams` is read or changed
 
 
 class Calls:
-    """The calls of one team, as seen by one of its ranks.
+    """The calls of one team of ranks, seen from one rank.
 
     Args:
         store: a store that the ranks share; None for a rank alone.
-        rank, ranks: this rank, and all of the team.
+        rank: this rank.
+        ranks: all ranks of the team.
         timeout: seconds to wait for another rank that is too many calls behind.
-        check: raises an error while this rank waits, if another rank is lost or has abandoned a call.
-        report: reports to all ranks that calls may differ between ranks; returns the first such report.
+        check: called while this rank waits; raises an error if another rank is lost or has abandoned a call.
+        report: reports to all ranks that their calls may differ, with the reason. It returns the first reason that any
+            rank has reported.
 
     Fields:
         lock: held by the thread whose call runs.
         inside: the thread whose call runs; None between calls.
-        visible: True if other ranks may know of that call and run it, because this rank has begun to post it, or has
-            issued work that peers may notice.
-        entered, latest: the number of calls that have begun, and the thread that made the latest.
-        caller, name: the thread to which the latest call belongs, and its common name. What autograd's own threads call
-            belongs to the thread that waits for them.
-        callers: all threads that have called.
+        visible: True if other ranks may know of this call and run it, because this rank has written it to the store, or
+            has issued work that peers may notice.
+        entered: the number of calls that have begun.
+        latest: the thread that made the latest call.
+        caller: the thread to which the latest call belongs. A call that a thread of autograd makes belongs to the
+            thread that waits for autograd.
+        name: the name of `caller` that is the same on all ranks.
+        callers: all threads that have made calls.
+        threads: the pairs of threads on this rank and another rank that have made the same calls.
+        paired: the latest such pair: the other rank, the name of its thread, and the name of the thread here.
         operator: the name of the operator of hostir.torch that is calling an executor; empty for other callers.
         number: the number of the next call.
-        made, trail: the number of calls that were not compared, and a hash of their sequence.
+        broken: the reason why this rank makes no more calls: its calls differ from those of other ranks.
+        slots: the texts that this rank last read from the slots of the store.
+        made: the number of calls that were not compared.
+        trail: a hash of the sequence of these calls.
+        asked: the number of calls that `compare_new` has compared since the last of these calls. There can be several,
+            because a call that fails may be followed by a call with other sizes.
+        posted: the keys that this rank has written in `compare_new`.
     """
 
     def __init__(
@@ -173,24 +193,24 @@ class Calls:
         self.name = ""
         self.callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self.threads = ThreadPairs()
-        self.paired: tuple[int, str, str] | None = None  # the latest pair: a rank, its thread, the thread here
+        self.paired: tuple[int, str, str] | None = None
         with _joining:
             _teams.add(self)
         self.operator = ""
         self.number = 0
-        self.broken = ""  # why this rank's calls are not those of the others any more
+        self.broken = ""
         self.slots = [""] * SLOTS
         self.made = self.trail = 0
-        self.asked = 0  # since the latest of these: a call that fails may be followed by one of other sizes
-        self.posted = deque[str]()  # by this rank, for `compare_new`
+        self.asked = 0
+        self.posted = deque[str]()
 
     def unlock(self) -> None:
-        """Create a new lock, held by no thread: in a forked child, one of the parent's may have held the old one."""
+        """Create a new lock that no thread holds. In a forked child, a thread of the parent may hold the old lock."""
         self.lock = threading.RLock()
         self.inside: threading.Thread | None = None
 
     def restart(self, store: Any, number: int) -> None:
-        """Count calls from `number` on in another store, as all ranks do."""
+        """Continue with call `number` in another store. All ranks call this with the same number."""
         self.store, self.number = store, number
         self.slots = [""] * SLOTS
         self.made = self.trail = self.asked = 0
@@ -199,7 +219,7 @@ class Calls:
 
     @contextlib.contextmanager
     def turn(self, program: str) -> Iterator[None]:
-        """Count the block as one call of a program by this thread."""
+        """Return a context manager for one call of a program by the current thread. Raise if another call runs."""
         thread, entered = threading.current_thread(), self.entered
         if (other := self.inside) is not None:
             self.refuse_overlap(program, other)
@@ -213,9 +233,12 @@ class Calls:
     def enter(self, thread: threading.Thread, entered: int, program: str) -> None:
         """Begin a call of a program in a thread that holds the lock.
 
-        `entered` is the number of calls that had begun when the thread asked for the lock.
+        Every rank raises MisalignedError if another thread has begun a call while this thread waited for the lock.
 
-        Raises MisalignedError on every rank if another thread has begun one since.
+        Args:
+            thread: the current thread.
+            entered: the number of calls that had begun when the thread asked for the lock.
+            program: the name of the program, for messages.
         """
         if thread is not self.latest or entered != self.entered:
             if entered != self.entered and self.latest is not None and self.latest is not thread:
@@ -226,9 +249,10 @@ class Calls:
         self.inside, self.visible, self.entered = thread, False, self.entered + 1
 
     def refuse_overlap(self, program: str, other: threading.Thread) -> None:
-        """Raise if a call would overlap the call of another thread, on every rank, or if it is within one of its own.
+        """Raise an error if a call of the current thread would overlap the running call of the thread `other`.
 
-        A rank alone lets its threads wait for each other: nobody else has to know their order.
+        If `other` is another thread, all ranks raise MisalignedError. If it is the same thread, only this rank raises.
+        For a rank alone, threads may wait for each other, and nothing is raised.
         """
         mine = threading.current_thread()
         if other is mine:
@@ -245,7 +269,7 @@ class Calls:
             raise self._misaligned(f"{first} of the same ranks", hint)
 
     def _take_over(self, thread: threading.Thread) -> None:
-        """Count calls as those of this thread from now on, unless it is one of autograd's own."""
+        """Let the next calls belong to this thread, except if it is a thread of autograd."""
         if is_foreign(thread) and in_backward():
             return
         self.caller = thread
@@ -255,10 +279,14 @@ class Calls:
             self.threads.callers.add(self.name)
 
     def begin(self, call: Call, *, planned: bool) -> None:
-        """Return if every rank that has reached this call makes the same one; the caller holds the lock.
+        """Compare a call with the call of the rank that reached it first. The current thread holds the lock.
 
-        Raises HostIRError, naming both calls, if they differ. If the rank that got there first had `planned`, it may
-        already run its call: then every rank raises MisalignedError.
+        If the calls differ, raise a HostIRError that names both. If the first rank may already run its call, every rank
+        raises MisalignedError.
+
+        Args:
+            call: the call of this rank.
+            planned: True if this rank has a plan for the call. Then this rank runs the call next, without a meeting.
         """
         if not self.others:
             return
@@ -283,9 +311,9 @@ class Calls:
         raise self._misaligned(message) if running else error(message, expected=ALIKE, hint=PAGE)
 
     def refuse(self, call: Call) -> None:
-        """Report that this rank does not make a call; the caller holds the lock.
+        """Report to the other ranks that this rank does not make a call. The current thread holds the lock.
 
-        A rank that may already run it raises what the refusal says.
+        If another rank may already run the call, all ranks raise MisalignedError with the reason of the refusal.
         """
         if not self.others:
             return
@@ -296,14 +324,15 @@ class Calls:
             self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
 
     def went(self, checksum: int) -> None:
-        """Count a call that was not compared; `checksum` is a hash of its program and sizes."""
+        """Count a call that was not compared. `checksum` is a hash of its program and its sizes."""
         self.made, self.asked = self.made + 1, 0
         self.trail = hash((self.trail, checksum, _number(self.operator), in_backward()))
 
     def compare_new(self, call: Call) -> None:
-        """Compare a call with sizes that are new on this rank, where not all calls are compared; nobody waits.
+        """Compare a call whose sizes are new on this rank, if not all calls are compared. No rank waits.
 
-        Raises MisalignedError if another rank got here first with another one that is new there, or after other calls.
+        The call is compared with the call of the first rank for which the sizes at this position were new, too. Every
+        rank raises MisalignedError if these calls differ, or if the two ranks have made different calls before.
         """
         if not self.others:
             return
@@ -327,22 +356,29 @@ class Calls:
         raise self._misaligned(f"the calls of the ranks do not line up: {difference}", hint)
 
     def check_order(self) -> None:
-        """Raise once a rank may run a call that another does not make: all later calls would be off by one."""
+        """Raise MisalignedError if the calls of the ranks no longer match: all later calls would be off by one."""
         if self.broken:
             raise MisalignedError(self.broken, f"rank {self.rank} makes no call any more")
 
     def end(self, why: str) -> None:
-        """Make no call any more, and let no other rank make one."""
+        """Forbid all ranks to make more calls. `why` is the reason."""
         self._misaligned(why)
 
     def _misaligned(self, why: str, hint: str = PAGE) -> MisalignedError:
-        """Make no call any more, and let no other rank make one; return the error that all of them raise."""
+        """Forbid all ranks to make more calls; return the error that all ranks raise. `why` is the reason."""
         self.broken = why
         self.broken = self.report(why)
         return MisalignedError(self.broken, hint=hint)
 
     def _post(self, mine: str, planned: bool) -> tuple[int, bool, str]:
-        """Post this rank's next call unless another rank was first. Return the first rank, `planned`, and its call."""
+        """Write this rank's next call to the store, unless another rank has written its call there before.
+
+        Return the rank that was first, its `planned`, and the text of its call.
+
+        Args:
+            mine: the text of this rank's call.
+            planned: True if this rank runs the call next without a meeting.
+        """
         slot = self.number % SLOTS
         try:
             if self.number % (SLOTS // 2) == 0:
@@ -363,9 +399,14 @@ class Calls:
     def _same_thread(self, rank: int, theirs: str) -> bool:
         """Return True if the thread that makes this call on another rank can correspond to the current thread.
 
-        `theirs` is that thread's common name. The threads do not correspond if the thread of that name on this rank
-        calls this team, too. If it has not called yet, it gets SHOWING seconds. It must then have called another team,
-        or do so within STARTING seconds.
+        Threads with the same name correspond. Otherwise, look at the thread of this rank that has the name of the other
+        rank's thread. If it makes calls of this team, too, the current thread does not correspond. If it has made none,
+        wait SHOWING seconds for one. After that, it must have made a call of another team, or make one within STARTING
+        seconds; otherwise return False.
+
+        Args:
+            rank: the other rank.
+            theirs: the name of its thread, which is the same on all ranks.
         """
         if rank == self.rank or self.paired == (rank, theirs, self.name):
             return True
@@ -386,11 +427,14 @@ class Calls:
                 if waited > STARTING:
                     return False
             time.sleep(0.005)
-        self.check_order()  # it may have called, been refused and ended
+        self.check_order()  # the other thread may have ended after its call was refused
         return self.threads.add(rank, theirs, self.name)
 
     def _keep_up(self) -> None:
-        """Wait until every rank has read the half of the slots that is used next."""
+        """Wait until every rank has read the half of the store's slots that this rank is going to overwrite.
+
+        Raise a HostIRError if a rank does not come within the timeout.
+        """
         turn = self.number // (SLOTS // 2)
         self.store.set(f"turn/{self.rank}", str(turn))
         deadline = time.monotonic() + self.timeout

@@ -1,4 +1,4 @@
-"""The process groups of a session, one for each team of its ranks, and the symmetric memory of all."""
+"""Manage the process groups of a session, one for each team of its ranks, and the symmetric memory of all ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hostir.job.offers import ExchangeTexts
 from hostir.job.symmetric import Sharing, SymmetricMemory
 
 PARTING = 10.0  # seconds that destroying the process groups may take
-NO_TAG = 77  # of no message
+NO_TAG = 77  # no message has this tag
 ANEW = "start all ranks anew, or make another group of them"
 _numbers = itertools.count()
-_abandoned: list[Any] = []  # groups of sessions that failed
+_abandoned: list[Any] = []  # process groups of sessions that failed, which must not be destroyed
 
 
 def _alone(key: str, mine: str) -> list[str]:
-    """Exchange a text with no other rank."""
+    """Exchange a text if there is only one rank: return only this rank's text."""
     return [mine]
 
 
@@ -40,25 +40,28 @@ def world() -> Any:
 
 @dataclass
 class Groups:
-    """A session's process groups, one for each team of its ranks, and what belongs to them.
+    """The process groups of a session, one for each team of its ranks, and the state that belongs to them.
 
-    torch's registry does not know them. So only the ranks of a team make its group, and no rank outside the session
-    takes part.
+    The groups are not in torch's registry. So only the ranks of a team create its group, and no rank outside the
+    session takes part.
 
     Fields:
-        rank: this one, among those of the session.
-        exchange: gives a text under a key, and gets those of all ranks.
-        store: where the ranks of a team find each other; None for a rank alone.
-        timeout: how long they wait for each other, and how long a communication may take.
-        whole: returns the registered group of all ranks, which torch's symmetric memory asks for.
-        made: the groups by their teams.
-        memory: the symmetric memory; None before the first machine.
-        streams, timeouts: worker streams of programs with symmetric memory, and what their kernels report, by digest:
-            executors that share memory share both.
-        broken: why this rank runs nothing more: it could not connect, or on CPU, a call was interrupted here, and what
-            peers within it still send and wait for would go to the next call, of any program. Empty if it may.
-        abandoned: the failure of a call that ended midway on some rank, once this rank's caller has got an error of
-            it. The ranks renew their shared state before their next calls. Empty if no such call ended.
+        rank: the number of this rank in the session.
+        device: the device of this rank.
+        exchange: posts a text under a key, and returns the texts of all ranks.
+        store: the store in which the ranks of a team find each other; None for a rank alone.
+        timeout: how long ranks wait for each other, and how long a communication may take.
+        whole: returns the registered group of all ranks, which torch's symmetric memory needs.
+        made: the group of each team.
+        memory: the symmetric memory; None until a machine asks for it.
+        streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
+            share memory share the streams.
+        timeouts: the reports of the kernels of each such program, by its digest.
+        broken: the reason why this rank runs nothing more; empty if it may. Either it could not connect to another
+            rank, or a call was interrupted on this rank with gloo. In the second case, data that peers still send for
+            this call would be received in the next call.
+        abandoned: the failure of a call that ended midway on some rank; empty if there is none. It is set when this
+            rank's caller has got an error about the call. Before their next calls, the ranks renew their shared state.
     """
 
     rank: int
@@ -77,7 +80,10 @@ class Groups:
     _messages: Groups | None = None
 
     def symmetric(self, sharing: Callable[[], Sharing]) -> SymmetricMemory:
-        """Return the symmetric memory of these ranks, which `sharing` lets them see."""
+        """Return the symmetric memory of the ranks of the session; create it on first use.
+
+        `sharing` returns the mechanism by which the ranks access each other's memory.
+        """
         with self.lock:
             if self.memory is None:
                 self.memory = SymmetricMemory(self.rank, self.exchange, sharing())
@@ -85,7 +91,7 @@ class Groups:
 
     @property
     def messages(self) -> Groups:
-        """The groups for a rank's own messages, which are not ordered with collectives."""
+        """Separate process groups for messages, because messages and collectives must not wait for each other."""
         with self.lock:
             if self._messages is None:
                 store = None if self.store is None else PrefixStore("messages", self.store)
@@ -93,19 +99,20 @@ class Groups:
             return self._messages
 
     def renew(self, seconds: float) -> None:
-        """Release what waits for peers, and give what the ranks share its first state again; all of them call it.
+        """Reset the state that the ranks share, after a call that ended midway. All ranks call this.
 
-        The process groups are made anew when they are needed: their ranks have not begun the same communications.
+        Communications and kernels that wait for peers are ended. Symmetric memory gets its first contents. The process
+        groups are dropped and created again when needed, because their ranks have begun different communications.
 
         Args:
-            seconds: how long the other ranks wait for this one.
+            seconds: the time that the other ranks wait for this rank.
         """
         each = (self,) if self._messages is None else (self, self._messages)
 
         def abort() -> None:
             for group in (group for its in each for group in its.made.values()):
                 _abort(group, self.device)
-                if self.device.type == "cuda":  # gloo's end with the plans: their communications have just failed
+                if self.device.type == "cuda":  # gloo's groups end with the plans
                     _abandoned.append(group)
 
         assert self.memory is not None
@@ -114,13 +121,16 @@ class Groups:
             its.made.clear()
             its.store = None if its.store is None else PrefixStore("renewed", its.store)
         for timeouts in self.timeouts.values():
-            timeouts.problem()  # of kernels that gave up since: their calls are lost, and the callers know
+            timeouts.problem()  # drops reports of kernels that gave up: the callers know that these calls are lost
         self.abandoned = ""
 
     def end(self, done: bool, default: bool = False) -> None:
-        """Drop the memory and all groups, and with `default` torch's default one: the session ends.
+        """End the session: release the symmetric memory, and destroy all process groups.
 
-        Where it failed, the groups end with the process: destroying them might wait for lost ranks.
+        Args:
+            done: True if the session ended without a failure. After a failure, the groups are not destroyed, because
+                that may wait for lost ranks. They end with the process.
+            default: True to destroy torch's default group, too.
         """
         each = (self,) if self._messages is None else (self, self._messages)
         groups = [group for its in each for group in its.made.values()]
@@ -141,7 +151,10 @@ class Groups:
             _destroy(groups, default)
 
     def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Make the groups of this rank that are missing; on CUDA connect them, which a graph capture could not do."""
+        """Create the missing process groups of these teams, for teams that this rank is in.
+
+        On CUDA the ranks of a group also connect, because they cannot connect during a graph capture.
+        """
         new = [team for team in teams if team not in self.made and self.rank in team]
         for team in new:
             self.made[team] = self._join(team)
@@ -155,9 +168,10 @@ class Groups:
                 raise self._unreached(team, problem) from problem
 
     def _join(self, team: tuple[int, ...]) -> Any:
-        """Return a new process group of a team; its ranks wait for each other.
+        """Return a new process group of a team. Its ranks wait for each other.
 
-        Raises HostIRError if they do not come, and from then on: what is left in the store is of the failed attempt.
+        Raise a HostIRError if a rank does not come. After that every attempt raises, because the store still holds
+        keys of the failed attempt.
         """
         if self.broken:
             raise error(f"rank {self.rank} cannot connect: {self.broken}", hint=ANEW)
@@ -173,7 +187,7 @@ class Groups:
         return group
 
     def _unreached(self, team: tuple[int, ...], problem: RuntimeError) -> HostIRError:
-        """Note that a team could not connect, for whoever tries again; return the error."""
+        """Record that the ranks of a team could not connect, so that later attempts fail; return the error."""
         self.made.pop(team, None)
         others = ", ".join(str(other) for other in team if other != self.rank)
         within = f"within {self.timeout.total_seconds():g} s"
@@ -181,36 +195,39 @@ class Groups:
         return error(f"rank {self.rank} did not reach rank {others} {within}: {problem}", hint=ANEW)
 
     def _backend(self, store: Any, team: tuple[int, ...]) -> Any:
-        """Return the backend of a group. NCCL's kernels get priority when blocks of two kernels wait for an SM."""
+        """Return the backend of a team's group: gloo on CPUs, NCCL on CUDA.
+
+        NCCL's stream has high priority, so that its kernels get SMs before other kernels.
+        """
         rank, size = team.index(self.rank), len(team)
         if self.device.type == "cpu":
             return ProcessGroupGloo(store, rank, size, timeout=self.timeout)
         everyone = dist.get_process_group_ranks(self.whole())
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout
-        options.global_ranks_in_group = [everyone[member] for member in team]  # for torch's messages, as the name
+        options.global_ranks_in_group = [everyone[member] for member in team]  # torch's messages show them
         options.group_name = f"hostir {'-'.join(map(str, options.global_ranks_in_group))} {next(_numbers)}"
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def of(self, team: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-        """Return a team's group, and its ranks in the order in which the group numbers them."""
+        """Return the process group of a team, and the team's ranks in the order in which the group numbers them."""
         members = tuple(sorted(team))
         return self.made[members], members
 
 
 def _abort(group: Any, device: torch.device) -> None:
-    """End the communications of a group that are under way; none can follow."""
+    """End the communications of a process group that are under way. The group cannot be used any more."""
     if device.type == "cuda":
         group.abort()
     elif group.size() > 1:
-        with contextlib.suppress(RuntimeError):  # gloo closes all connections of a group in which a receive times out
+        with contextlib.suppress(RuntimeError):  # if a receive times out, gloo closes all connections of the group
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _destroy(groups: list[Any], default: bool) -> None:
-    """Destroy process groups, and torch's default one. With NCCL that hangs while a CUDA graph of its kernels is alive.
+    """Destroy process groups and, with `default`, torch's default group, in the same order on all ranks.
 
-    The order is the same on all ranks.
+    With NCCL this hangs if a CUDA graph with NCCL kernels still exists. Then print a warning after PARTING seconds.
     """
 
     def destroy() -> None:

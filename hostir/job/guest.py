@@ -1,7 +1,8 @@
-"""Sessions of process groups: a program's own group runs executors, and the job around it is left alone.
+"""Sessions of process groups: the members of a process group of the user run executors together.
 
-A group's session takes no part in what belongs to the process or the job: no handlers of signals, no process group
-that torch knows, no end of the process. Its ranks are numbered as in the group. Other ranks do not notice it.
+The session of a group changes nothing that belongs to the process or to the job. It installs no signal handlers, never
+ends the process, and adds no process group to torch's registry. Ranks outside the group do not notice it. Ranks are
+numbered as in the group.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hostir.job.session import LOG, NO_MULTICAST, Session, detach, joined, launc
 from hostir.job.watchdog import GuestWatchdog
 
 KINDS = "a process group of torch's, its name, or a DeviceMesh of one dimension"
-PARTING = 5.0  # seconds that a rank waits at its end for those that may use its GPU's memory
+PARTING = 5.0  # seconds that a rank that leaves waits for ranks that may use its GPU's memory
 _guests: dict[str, Guest] = {}  # by the names of their groups
-_numbers: Counter[str] = Counter()  # of sessions so far, by the same names: torch gives a name again
+_numbers: Counter[str] = Counter()  # the sessions so far by the name of their group: torch may use a name again
 _opening = threading.RLock()
 
 
 class Guest(Session):
-    """This process as a rank of a process group. `timeout` is the group's own."""
+    """This process as a rank of a process group, which the user has made. `timeout` is the timeout of the group."""
 
     limit = GuestWatchdog.limit
 
@@ -47,23 +48,28 @@ class Guest(Session):
         if device.type == "cuda":
             os.environ.update(NO_MULTICAST)
         store: Any = dist.distributed_c10d._get_process_group_store(group)
-        theirs = store.clone()  # a connection of its own
+        theirs = store.clone()  # a separate connection
         self.store = PrefixStore(f"hostir/{_numbers[self.name]}", theirs)
         _numbers[self.name] += 1
         self._share(GuestWatchdog, patience, lambda: self.group)
-        theirs.set_timeout(patience)  # not before: connecting to the store may take longer than the calls of this group
+        theirs.set_timeout(patience)  # only now: connecting to the store may take longer than calls
         LOG.info("joined the group %s of %d ranks on %s", self.name, self.size, device)
 
     def check(self, where: str) -> None:
-        """Raise if a rank of the group has died, or runs another call."""
+        """Raise an error if a rank of the group has died, or if the calls of the ranks differ.
+
+        A waiting rank calls this; `where` says where it waits.
+        """
         super().check(where)
         if lost := self.watchdog.loss():
             raise error(f"rank {self.rank} waits at {where}, and {lost}")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
-        """Return a note on the other groups that this rank has called, on this device.
+        """Return a note, for the error of a timeout, about other groups that this rank uses on the same device.
 
-        The cycle of waiting ranks may pass through groups that this rank is not in.
+        If ranks call two groups in different orders, calls of one group may wait for calls of the other. Return () if
+        this rank uses no other group. Even then ranks may wait for each other in a cycle, through groups that this rank
+        is not in.
         """
         others = [(name, guest) for name, guest in list(_guests.items()) if guest is not self]
         crossing = [
@@ -76,7 +82,12 @@ class Guest(Session):
         return ((None, f"{what}: if ranks call the groups in different orders, their calls wait for each other"),)
 
     def leave(self, done: bool, wait: bool) -> None:
-        """Leave the group, which stays as it is. `wait` for the others if their GPUs may use this one's memory."""
+        """End this rank's session. The process group itself stays usable.
+
+        Args:
+            done: True if the session ends without a failure.
+            wait: True to wait for the other ranks if their GPUs may still use this GPU's memory.
+        """
         shared = self.device.type == "cuda" and self.groups.memory is not None and bool(self.groups.memory.met)
         self.part(done, PARTING, wait and shared)
         self.group = None
@@ -84,11 +95,13 @@ class Guest(Session):
 
 
 def session_of(group: object = None, device: str | None = None) -> Session | None:
-    """Return the session of a group; without a group the job's, or None where no launcher has started one.
+    """Return the session of a process group; open it on first use.
+
+    Without a group, return the session of the job. Return None if no launcher such as torchrun has started a job.
 
     Args:
-        group: a process group of torch's, its name, or a DeviceMesh of one dimension.
-        device: `cpu` or `cuda`; for a group, unless given, CUDA if it has NCCL.
+        group: a process group of torch, its name, or a DeviceMesh of one dimension.
+        device: `cpu` or `cuda`. By default it is `cuda` for a group with an NCCL backend, else `cpu`.
     """
     if group is None:
         return joined(device) if launched() else None
@@ -108,7 +121,7 @@ def session_of(group: object = None, device: str | None = None) -> Session | Non
 
 
 def resolved(group: object) -> ProcessGroup:
-    """Return the process group for a `group=` argument. Raises HostIRError unless this process is a member."""
+    """Return the process group for a `group=` argument. Raise a HostIRError if this process is not a member."""
     if not dist.is_initialized():
         raise error(f"group={described(group)}, and torch has no process groups here", user_span(), expected=KINDS)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -131,7 +144,7 @@ def resolved(group: object) -> ProcessGroup:
 
 
 def registered(name: Any) -> ProcessGroup | None:
-    """Return the group of this name that torch knows in this process."""
+    """Return the process group that torch has registered under a name; return None if there is none."""
     try:
         return _resolve_process_group(name)
     except (RuntimeError, ValueError):
@@ -148,7 +161,7 @@ def _device(group: ProcessGroup, device: str | None) -> torch.device:
 
 
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
-    """Return the group's timeout: of its backend for the device, if it has one there."""
+    """Return the timeout of a process group: the timeout of its backend for the device, if there is such a backend."""
     for kind in (device, *group._device_types):
         try:
             return group._get_backend(kind).options._timeout
@@ -158,7 +171,7 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
 
 
 def _sweep() -> None:
-    """Close the sessions of groups that were destroyed."""
+    """Close the sessions of process groups that the user has destroyed."""
     for name, guest in list(_guests.items()):
         if registered(name) is not guest.group:
             _guests.pop(name).leave(done=True, wait=False)
@@ -170,7 +183,7 @@ def _leave() -> None:
 
 
 def _forked() -> None:
-    """Detach a forked child from the groups' ranks."""
+    """Detach a forked child process from the sessions of groups: it is no rank."""
     global _opening
     _opening = threading.RLock()
     for guest in _guests.values():

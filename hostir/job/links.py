@@ -1,12 +1,12 @@
-"""Connections between watchdogs: ranks notice that one of them has ended, and report events to all others.
+"""TCP connections between the watchdogs of all ranks: ranks report events, and notice that a rank has ended.
 
-Rank 0 listens, and every other rank connects to it. The kernel keeps a connection open as long as the process lives,
-busy, stopped or holding the GIL as it may be, and closes it however the process ends. A host that is lost with its
-processes leaves the connection open; then the kernel's own probes (TCP keepalive), which need no process to answer
-them, go unanswered for HOSTIR_KEEPALIVE seconds.
+Rank 0 listens, and every other rank connects to it. The operating system keeps a connection open as long as the process
+lives, even if the process is busy, stopped or holds the GIL. It closes the connection when the process ends in any way.
+If a host is lost, its connections stay open. Then the probes of TCP keepalive get no answer for HOSTIR_KEEPALIVE
+seconds, and the host counts as lost. A process need not do anything to answer such a probe.
 
-A rank sends its events to rank 0, which puts the events of all ranks in one order and sends them to everyone, the
-sender included. So all ranks see the same events in the same order, sooner or later.
+A rank sends its events to rank 0. Rank 0 puts the events of all ranks in one order and sends them to all ranks,
+including the sender. So all ranks receive the same events in the same order.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ from typing import Any, NamedTuple
 
 from hostir.ir.source import Diagnostic, HostIRError
 
-LONGEST = 4000  # characters of an event's words
+LONGEST = 4000  # the most characters in the words of an event
 ALIKE = "the same calls, in the same order, on every rank"
 PAGE = "docs/calls.md says what the ranks of a job must do alike"
 PATIENCE = 3.0  # seconds that a rank waits for rank 0 to return its event
-CONNECTING = 2.0  # seconds that an attempt may take
+CONNECTING = 2.0  # seconds that an attempt to connect may take
 TRYING = 10.0  # seconds of failed attempts after which a warning is printed
 PAUSE = 0.02  # seconds between two attempts, or polls
 
 
 class MisalignedError(HostIRError):
-    """Raised on every rank once one may run a call that another does not make: no later call could line up."""
+    """Raised on every rank if a rank may run a call that another rank does not make. Then no later call can match."""
 
     def __init__(self, why: str, *notes: str, hint: str = PAGE) -> None:
         super().__init__(Diagnostic(why, None, ALIKE, hint, tuple((None, note) for note in notes)))
 
 
 class RankEvent(NamedTuple):
-    """An event of a rank.
-
-    It `failed`, `abandoned` a call, came `back` to calls, is `done`, `died`, or found calls `misaligned`: a rank may
-    run one that another does not make.
+    """An event that a rank reports to all ranks.
 
     Fields:
-        words: details.
-        renewals: for `abandoned`, how often the ranks had renewed their shared state before.
+        what: the type of the event.
+            `failed`: a call of the rank has failed.
+            `abandoned`: a call of the rank has failed after peers may have noticed its beginning.
+            `back`: the rank makes calls again after a failure.
+            `done`: the rank has made its last call.
+            `died`: the process of the rank has ended, or its host is lost.
+            `misaligned`: the rank has found that a rank may run a call that another rank does not make.
+        rank: the rank.
+        words: details, for messages.
+        renewals: for `abandoned`, the number of times that the ranks had renewed their shared state before the call.
     """
 
     what: str
@@ -60,21 +65,30 @@ class RankEvent(NamedTuple):
 
 
 class Link:
-    """One connection, and the received part of its next line."""
+    """A connection to one rank. Messages are lines of JSON.
+
+    Fields:
+        socket: the socket.
+        rank: the rank at the other end; -1 until it has sent its rank.
+        rest: the received part of a line that is not complete yet.
+    """
 
     def __init__(self, to: socket.socket, keepalive: float) -> None:
         self.socket = to
-        self.rank = -1  # until it has sent its rank
+        self.rank = -1
         self.rest = b""
         to.setblocking(False)
         _keep_alive(to, keepalive)
 
     def send(self, *lines: Sequence[object]) -> None:
-        with contextlib.suppress(OSError):  # who has ended is noticed where lines are received
+        with contextlib.suppress(OSError):  # `receive` notices that the other rank has ended
             self.socket.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def receive(self) -> tuple[list[bytes], str]:
-        """Return the lines received so far, and the reason why no more follow; empty while the connection is open."""
+        """Return the complete lines that have arrived, and the reason why no more lines can arrive.
+
+        The reason is empty while the connection is open.
+        """
         ended = ""
         try:
             while True:
@@ -94,26 +108,35 @@ class Link:
 
 
 class Links:
-    """One rank's connections.
+    """The connections of one rank: from rank 0 to all other ranks, or from another rank to rank 0.
 
     Args:
-        store: a store of the run, which has rank 0's address.
-        rank, size: this rank and how many there are.
+        store: a store that all ranks share. Rank 0 writes its address to it.
+        rank: this rank.
+        size: the number of ranks.
         keepalive: seconds after which a host that does not answer counts as lost.
 
     Fields:
         events: all events so far, in the same order on every rank.
+        unsent: events of this rank that wait for a connection.
+        links: the open connections.
+        linked: True if this rank has connected to rank 0; always True on rank 0.
+        vain: the time of the first attempt to connect that failed; 0 without one, infinite after a warning.
+        listener: the socket on which rank 0 listens; None on other ranks.
+        changing: a lock that a thread holds while it changes the state.
+        token: a secret of rank 0. A rank that connects sends it to show that it belongs to the job.
+        poller: waits for data on any connection.
     """
 
     def __init__(self, store: Any, rank: int, size: int, keepalive: float) -> None:
         self.store, self.rank, self.size, self.keepalive = store, rank, size, keepalive
         self.events: list[RankEvent] = []
-        self.unsent: list[RankEvent] = []  # until this rank is linked
+        self.unsent: list[RankEvent] = []
         self.links: list[Link] = []
         self.linked = size == 1
-        self.vain = 0.0  # when the first attempt to connect failed
+        self.vain = 0.0
         self.listener: socket.socket | None = None
-        self.changing = threading.RLock()  # held by the rank's own thread or its watchdog's
+        self.changing = threading.RLock()
         self.token = secrets.token_hex()
         self.poller = select.poll()
         if size > 1 and rank == 0:
@@ -123,13 +146,17 @@ class Links:
         self.listener = _listener(size)
         self.listener.setblocking(False)
         self.poller.register(self.listener, select.POLLIN)
-        first = os.environ.get("MASTER_ADDR") if os.environ.get("RANK", "0") == "0" else None  # else another host's
+        # MASTER_ADDR is the address of this host only if this is rank 0 of the job.
+        first = os.environ.get("MASTER_ADDR") if os.environ.get("RANK", "0") == "0" else None
         hosts = [host for host in (first, socket.gethostname()) if host]
         self.store.set("links", json.dumps([hosts, self.listener.getsockname()[1], self.token]))
         self.linked = True
 
     def serve(self, seconds: float, alarm: int) -> None:
-        """Wait up to `seconds` for an event, or until `alarm` is readable."""
+        """Wait for data from other ranks and process it. Wait at most `seconds`, or until `alarm` is readable.
+
+        `alarm` is a file descriptor. If this rank is not connected yet, try to connect first.
+        """
         if not self.linked:
             self.connect()
             seconds = min(seconds, PAUSE) if not self.linked else seconds
@@ -138,7 +165,7 @@ class Links:
         self.pump()
 
     def pump(self) -> None:
-        """Process all that was received so far."""
+        """Accept new connections and process all lines that have arrived, without waiting."""
         with self.changing:
             if self.listener is not None:
                 self.accept(self.listener)
@@ -148,16 +175,16 @@ class Links:
                     for line in lines:
                         self.take(link, json.loads(line))
                 except (ValueError, TypeError, IndexError):
-                    self.drop(link, "")  # not one of our ranks
+                    self.drop(link, "")  # the other end is no rank of this job
                 if ended:
                     self.drop(link, ended)
 
     def announce(self, what: str, words: str = "", renewals: int = 0) -> RankEvent:
-        """Send all ranks an event of this one."""
+        """Report an event of this rank to all ranks, and return the event."""
         event = RankEvent(what, self.rank, words[:LONGEST], renewals)
         self.pump()
         with self.changing:
-            if self.rank == 0 or (self.linked and not self.links):  # without rank 0 only this one hears of it
+            if self.rank == 0 or (self.linked and not self.links):  # rank 0 has ended: only this rank gets the event
                 self.spread(event)
             elif self.linked:
                 self.links[0].send(event)
@@ -166,7 +193,11 @@ class Links:
         return event
 
     def await_all(self, event: RankEvent) -> None:
-        """Wait briefly until every rank is connected and can get this event, and this one has received it."""
+        """Wait until all ranks are connected, and then until this rank has received its own event from rank 0.
+
+        Rank 0 waits for the connections of all ranks; another rank waits only for its own connection. Each of the two
+        waits takes at most PATIENCE seconds.
+        """
         deadline = time.monotonic() + PATIENCE
         while not self.complete() and time.monotonic() < deadline:
             time.sleep(PAUSE)
@@ -174,32 +205,35 @@ class Links:
         self.await_own(event)
 
     def complete(self) -> bool:
-        """Return True if this rank is connected to rank 0; on rank 0, if all others are connected to it."""
+        """Return True if this rank is connected to rank 0. On rank 0, return True if all other ranks are connected."""
         with self.changing:
             return self.linked and (self.rank > 0 or sum(link.rank >= 0 for link in self.links) >= self.size - 1)
 
     def await_own(self, event: RankEvent) -> None:
-        """Wait briefly until this rank has received its own event, and so all that came before."""
+        """Wait until this rank has received its own event from rank 0. Then it has received all earlier events, too.
+
+        Give up after PATIENCE seconds.
+        """
         deadline = time.monotonic() + PATIENCE
         while self.linked and event not in self.events and time.monotonic() < deadline:
             time.sleep(PAUSE)
             self.pump()
 
     def close(self) -> None:
-        """Close this process's copies of the connections; those of the process it was forked from stay open."""
+        """Close the connections of this process. If it is a forked child, the connections of its parent stay open."""
         for each in (self.listener, *(link.socket for link in self.links)):
             if each is not None:
                 each.close()
         self.listener, self.links, self.store = None, [], None
 
     def connect(self) -> None:
-        """Connect to rank 0, if it can be reached yet."""
+        """Try to connect to rank 0. If this fails for TRYING seconds, print a warning once."""
         try:
             if not self.store.check(["links"]):
                 return
             hosts, port, token = json.loads(self.store.get("links"))
         except RuntimeError:
-            return  # the store has gone: whoever waits for it gets an error
+            return  # the store is gone: the thread that makes calls gets an error when it uses the store
         for host in hosts:
             with contextlib.suppress(OSError):
                 link = Link(socket.create_connection((host, port), CONNECTING), self.keepalive)
@@ -222,7 +256,7 @@ class Links:
             )
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept new connections. Their first line will say which rank it is."""
+        """Accept new connections. The first line of a connection will tell the rank at its other end."""
         with contextlib.suppress(OSError):
             while True:
                 self.add(Link(listener.accept()[0], self.keepalive), -1)
@@ -233,12 +267,16 @@ class Links:
         self.poller.register(link.socket, select.POLLIN)
 
     def take(self, link: Link, line: list[Any]) -> None:
-        """Process a line: rank 0 receives each rank's greeting and events, the others receive what it forwards."""
+        """Process a line that has arrived over a connection.
+
+        Rank 0 receives the token and the rank of each other rank, and then its events. Other ranks receive the events
+        that rank 0 forwards. Raise a ValueError if the first line on rank 0 does not have the right token.
+        """
         if self.rank:
             self.events.append(RankEvent(*line))
         elif link.rank >= 0:
             self.spread(RankEvent(*line))
-        elif line[0] == self.token:  # which strangers do not have
+        elif line[0] == self.token:
             link.rank = int(line[1])
             link.send(*self.events)
         else:
@@ -254,7 +292,7 @@ class Links:
             self.spread(RankEvent("died", link.rank, why))
 
     def spread(self, event: RankEvent) -> None:
-        """Record an event; rank 0 also sends it to all others."""
+        """Record an event. Rank 0 also sends it to all other ranks."""
         self.events.append(event)
         if self.rank == 0:
             for link in self.links:
@@ -269,7 +307,7 @@ def _listener(size: int) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket, seconds: float) -> None:
-    """Make the kernel probe the peer, and close the connection after so many seconds without an answer."""
+    """Turn on TCP keepalive: the operating system closes the connection after `seconds` without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probes = 4
     wait = max(1, round(seconds / (probes + 1)))
@@ -279,16 +317,20 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
         "TCP_KEEPCNT": probes,
         "TCP_USER_TIMEOUT": round(1000 * seconds),
     }.items():
-        if hasattr(socket, name):  # macOS has some of them
+        if hasattr(socket, name):  # macOS lacks some of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class AlikeError(HostIRError):
-    """Raised on every rank, in the same call, once the ranks have met and one of them cannot go on: no rank waits."""
+    """Raised on every rank in the same call, if the ranks have met and one of them cannot go on. So no rank waits."""
 
 
 def headline(failure: BaseException) -> str:
-    """Return the first line of an error, for messages of other ranks; of a foreign one, its type and words."""
+    """Return an error as one line, for messages on other ranks.
+
+    For a HostIRError, this is the message and the place of its first diagnostic. For other exceptions, it is the type
+    and the text.
+    """
     if not isinstance(failure, HostIRError):
         return f"{type(failure).__name__}{': ' * bool(str(failure))}{failure}"
     diagnostic = failure.diagnostics[0]

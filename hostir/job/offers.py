@@ -1,4 +1,4 @@
-"""Offers of symmetric memory: what ranks post, and whether all of them agree."""
+"""Offers of symmetric memory: the messages that ranks exchange at a rendezvous, and the check that they agree."""
 
 from __future__ import annotations
 
@@ -14,23 +14,31 @@ from hostir.ir.program import Program
 from hostir.ir.source import HostIRError, Span, error
 from hostir.kernels.dtypes import TORCH
 
-BARRIERS = ""  # in the place of a name: a team's flags, one for each of its barriers and ranks; its round is the team
+# The name of the buffers that hold a team's flags for barriers: one flag for each barrier of a call and each rank. The
+# team takes the place of the rounds of such a buffer.
+BARRIERS = ""
 
 
 ALIGNMENT = 64  # bytes: no two buffers share a cache line
 
 
-ExchangeTexts = Callable[[str, str], list[str]]  # a key and this rank's text: the texts of all ranks
-BufferPlace = tuple[str, tuple[int, ...]]  # a name and a round
-PeerPlace = tuple[str, tuple[int, ...], int]  # a place, and a peer
-KindOfSizes = Hashable  # what sizes have in common that share memory: by default all, their names and values
+ExchangeTexts = Callable[[str, str], list[str]]  # takes a key and this rank's text, returns the texts of all ranks
+BufferPlace = tuple[str, tuple[int, ...]]  # the name of a buffer, and the indices of the loops around its allocation
+PeerPlace = tuple[str, tuple[int, ...], int]  # the same for a buffer of a peer, and the peer's rank
+KindOfSizes = Hashable  # a key that is equal for sizes that share memory; by default the sizes themselves
 ProgramKey = tuple[str, KindOfSizes]  # a program's digest, and the kind of its sizes
-PeerRange = tuple[str, tuple[int, ...], int, int, int]  # the same, and from which element to before which
+PeerRange = tuple[str, tuple[int, ...], int, int, int]  # a PeerPlace, the first element, and the one after the last
 
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """The description of one buffer of a rank, for the other ranks. `room`: its bytes, if they are more than these."""
+    """The description of one symmetric buffer of a rank, for the other ranks.
+
+    Fields:
+        name, rounds: the name of the buffer, and the indices of the loops around its allocation.
+        shape, dtype: its shape and dtype for the sizes at the rendezvous.
+        room: the number of bytes to allocate for it, if this is more than its shape needs.
+    """
 
     name: str
     rounds: tuple[int, ...]
@@ -56,20 +64,21 @@ class BufferInfo:
 
 @dataclass(frozen=True)
 class Offer:
-    """The message that a rank gives the others at a rendezvous.
+    """The message that a rank sends to the other ranks at a rendezvous: a description of the memory that it offers.
 
     Fields:
-        host: the machine and its process numbers: ranks that differ in it cannot open each other's memory.
-        name: the host's name, for people.
-        path: path by which peers open the memory.
-        buffers: the buffers in it, one after another.
-        uses: the places of peers' buffers that it accesses, with the peer.
-        reads: the places in `uses` that it copies from.
-        touches: the ranges of peers' buffers that it copies from or to.
-        notes: further data for the same machine on the other ranks.
-        drops: the numbers of memories to release once the new memory exists; all ranks follow rank 0's numbers.
-        pinned: the numbers of memories that a graph of this rank's caller uses: they stay on all ranks.
-        refusal: the reason if this rank offers nothing.
+        host: an identity of the rank's host. Ranks with different identities cannot open each other's memory.
+        name: the name of the host, for messages.
+        path: the path by which peers open the memory.
+        buffers: the buffers in the memory, one after another.
+        uses: the buffers of peers that the rank accesses.
+        reads: the buffers in `uses` that the rank copies from.
+        touches: the ranges of peers' buffers that the rank copies from or to.
+        notes: further data of the rank's machine for the machines of the other ranks.
+        drops: the numbers of older memories to release when the new memory exists. All ranks release the memories that
+            rank 0 names.
+        pinned: the numbers of memories that a CUDA graph of this rank's caller uses. No rank releases them.
+        refusal: the reason why this rank offers no memory; empty if it offers memory.
     """
 
     host: str = ""
@@ -103,7 +112,10 @@ class Offer:
 
 
 def judge(offers: Sequence[Offer], program: Program) -> HostIRError | None:
-    """Return the error in the offers of all ranks, the same on every rank; None if they fit."""
+    """Return the error if the offers of all ranks do not fit together; return None if they do.
+
+    Every rank has the same offers, so every rank returns the same error.
+    """
     if refused := first_refusal([offer.refusal for offer in offers]):
         return refused
     if len({offer.host for offer in offers}) > 1:
@@ -156,6 +168,9 @@ def _allocation(program: Program, name: str) -> Span | None:
 
 
 def first_refusal(reasons: Sequence[str]) -> HostIRError | None:
-    """Return the error of the first rank that cannot share memory; None if all of them can."""
+    """Return the error for the first rank that cannot share memory; return None if all ranks can.
+
+    `reasons` holds, for each rank, the reason why it cannot; empty if it can.
+    """
     rank, why = next(((rank, why) for rank, why in enumerate(reasons) if why), (0, ""))
     return error(f"rank {rank} cannot share memory with the others: {why}") if why else None

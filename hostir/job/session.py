@@ -1,9 +1,10 @@
 """Sessions: this process as one rank of a torchrun job, with its device, process groups and watchdog.
 
-    with hi.session():      # or nothing: the first executor opens one until the process ends
+    with hi.session():
         outputs = Executor(program)(a_local, b)
 
-A process group that the program has initialised itself is used and left as it is.
+Without the `with`, the first executor opens a session that lasts until the process ends. If the user has initialised
+torch's process group, the session uses this group and does not destroy it.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ from hostir.knobs import KEEPALIVE, TIMEOUT
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOG = logger(__name__)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls for the other ranks, which mostly arrive together
+MIN_PAUSE, MAX_PAUSE = 5e-5, 5e-3  # seconds between two polls for other ranks; most ranks arrive together
 
 _current: Session | None = None
-_parents: Session | None = None  # of the rank that this process was forked from
+_parents: Session | None = None  # the session of the rank from which this process was forked
 _sessions = itertools.count()
-_opening = threading.RLock()  # threads may make their first executors at once
+_opening = threading.RLock()  # several threads may make their first executors at the same time
 _forking = threading.local()  # the signal mask of a thread that forks
-begun = False  # whether this process has tried to meet others: errors from then on may be its own
-# Addresses of job stores that the launcher does not provide, by the address where ranks meet; rank 0 has the server.
+begun = False  # True once this process has tried to meet other ranks: later errors may differ from rank to rank
+# Stores of jobs for which the launcher provides none: host, port and, on rank 0, the server. The key is the address at
+# which the ranks meet, and the number of ranks.
 _servers: dict[tuple[str, str, str], tuple[str, int, Any]] = {}
 
 
@@ -62,25 +64,26 @@ class Member(Protocol):
     """The methods of an executor that its session calls."""
 
     def _leave(self, reason: str) -> None:
-        """Release the resources that the ranks share, and refuse further calls."""
+        """Release the resources that the executor shares with other ranks, and refuse further calls for this reason."""
 
     def _drop_stale(self) -> None:
-        """Drop the plans whose symmetric memory was released."""
+        """Drop the plans that use released symmetric memory."""
 
     def _renew(self) -> None:
-        """Drop all plans, and agree anew on the next call of each kind."""
+        """Drop all plans, so that the ranks agree again on the next call with each kind of sizes."""
 
 
 class Session:
-    """This process as one of the ranks that run programs together: the object of `with hi.session() as job`.
+    """This process as one of the ranks that run programs together.
 
-    The ranks are all ranks of the job, or the members of a process group (`hostir.job.guest`).
+    `with hi.session() as job` gives a session of all ranks of the job. The session of an executor with `group=` has the
+    members of this process group as its ranks.
 
     Fields:
-        rank: of this process, from 0.
+        rank: the number of this rank, from 0.
         size: the number of ranks.
-        device: of this rank, a `torch.device`: `cpu`, or the GPU numbered by LOCAL_RANK.
-        timeout: seconds that a rank waits for others before the job ends.
+        device: the `torch.device` of this rank: `cpu`, or the GPU with the number in LOCAL_RANK.
+        timeout: the seconds that a rank waits for other ranks before it gives up.
     """
 
     rank: int
@@ -97,17 +100,17 @@ class Session:
         os.environ.update(NO_MULTICAST)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher holds the store, from the start
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher provides a store
         number = next(_sessions)
         if self.owner:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = _launchers_place() if agent else _met(self.rank, self.size, timeout, number)
             self.store = _part(_connection(host, port, timeout), "ranks", number)
-            self.exchange("the start", "")  # a rank that never arrives would keep the groups waiting for half an hour
+            self.exchange("the start", "")  # otherwise the groups wait half an hour for a rank that never arrives
             groups = _part(_connection(host, port, default_pg_timeout.total_seconds()), "groups", number)
             bound = device if device.type == "cuda" else None  # a bound device connects its ranks at once
-            # torch numbers groups from 0 again once all were destroyed, and would take addresses that are left for
-            # theirs: so each session has a part of the store.
+            # When all groups are destroyed, torch numbers new groups from 0 again. It would then read addresses that
+            # the old groups have left in the store. So each session has a separate part of the store.
             dist.init_process_group(
                 BACKENDS[device.type], store=groups, rank=self.rank, world_size=self.size, device_id=bound
             )
@@ -120,27 +123,33 @@ class Session:
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
     def _share(self, watchdog: type[Watchdog], patience: timedelta, whole: Callable[[], Any] = world) -> None:
-        """Set up what the ranks share, once this one knows which it is and their store.
+        """Set up the state that the ranks share. `rank`, `size` and `store` must be set.
 
         Args:
-            watchdog: what to do if a rank is lost.
+            watchdog: the class of the watchdog.
             patience: the timeout of the process groups.
             whole: returns the registered process group of all ranks.
         """
-        teams = PrefixStore("teams", self.store.clone())  # another connection: joining a group blocks one
+        teams = PrefixStore("teams", self.store.clone())  # a separate connection: joining a group blocks it
         teams.set_timeout(patience)
         self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
-        report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # there is no watchdog yet
+        report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # the watchdog does not exist yet
         self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check_following, report)
         self.meetings = Meetings(self)
-        self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors that live
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()  # the executors of this session
         self.first_store = self.store
         self.watchdog = watchdog(self.store, self.rank, self.size, self.timeout, KEEPALIVE.get())
 
     def exchange(self, key: str, mine: str, timeout: float | None = None, where: str = "") -> list[str]:
-        """Return the texts of all ranks for this key, by rank. Using a key again starts another exchange.
+        """Post this rank's text under a key, wait for all ranks, and return the texts of all ranks in their order.
 
-        Raises HostIRError naming the ranks that do not arrive, and `where` they are missing; by default the key.
+        A second use of a key is a separate exchange. Raise a HostIRError that names the ranks that do not arrive.
+
+        Args:
+            key: the name of the exchange.
+            mine: the text of this rank.
+            timeout: the seconds to wait; by default the timeout of the session.
+            where: a description of the exchange for messages; by default the key.
         """
         self.exchanges[key] += 1
         keys = [f"{key}/{self.exchanges[key]}/{rank}" for rank in range(self.size)]
@@ -151,7 +160,7 @@ class Session:
 
     @contextlib.contextmanager
     def asking(self, where: str) -> Iterator[None]:
-        """Raise HostIRError if the store of the job cannot be reached."""
+        """Return a context manager. Inside it, a failure of the job's store raises a HostIRError that names `where`."""
         try:
             yield
         except dist.DistError as problem:
@@ -167,14 +176,20 @@ class Session:
         timeout: float | None = None,
         note: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        """Poll until all ranks have arrived; raise HostIRError naming those that have not, each with its note.
+        """Poll until all ranks have arrived. Raise a HostIRError that names the ranks that do not arrive in time.
 
-        Raises the error for a call that another rank has abandoned, too: that rank does not arrive.
+        If another rank has abandoned a call, raise the error for this call, because that rank does not arrive.
+
+        Args:
+            arrived: returns True if all the given ranks have arrived.
+            where: a description of the place where this rank waits, for messages.
+            timeout: the seconds to wait; by default the timeout of the session.
+            note: returns a note for the message about a rank that has not arrived; empty for no note.
         """
         everyone, pause = range(self.size), MIN_PAUSE
         deadline = time.monotonic() + (timeout or self.timeout)
         while not arrived(everyone):
-            if self.has_lost_call and not arrived(everyone):  # it may have arrived before it abandoned a call
+            if self.has_lost_call and not arrived(everyone):  # the rank may have arrived before it abandoned a call
                 raise self.lost_call()
             self.check(where)
             if time.monotonic() > deadline:
@@ -190,48 +205,55 @@ class Session:
 
     @property
     def symmetric_bytes(self) -> int:
-        """The bytes of this rank's symmetric memory, which the executors of all programs share."""
+        """The number of bytes of this rank's symmetric memory, for the executors of all programs together."""
         return self.groups.memory.bytes if self.groups.memory is not None else 0
 
     def check(self, where: str) -> None:
-        """Raise if a rank for which this one waits is lost, or runs another call. The watchdog ends a job's ranks."""
+        """Raise an error if the calls of the ranks differ. A waiting rank calls this; `where` says where it waits.
+
+        In a session of a process group, raise also if a rank has died. In a session of the job, the watchdog then ends
+        this process.
+        """
         if not hasattr(self, "watchdog") or self.rank in self.watchdog.done:  # while the job begins, or ends
             return
         if self.watchdog.misaligned:
             raise MisalignedError(self.watchdog.misaligned, f"rank {self.rank} was at {where}")
 
     def check_following(self, where: str) -> None:
-        """Raise as `check`, and if another rank has abandoned a call: it does not follow this rank's calls."""
+        """Raise an error if `check` raises one, or if another rank has abandoned a call.
+
+        A rank that has abandoned a call does not make the calls that this rank waits for.
+        """
         if self.has_lost_call:
             raise self.lost_call()
         self.check(where)
 
-    # After a rank has abandoned a call, all ranks raise once. At their next calls they renew their shared state.
+    # After a rank has abandoned a call, every rank raises an error once. Then the ranks renew their shared state.
     #
     # A call is abandoned if it fails on a rank after peers may have noticed its beginning. The peers may wait for the
-    # rest. Flags, process groups and counts of calls then disagree between ranks. So every rank raises an error to its
-    # caller: the failing rank in that call, and the others in the call under way or in their next. At the first call
-    # after the error, the ranks meet. By then every caller knows that results may be lost, so waits can be released.
-    # When all devices are idle, symmetric memory and all counts get their first values again.
+    # rest of the call. After that, flags, process groups and counts of calls differ between ranks. So every rank raises
+    # an error to its caller: the failing rank in this call, and the other ranks in their current or next call. At their
+    # first calls after the error, the ranks meet. By then every caller knows that results may be lost, so the ranks can
+    # end everything that waits. When all devices are idle, symmetric memory and all counts get their first values.
 
     @property
     def has_lost_call(self) -> bool:
-        """True if another rank has abandoned a call, and this rank's caller does not know yet."""
+        """True if another rank has abandoned a call, and this rank has not raised an error about it yet."""
         watchdog = vars(self).get("watchdog")  # it is missing while the session begins
         return watchdog is not None and watchdog.abandoned is not None and not self.groups.abandoned
 
     def lost_call(self) -> HostIRError:
-        """Return the error that tells this rank's caller that another rank has abandoned a call; to be raised."""
+        """Return the error that another rank has abandoned a call. The caller of this method must raise it."""
         event = self.watchdog.abandoned
         assert event is not None
         self.groups.abandoned = event.words
         return self.watchdog.blame(self.watchdog.lost_call(event), abandoned=True)
 
     def renew(self) -> None:
-        """Meet all ranks, and reset their shared state, once each has raised an error for an abandoned call.
+        """Meet all ranks and reset the state that they share, after each has raised an error for an abandoned call.
 
-        If ranks do not come, or a device does not become idle, raises HostIRError, and this rank makes no more calls.
-        After any other exception no rank makes more calls.
+        If a rank does not come, or if a device does not become idle, raise a HostIRError. Then this rank makes no more
+        calls. After any other exception, no rank makes more calls.
         """
         if broken := self.groups.broken:
             raise error(f"rank {self.rank} makes no more calls: {broken}", hint=ANEW)
@@ -246,7 +268,7 @@ class Session:
             self.meetings.restart(numbers[1])
             if memory is not None:
                 memory.meetings = numbers[2]
-            self.watchdog.renewed()  # first: from then on, a thread that looks sees no lost call
+            self.watchdog.renewed()  # first, so that no thread sees the lost call any more
             self.groups.renew(min(self.timeout, TIMEOUT.get()))
             for member in list(self.members):
                 member._renew()
@@ -259,17 +281,20 @@ class Session:
         LOG.info("renewed what the ranks share, after a call that ended midway")
 
     def crossing(self) -> tuple[tuple[None, str], ...]:
-        """Return a note for an error of waiting too long, if calls of other groups may wait for this rank's."""
+        """Return notes for the error of a timeout, about other groups for which this rank may wait."""
         return ()
 
     def first(self, what: str) -> bool:
-        """Return True on the first rank that asks with this text: for messages that one rank prints for all."""
-        with contextlib.suppress(RuntimeError):  # the store may have gone
+        """Return True on the first rank that calls this with the text `what`. This rank prints a message for all."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone
             return bool(self.first_store.add(f"said/{what}", 1) == 1)
         return True
 
     def close(self, done: bool, timeout: float | None = None) -> None:
-        """Leave the job. A rank that is `done` waits for the others; one that failed does not."""
+        """End the session, if it is the current session of the job.
+
+        If `done` is True, wait for the other ranks, at most `timeout` seconds. It is False after a failure.
+        """
         global _current
         if _current is not self:
             return
@@ -280,19 +305,26 @@ class Session:
         LOG.info("left the job, %s", "done" if done else "after a failure")
 
     def part(self, done: bool, timeout: float | None, wait: bool = True) -> None:
-        """Part from the other ranks; `wait` for them if this one is `done`."""
-        for member in list(self.members):  # their graphs go before the groups and the memory that they launch work on
+        """Release everything that this rank shares with the other ranks.
+
+        Args:
+            done: True if the session ends without a failure.
+            timeout: the seconds to wait for the other ranks; by default the timeout of the session.
+            wait: True to wait for the other ranks if this rank is `done`.
+        """
+        for member in list(self.members):  # drops CUDA graphs before the groups and the memory that they use
             member._leave("its session has ended")
         if done and self.groups.memory is not None:
-            self.groups.memory.sharing.synchronize()  # peers may still use this rank's
+            self.groups.memory.sharing.synchronize()  # peers may still use this rank's memory
         if done:
             self.watchdog.leave()
         if done and wait:
-            with contextlib.suppress(Exception):  # rank 0 may be gone already, and the store with it
+            with contextlib.suppress(Exception):  # rank 0 may be gone already, and its store with it
                 self.exchange("the end", "", timeout)
         self.watchdog.close(done)
-        self.groups.end(done and not self.watchdog.misaligned, default=self.owner)  # peers may be within a call
-        # Closes the connections: executors may outlive the session.
+        # If the calls of the ranks differ, peers may be inside a call, and destroying the groups might wait for them.
+        self.groups.end(done and not self.watchdog.misaligned, default=self.owner)
+        # This closes the connections even if executors outlive the session.
         self.store = self.first_store = self.calls.store = None
 
 
@@ -300,7 +332,7 @@ _torchs_own = dist.init_process_group
 
 
 def _too_late(*arguments: Any, **options: Any) -> None:
-    """Refuse `init_process_group`, which this replaces once hostir has initialised torch's groups itself."""
+    """Raise an error in place of `init_process_group`, because hostir has initialised torch's process group itself."""
     raise error(
         "hostir has initialised torch's process group itself, when the session began with the first executor",
         expected="dist.init_process_group before the first executor or session: hostir uses that group",
@@ -320,15 +352,17 @@ def _ranks(ranks: Sequence[int]) -> str:
 def session(
     device: str | None = None, timeout: float | None = None
 ) -> contextlib.AbstractContextManager[Session | None]:
-    """Joins the job that torchrun started, and leaves it at the end of the `with`: docs/sessions.md.
+    """Return a context manager that joins the job that torchrun started, and leaves it at the end of the `with`.
 
-    Gives the `hi.Session`; None outside torchrun, where executors simulate their ranks. Inside another session, gives
-    that one. Leaving waits for the other ranks, unless an exception ends the block. Raises HostIRError where ranks do
-    not come, there is no such device, and in a process that was forked from a rank.
+    The `with` gives the `hi.Session`. Inside another session, it gives that session. Outside torchrun it gives None,
+    and executors simulate their ranks. At the end of the block, the rank waits for the other ranks, unless an exception
+    has ended the block. See docs/sessions.md.
+
+    Raises HostIRError if ranks do not come, if there is no such device, or in a process that was forked from a rank.
 
     Args:
-        device: `cpu` or `cuda`; by default CUDA if torch sees a GPU.
-        timeout: seconds that a rank waits for others; see the knob HOSTIR_TIMEOUT.
+        device: `cpu` or `cuda`. By default it is `cuda` if torch sees a GPU.
+        timeout: the seconds that a rank waits for other ranks. The default is the knob HOSTIR_TIMEOUT.
     """
     return _session(_known_device(device), TIMEOUT.get(timeout))
 
@@ -349,7 +383,7 @@ def _session(device: str, timeout: float) -> Iterator[Session | None]:
 
 
 def joined(device: str | None = None) -> Session:
-    """Return this process's session; without a session, open one until the process ends."""
+    """Return the session of this process. If there is none, open a session that lasts until the process ends."""
     with _opening:
         if _current is None:
             refuse_in_child()
@@ -368,7 +402,7 @@ def _leave() -> None:
 
 
 def _forks() -> None:
-    """Block SIGTERM during a fork until the child is ready for it: Python's handlers would miss an earlier one."""
+    """Block SIGTERM during a fork. Otherwise the child would miss a SIGTERM that comes before its handlers are set."""
     if _current is not None:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -379,7 +413,7 @@ def _has_forked() -> None:
 
 
 def _forked() -> None:
-    """Detach a forked child from the rank: it does not act for the rank."""
+    """Detach a forked child process from the session: it is no rank."""
     global _current, _opening
     _opening = threading.RLock()  # a thread of the parent may have held the old one
     if _current is not None:
@@ -393,22 +427,22 @@ os.register_at_fork(before=_forks, after_in_parent=_has_forked, after_in_child=_
 
 
 def detach(left: Session) -> None:
-    """Release the rank's resources in a process that was forked from it; that process cannot begin a session."""
+    """Release the resources of a session in a forked child process. The child cannot open a session."""
     global _parents
     left.watchdog.forget()
-    for kept in (left, dist.group.WORLD):  # never destroyed: gloo would join threads that are not here
+    for kept in (left, dist.group.WORLD):  # never destroyed: gloo would join threads that the child does not have
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _parents = left
 
 
 def refuse_in_child() -> None:
-    """Raise in a process that was forked from a rank."""
+    """Raise an error if this process was forked from a rank."""
     if _parents is not None:
         raise forked_from(_parents.rank)
 
 
 def forked_from(rank: int) -> HostIRError:
-    """Return the error for using in a forked child what only the rank itself can use."""
+    """Return the error for a forked child process that acts as if it were the rank."""
     return error(
         f"this process was forked from rank {rank} after that had made its first executor, and is no rank",
         expected="calls from the rank's own process: its threads, connections and GPU do not come along",
@@ -444,7 +478,7 @@ def _open(kind: str, timeout: float) -> Session:
 
 
 def _launchers_place() -> tuple[str, int]:
-    """Return the host and port at which the launcher lets ranks meet. Raises HostIRError if they are not set."""
+    """Return MASTER_ADDR and MASTER_PORT, where the ranks meet. Raise a HostIRError if they are not set."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise error("this rank does not know where to meet the others", expected="MASTER_ADDR and MASTER_PORT")
@@ -452,10 +486,17 @@ def _launchers_place() -> tuple[str, int]:
 
 
 def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
-    """Return the address of rank 0's store for all sessions of this process, as the launcher has none.
+    """Return the host and port of a store on rank 0 for all sessions of this process. The launcher provides no store.
 
-    The ranks meet at the launcher's address, rank 0 posts the address of its own store, and the first address is free
-    again: others of the program may use it, and ranks that are early for a later session do not meet a closing store.
+    The ranks first meet at the launcher's address. There rank 0 posts the address of its store. Then the launcher's
+    address is free again. So other code can use it, and a rank that is early for the next session does not reach a
+    store that is about to close.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        timeout: the seconds to wait for other ranks.
+        number: the number of this session in this process.
     """
     host, port = _launchers_place()
     key = host, str(port), os.environ["WORLD_SIZE"]
@@ -484,12 +525,15 @@ def _met(rank: int, size: int, timeout: float, number: int) -> tuple[str, int]:
 
 
 def _connection(host: str, port: int, seconds: float) -> Any:
-    """Connect to a store of the job, with a timeout for keys."""
+    """Return a new connection to the store at an address. Reading a missing key waits at most `seconds`."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
 def _connect(timeout: float, number: int) -> Any:
-    """Connect to the store of groups that the program has made, over an own connection if its address is known."""
+    """Return this session's part of the store of a process group that the user has initialised.
+
+    If the launcher's address is known, this is a new connection. Otherwise it is torch's connection.
+    """
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         store = _connection(*_launchers_place(), timeout)
     else:
@@ -498,6 +542,9 @@ def _connect(timeout: float, number: int) -> Any:
 
 
 def _part(store: Any, what: str, number: int) -> Any:
-    """Return this session's part of a store: a launcher keeps its store when it restarts failed ranks."""
+    """Return a part of a store for one purpose (`what`) of session `number`.
+
+    A launcher that restarts failed ranks keeps its store. So each restart uses a separate part, too.
+    """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "job"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"hostir/{'/'.join(job)}/{what}/{number}", store)

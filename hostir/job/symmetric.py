@@ -1,19 +1,22 @@
-"""Symmetric memory: buffers, flags and barrier counters that the ranks of one host can access on each other.
+"""Symmetric memory: buffers, flags and barrier counters of each rank that the other ranks of its host can access.
 
-Ranks meet once for each program and kind of sizes. At this rendezvous each rank allocates one piece of memory for its
-buffers, flags and barriers, and maps the pieces of the others by the machine's mechanism (`Sharing`). Flags are 0 at
-first, and numbers are NaN.
+The ranks meet once for each program and kind of sizes. At this rendezvous each rank allocates one piece of memory for
+its buffers, flags and barriers. Each rank then maps the pieces of its peers, by the mechanism of its machine
+(`Sharing`). At first, flags are 0 and numbers are NaN.
 
-Sizes are of one kind if one proof holds for all of them, and allows calls with different buffer sizes
-(`hostir.check.Proof`). Each call then uses the beginnings of the buffers. Ranks meet again only for sizes that do not
-fit. Then they allocate more than these sizes need, if there is memory for it. So sizes that grow step by step need few
-rendezvous. Every rank decides by the program and the sizes alone, so all ranks decide alike.
+Sizes are of one kind if one proof holds for all of them, and if this proof allows calls with different buffer sizes
+(`hostir.check.Proof`). Each call then uses the beginnings of the buffers. The ranks meet again only for sizes that do
+not fit into the buffers. Then they allocate more than these sizes need, if there is enough memory. So sizes that grow
+step by step need few rendezvous. The decision to meet depends only on the program and the sizes, so all ranks make the
+same decision.
 
-The memory belongs to the process group. Executors of equal programs share it at sizes of one kind, because their calls
-run one after another, like calls of one executor. A plan keeps the memory that it was made for. Memory is released
-only at a rendezvous. First, memory that no plan uses is released. Then the least recently used memory is released: of
-all programs, if together they would exceed HOSTIR_SYMMETRIC_LIMIT; without that limit, of the program at the
-rendezvous, if its memory would exceed KEPT_BYTES. Memory that CUDA graphs of the caller use stays.
+The memory belongs to the process group. Executors of equal programs share it for sizes of one kind, because their calls
+run one after another, like the calls of one executor. A plan keeps the memory that it was made for.
+
+Memory is released only at a rendezvous. First, memory that no plan uses is released. Then the least recently used
+memory is released, as long as a limit is exceeded. HOSTIR_SYMMETRIC_LIMIT is the limit for all programs together. If it
+is not set, KEPT_BYTES is the limit for the program at the rendezvous. Memory that CUDA graphs of the caller use is
+kept.
 """
 
 from __future__ import annotations
@@ -54,62 +57,74 @@ from hostir.knobs import SYMMETRIC_LIMIT
 from hostir.plan.operations import SymmetricOp
 from hostir.plan.unrolled import UnrolledProgram
 
-GROWTH = 1.5  # factor for new buffers when sizes have outgrown the old ones
-KEPT_BYTES = 4 << 30  # of a rank's memory for all sizes of a program, unless HOSTIR_SYMMETRIC_LIMIT says otherwise
+GROWTH = 1.5  # if sizes do not fit into the old buffers, new buffers are larger than needed by this factor
+KEPT_BYTES = 4 << 30  # the limit of a rank's memory for one program, if HOSTIR_SYMMETRIC_LIMIT is not set
 
 
 class Sharing(Protocol):
-    """The mechanism by which the ranks of one kind of machine access each other's memory.
+    """The mechanism of a machine by which ranks access each other's memory.
 
-    Methods raise OSError or RuntimeError if they fail.
+    Its methods raise OSError or RuntimeError if they fail.
     """
 
     def offering(self, size: int) -> AbstractContextManager[str]:
-        """Allocate `size` bytes on this rank; yields the path for peers, valid while the context lasts."""
+        """Allocate `size` bytes on this rank, and return a context manager that gives a path.
+
+        While the context lasts, peers can map the memory by this path.
+        """
 
     def reserve(self, size: int) -> None:
-        """Reserve address space or files on this rank for `map`: as many bytes as the rank that needs most."""
+        """Reserve what this rank needs for `map`. `size` is the largest number of bytes that any rank offers."""
 
     def map(self, offers: Sequence[Offer], ranks: set[int]) -> dict[int, torch.Tensor]:
-        """Map the memory of some ranks, this one included; return it as bytes, initially 0. All ranks call this."""
+        """Map the memory of some ranks, including this rank; return the bytes of each rank, which are 0 at first.
+
+        All ranks call this at the same rendezvous.
+        """
 
     def synchronize(self) -> None:
-        """Wait until nothing that this rank has issued uses any memory."""
+        """Wait until all work that this rank has issued no longer uses the memory of any rank."""
 
     def release(self, memories: Sequence[SharedMemory], abort: Callable[[], None], seconds: float) -> str:
-        """Do the same after a call that ended midway: stop waiting for peers' data, and `abort` the groups.
+        """End the work of a call that ended midway, and wait until it no longer uses the memory of any rank.
 
-        Takes less than `seconds`. Returns the reason why something still uses memory; empty if nothing does.
+        Work that waits for data from peers stops waiting. Return an empty text if no work uses memory any more.
+        Otherwise return the reason why some work may still use it.
+
+        Args:
+            memories: all symmetric memory of this rank.
+            abort: ends the communications of the process groups.
+            seconds: the most seconds that this may take.
         """
 
     def close(self) -> None:
-        """Close what this rank holds open besides the memory: the session ends."""
+        """Close everything that this rank holds open besides the memory, because the session ends."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Add to new memory the machine's data that lives as long as the memory."""
+        """Store data of the machine in new memory's `kept`, if the data must live as long as the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
-        """Prepare this rank's memory for the first call, before peers touch it; the buffers are already cleared."""
+        """Prepare this rank's memory for the first call, before peers access it. Its buffers are already cleared."""
 
     def hidden(self, unrolled: UnrolledProgram) -> tuple[BufferInfo, ...]:
-        """Return the buffers that the machine adds for its own use."""
+        """Return further symmetric buffers that the machine needs to run an unrolled program."""
 
     def notes(self, unrolled: UnrolledProgram) -> str:
-        """Return the data about an unrolled program for the other ranks."""
+        """Return data about an unrolled program that the machines of the other ranks need."""
 
 
 def shares_memory(program: Program) -> bool:
-    """Return True if the ranks of a program must meet before they run it; the same on every rank."""
+    """Return True if a program uses memory of peers, so that the ranks must meet before they run it."""
     return any(s.one_sided for s in program.walk())
 
 
 @dataclass(frozen=True)
 class Rooms:
-    """The symmetric buffers of a program, and the bytes of each on a rank; the same on all ranks.
+    """The symmetric buffers of a program, and the number of bytes that each of them has on every rank.
 
     Fields:
-        buffers: as the program declares them.
-        bytes: by name.
+        buffers: the buffers as the program declares them.
+        bytes: the number of bytes of each buffer, by name.
     """
 
     buffers: tuple[Value, ...]
@@ -117,19 +132,19 @@ class Rooms:
 
     @staticmethod
     def of(program: Program, sizes: Mapping[str, int]) -> Rooms:
-        """Return the bytes that a program needs for some sizes."""
+        """Return the buffers of a program with exactly the bytes that they need for some sizes."""
         buffers = tuple(s.buffer for s in program.walk() if s.symmetric and s.buffer is not None)
         bytes = dict[str, int]()
-        for value in buffers:  # ranks may allocate one of this name in different statements
+        for value in buffers:  # different branches of an `if` may allocate buffers of one name
             bytes[value.name] = max(bytes.get(value.name, 0), _bytes(value, sizes))
         return Rooms(buffers, bytes)
 
     def hold(self, sizes: Mapping[str, int]) -> bool:
-        """Return True if the buffers have room for other sizes of the program."""
+        """Return True if these sizes of the program fit into the buffers."""
         return all(_bytes(value, sizes) <= self.bytes[value.name] for value in self.buffers)
 
     def grown(self) -> Rooms:
-        """Grow every buffer by GROWTH; flags keep their size, which the program fixes."""
+        """Return larger buffers: each has GROWTH times as many bytes. Only buffers of flags keep their size."""
         fixed = {value.name for value in self.buffers if value.tensor.dtype == FLAG}
         return replace(self, bytes={name: n if name in fixed else int(n * GROWTH) for name, n in self.bytes.items()})
 
@@ -139,20 +154,21 @@ def _bytes(value: Value, sizes: Mapping[str, int]) -> int:
 
 
 class SharedMemory:
-    """The memory of all ranks for one program and kind of sizes.
+    """The symmetric memory for one program and kind of sizes: this rank's memory, and the mapped memory of its peers.
 
     Fields:
-        number: of the rendezvous at which it was made, the same on all ranks.
-        offers: of all ranks.
-        rooms: the bytes of each buffer.
-        buffers: by place and rank, for the sizes at the rendezvous.
-        read: the places that a peer reads, with their ranks.
-        plans: the plans that use it.
-        captured: the plans among them that the caller's graphs use.
-        used: the time when a call in it was last bound, in seconds of this rank's clock.
-        calls: the number of runs of all plans, if the machine numbers them; the same on every rank.
-        gone: True once it was released; plans that hold it must be dropped.
-        kept: the machine's data that lives as long as this memory.
+        number: the number of the rendezvous at which the memory was allocated, the same on all ranks.
+        offers: the offers of all ranks at this rendezvous.
+        rooms: the number of bytes of each buffer.
+        whole: for each buffer and rank, all elements for which there is room.
+        buffers: for each buffer and rank, the elements that the sizes at the rendezvous use.
+        read: the buffers that a peer reads, with the rank that owns them.
+        plans: the plans that use the memory.
+        captured: the plans among them that CUDA graphs of the caller use.
+        used: the time of the latest call that was bound to the memory, in seconds of this rank's clock.
+        calls: the number of runs of all plans, if the machine counts runs. It is the same on every rank.
+        gone: True once the memory was released. Plans that use it must be dropped.
+        kept: the data of the machine that lives as long as the memory.
     """
 
     def __init__(self, number: int, offers: Sequence[Offer], rooms: Rooms, maps: Mapping[int, torch.Tensor]) -> None:
@@ -165,7 +181,7 @@ class SharedMemory:
         self.used, self.calls = 0.0, 0
         self.gone = False
         self.kept: dict[Hashable, Any] = {}
-        self.whole: dict[tuple[BufferPlace, int], torch.Tensor] = {}  # the elements that each buffer has room for
+        self.whole: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
@@ -175,22 +191,25 @@ class SharedMemory:
                 at += buffer.bytes
 
     def buffer(self, op: SymmetricOp) -> torch.Tensor:
-        """Return a symmetric buffer of some rank, for the sizes of a call."""
+        """Return the symmetric buffer of an operation, with the shape that the sizes of the call need."""
         place = (op.name, op.rounds), op.rank
         buffer = self.buffers[place]
         return buffer if buffer.shape == op.shape else self.whole[place][: prod(op.shape)].view(op.shape)
 
     def clear(self, rank: int) -> None:
-        """Give the memory of a rank its first contents: flags of 0, and NaN."""
+        """Fill the buffers of a rank with their first contents: NaN for floating-point numbers, 0 for flags."""
         for (_, owner), buffer in self.whole.items():
             if owner == rank:
                 buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
 
     def overwrite(self, rank: int, page: torch.Tensor) -> None:
-        """Copy a page of bytes again and again over a rank's buffers of floating point, without kernels.
+        """Overwrite all floating-point buffers of a rank with copies of a page of bytes.
+
+        The copies are issued to the current stream. They run on copy engines and need no kernels.
 
         Args:
-            page: uint8, in pinned memory; the copies are issued on the current stream.
+            rank: the rank whose buffers are overwritten.
+            page: a uint8 tensor in pinned memory.
         """
         for (_, owner), buffer in self.whole.items():
             if owner == rank and buffer.is_floating_point():
@@ -198,21 +217,25 @@ class SharedMemory:
                     part.copy_(page[: len(part)], non_blocking=True)
 
     def barriers(self, team: tuple[int, ...], rank: int) -> torch.Tensor:
-        """Return a rank's flags for a team's barriers: `[barriers, ranks]`, the ranks by their places in the team."""
+        """Return a rank's flags for the barriers of a team.
+
+        The shape is [number of barriers in a call, number of ranks]. Ranks are in the order of the team.
+        """
         return self.buffers[(BARRIERS, team), rank]
 
 
 class SymmetricMemory:
-    """The symmetric memory of a process group on one rank.
+    """All symmetric memory of a process group, seen from one rank.
 
     Args:
         rank: this rank.
         exchange: posts this rank's text under a key, and returns the texts of all ranks.
-        sharing: the mechanism by which ranks of this machine access each other's memory.
+        sharing: the mechanism of the machine by which ranks access each other's memory.
 
     Fields:
-        met: all memory that exists, with the same keys on every rank.
-        released: the number of memories that were released.
+        met: the memory for each program and kind of sizes. Its keys are the same on every rank.
+        meetings: the number of rendezvous so far.
+        released: the number of memories that were released so far.
     """
 
     def __init__(self, rank: int, exchange: ExchangeTexts, sharing: Sharing) -> None:
@@ -223,25 +246,28 @@ class SymmetricMemory:
         self.meetings = self.released = 0
 
     def end(self) -> None:
-        """Release the memory of all programs: the session ends. The caller's graphs keep what they use."""
+        """Release the memory of all programs, because the session ends. CUDA graphs of the caller keep their memory."""
         self.met.clear()
         self.sharing.close()
 
     @property
     def bytes(self) -> int:
-        """The bytes on this rank."""
+        """The number of bytes of symmetric memory on this rank."""
         return sum(memory.offers[self.rank].bytes for memory in list(self.met.values()))
 
     def of(
         self, unrolled: UnrolledProgram, plan: object, kind: KindOfSizes = None, limit: int | None = None
     ) -> SharedMemory | None:
-        """Return the memory for a plan; ranks meet if none has room for its sizes. None if it shares no memory.
+        """Return the symmetric memory for a plan; return None if its program uses none.
+
+        If no memory has room for the sizes, all ranks meet and allocate new memory. Every rank raises a HostIRError if
+        the ranks cannot share memory, or if they disagree about the buffers.
 
         Args:
-            kind: the kind of its sizes; None if they share memory with no other sizes.
-            limit: the program's limit of bytes; if it is set, buffers get no more room than the sizes need.
-
-        Raises HostIRError on every rank if the ranks cannot share memory, or disagree on the buffers.
+            unrolled: the unrolled program of the plan.
+            plan: the plan. It is recorded as a user of the memory.
+            kind: the kind of the sizes; None if they share memory with no other sizes.
+            limit: the limit of bytes for the program. If it is set, buffers get only as many bytes as the sizes need.
         """
         if not shares_memory(unrolled.program):
             return None
@@ -250,30 +276,30 @@ class SymmetricMemory:
         if memory is None:
             outgrown = self.met.get(key)
             memory = self.meet(unrolled, larger=outgrown is not None and limit is None)
-            if outgrown is not None and not outgrown.gone:  # its plans go on in it, and may be captured
+            if outgrown is not None and not outgrown.gone:  # older plans still use it, and may be captured
                 self.met[key[0], (outgrown.number, key[1])] = outgrown
             self.met[key] = memory
         memory.plans.add(plan)
         return memory
 
     def all_of(self, key: ProgramKey) -> list[SharedMemory]:
-        """Return the memory of a program and kind of sizes, the oldest first.
+        """Return all memory for a program and kind of sizes, the oldest first.
 
-        A plan uses the oldest memory that has room for its sizes. So ranks agree even if one of them makes a plan later
-        than the others, for example for tensors with other strides.
+        A plan uses the oldest memory that has room for its sizes. So all ranks choose the same memory, even if one of
+        them makes its plan later than the others, for example because its tensors have other strides.
         """
         digest, kind = key
         memories = [m for (its, of), m in self.met.items() if its == digest and of in (kind, (m.number, kind))]
         return sorted(memories, key=lambda memory: memory.number)
 
     def renew(self, abort: Callable[[], None], seconds: float) -> None:
-        """Give all memory its first contents again, after a call that ended midway; all ranks call it.
+        """Give all memory its first contents again, after a call that ended midway. All ranks call this.
 
-        A rank clears its memory only when no rank uses any memory. It returns only when all ranks have cleared theirs.
+        A rank clears its memory when no rank uses any memory. It returns when all ranks have cleared their memory.
 
         Args:
             abort: ends the communications of this rank that are under way.
-            seconds: the time that the other ranks wait for this one.
+            seconds: the seconds that the other ranks wait for this rank.
         """
         where, memories = "the symmetric memory after a call that ended midway", list(self.met.values())
         if refused := first_refusal(self.exchange(f"{where}, idle", self.sharing.release(memories, abort, seconds))):
@@ -283,15 +309,16 @@ class SymmetricMemory:
         self.exchange(f"{where}, cleared", "")
 
     def prepare(self, memory: SharedMemory) -> None:
-        """Prepare this rank's memory for the first call."""
+        """Clear this rank's part of a memory, and prepare it for the first call."""
         memory.clear(self.rank)
         memory.calls = 0
         self.sharing.prepare(memory)
 
     def meet(self, unrolled: UnrolledProgram, *, larger: bool) -> SharedMemory:
-        """Allocate this rank's memory, and map the memory of the ranks that it exchanges data with.
+        """Meet all ranks: allocate this rank's memory, and map the memory of its peers. Return the new memory.
 
-        `larger`: True to allocate room for larger sizes than these, if all ranks have the memory for it.
+        If this fails on a rank, raise an AlikeError on every rank. With `larger`, allocate more than the sizes need, if
+        all ranks have enough memory.
         """
         rooms = Rooms.of(unrolled.program, unrolled.sizes)
         memory = self.allocate(unrolled, rooms.grown() if larger else rooms)
@@ -302,7 +329,10 @@ class SymmetricMemory:
         return memory
 
     def allocate(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
-        """Return the memory of all ranks with this room, or the error if a rank failed; the same on every rank."""
+        """Allocate and map memory with this room on all ranks, and return it. If a rank fails, return the error.
+
+        Every rank returns the same error.
+        """
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
             offer = self.offer(unrolled, rooms, until_all_have_mapped)
@@ -320,7 +350,7 @@ class SymmetricMemory:
             if refused := first_refusal(self.exchange(f"{where}, mapped", why)):
                 return refused
         for key in [key for key, memory in self.met.items() if memory.number in drops]:
-            self.met.pop(key).gone = True  # no rank has used it since all ranks reported new memory
+            self.met.pop(key).gone = True  # no rank uses it any more: all ranks have reported new memory
             self.released += 1
         assert memory is not None
         return memory
@@ -344,7 +374,10 @@ class SymmetricMemory:
             return Offer(refusal=str(problem))
 
     def surplus(self, program: Program, size: int) -> tuple[int, ...]:
-        """Return the numbers of memories to release: unused ones, and the least recently used, to free `size` bytes."""
+        """Return the numbers of the memories to release before `size` more bytes are allocated for a program.
+
+        These are the memories that no plan uses. If a limit is still exceeded, the least recently used memories follow.
+        """
         limit = SYMMETRIC_LIMIT.get()
         surplus = [memory.number for memory in self.met.values() if not memory.plans]
         held = [
@@ -362,7 +395,13 @@ class SymmetricMemory:
         return tuple(surplus)
 
     def excess(self, program: Program, offer: Offer, drops: Set[int]) -> str:
-        """Return the error text if this rank's memory would exceed HOSTIR_SYMMETRIC_LIMIT; else an empty text."""
+        """Return an error text if this rank's memory would exceed HOSTIR_SYMMETRIC_LIMIT, else an empty text.
+
+        Args:
+            program: the program that needs new memory.
+            offer: this rank's offer for it.
+            drops: the numbers of the memories that will be released.
+        """
         limit = SYMMETRIC_LIMIT.get()
         kept = sum(memory.offers[self.rank].bytes for memory in self.met.values() if memory.number not in drops)
         if limit is None or kept + offer.bytes <= limit:
@@ -371,7 +410,10 @@ class SymmetricMemory:
         return f"@{program.name} needs {offer.bytes} bytes{others}, and HOSTIR_SYMMETRIC_LIMIT allows {limit}"
 
     def reserve(self, offers: Sequence[Offer]) -> str:
-        """Reserve this rank's memory; return the error text if that fails, so that no rank waits for it."""
+        """Reserve what this rank needs to map the offered memory; return an error text if this fails, else "".
+
+        The ranks exchange these texts. So no rank waits for a rank that failed.
+        """
         try:
             self.sharing.reserve(max(offer.bytes for offer in offers))
         except (OSError, RuntimeError) as problem:
@@ -379,9 +421,10 @@ class SymmetricMemory:
         return ""
 
     def map(self, unrolled: UnrolledProgram, offers: Sequence[Offer], rooms: Rooms) -> tuple[SharedMemory | None, str]:
-        """Return the mapped memory of this rank and its peers, initialised for the first call; else the error text.
+        """Map the memory of this rank and its peers, and prepare it for the first call.
 
-        Peers are the ranks whose memory this rank accesses, and the ranks that access its memory.
+        Return the memory and an empty text. If this fails, return None and the error text. The peers are the ranks that
+        this rank accesses, and the ranks that access this rank.
         """
         users = (rank for rank, offer in enumerate(offers) if any(peer == self.rank for *_, peer in offer.uses))
         ranks = {self.rank, *users, *(peer for *_, peer in offers[self.rank].uses)}
@@ -397,7 +440,11 @@ class SymmetricMemory:
 def _needs(
     unrolled: UnrolledProgram, rooms: Rooms
 ) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
-    """Return the buffers in this rank's memory, the buffers of peers that it names, and those of them that it reads."""
+    """Return the buffers that a rank must offer to its peers, and the buffers of peers that it uses.
+
+    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers
+    among them that it reads. The flags of barriers are included in the first two.
+    """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)
     buffers = [BufferInfo(*op.home, op.shape, op.dtype.name, rooms.bytes[op.name]) for op in mine]
@@ -411,7 +458,7 @@ def _needs(
 
 
 def touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
-    """Return the ranges of its peers' buffers that a rank copies from or to."""
+    """Return the ranges of peers' buffers that a rank copies from or copies to."""
     theirs = {register: op for register, op in unrolled.symmetric.items() if op.rank != unrolled.rank}
     touched = dict.fromkeys(register for op in unrolled.ops for register in unrolled.tensors(op))
     peers = ((theirs[unrolled.buffers[x]], unrolled.extents[x]) for x in touched if unrolled.buffers[x] in theirs)
@@ -419,5 +466,5 @@ def touches(unrolled: UnrolledProgram) -> tuple[PeerRange, ...]:
 
 
 def _host() -> str:
-    """Return an identity of the running kernel and its process numbering: ranks that share it can share memory."""
+    """Return an identity of this host and of its namespace of processes. Ranks with equal identities share memory."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,8 +1,8 @@
-"""Threads that make calls: names that are the same on all ranks, and pairs of threads of two ranks.
+"""Match threads of different ranks: give threads names that are the same on all ranks, and record pairs of threads.
 
-Python numbers all threads together, and a rank may have more threads than another (a logger, a progress bar). So a
-common name consists of the thread's class and name, without digits, and its number among the threads alike, in the
-order of their start.
+Python numbers all threads of a process together, and one rank may have more threads than another, such as a logger or a
+progress bar. So the names of Python differ between ranks. A *common name* is made of the class and the name of a
+thread, without digits. Threads that agree in these are numbered in the order of their start.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict
 
-MANY = " number "  # between the name and the number, from the second thread of a name on
+MANY = " number "  # stands between the name and the number, from the second thread of a name on
 _names: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
-_alike = Counter[str]()  # threads so far, by kind
+_alike = Counter[str]()  # the number of threads so far, by the name that `_kind` returns
 _naming = threading.Lock()
 
 
 def common_name(thread: threading.Thread) -> str:
-    """Return the name of a thread that is the same on all ranks if they start threads of its kind in one order."""
+    """Return the common name of a thread.
+
+    It is the same on all ranks if they start their threads of this class and name in the same order.
+    """
     with _naming:
         new = {each for each in (*threading.enumerate(), thread) if each not in _names}
-        for each in sorted(new, key=lambda it: it.native_id or sys.maxsize):  # numbers of the system's, that only rise
+        for each in sorted(new, key=lambda it: it.native_id or sys.maxsize):  # the system's numbers rise
             kind = _kind(each)
             _alike[kind] += 1
             _names[each] = kind if _alike[kind] == 1 else f"{kind}{MANY}{_alike[kind]}"
@@ -32,45 +35,52 @@ def common_name(thread: threading.Thread) -> str:
 
 
 def running(name: str) -> threading.Thread | None:
-    """Return the running thread of this common name."""
+    """Return the running thread with this common name; return None if there is none."""
     return next((thread for thread in threading.enumerate() if common_name(thread) == name), None)
 
 
 def is_foreign(thread: threading.Thread) -> bool:
-    """Return whether a thread was not started by Python's `threading`, such as autograd's own."""
+    """Return True if a thread was not started by Python's `threading`. Threads of autograd are such threads."""
     return isinstance(thread, threading._DummyThread)
 
 
 def _kind(thread: threading.Thread) -> str:
-    """Return a thread's name without digits, and its class unless that is `threading.Thread`.
+    """Return the name of a thread without digits. The name of its class comes first, except for `threading.Thread`.
 
-    By default Python puts the function that a thread runs into its name.
+    By default the name of a thread contains the name of the function that it runs.
     """
     name, its = re.sub(r"\d+", "*", thread.name), type(thread).__name__
     return name if type(thread).__module__ == threading.__name__ else f"{its} {name}"
 
 
 def _split(name: str) -> tuple[str, int]:
-    """Return the kind and the number of a common name."""
+    """Return the two parts of a common name: the name that `_kind` returns, and the number of the thread."""
     kind, _, number = name.partition(MANY)
     return kind, int(number or 1)
 
 
 class ThreadPairs:
-    """The pairs of a thread here and a thread of another rank that have made the same calls.
+    """The pairs of a thread on this rank and a thread on another rank that have made the same call.
 
     Fields:
-        callers: the common names of all threads here that have called.
+        callers: the common names of all threads on this rank that have made calls.
     """
 
     def __init__(self) -> None:
         self.callers: set[str] = set()
-        # By peer and name, the sorted pairs of the peer's and this rank's numbers; and pairs of different names.
+        # Pairs of threads that differ only in their numbers: by peer and name, the two numbers (the peer's first).
+        # Then pairs of threads with different names.
         self._numbers: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
         self._kinds: set[tuple[int, str, str]] = set()
 
     def known(self, rank: int, theirs: str, mine: str) -> bool:
-        """Return whether a thread of another rank was paired with this one before."""
+        """Return True if a thread of another rank is already paired with a thread of this rank.
+
+        Args:
+            rank: the other rank.
+            theirs: the common name of its thread.
+            mine: the common name of the thread on this rank.
+        """
         (kind, number), (our_kind, ours) = _split(theirs), _split(mine)
         if kind != our_kind:
             return (rank, theirs, mine) in self._kinds
@@ -79,10 +89,11 @@ class ThreadPairs:
         return pairs[place : place + 1] == [(number, ours)]
 
     def add(self, rank: int, theirs: str, mine: str) -> bool:
-        """Pair two threads; return False if an earlier pair says otherwise.
+        """Record that two threads make the same call; return False if they cannot correspond to each other.
 
-        Threads of one kind are paired in the order of their numbers. A name that has called here is no thread of
-        another kind.
+        The arguments are the same as in `known`. Threads whose common names differ only in the number must be paired in
+        the order of these numbers. Threads whose names differ in more cannot correspond if a thread named `theirs` has
+        made calls on this rank.
         """
         (kind, number), (our_kind, ours) = _split(theirs), _split(mine)
         if kind != our_kind:

@@ -1,19 +1,25 @@
-"""End every rank when one of them is lost: no rank waits forever for a peer that died, raised or never arrived.
+"""The watchdog: end every rank when one of them is lost, so that no rank waits forever for a peer.
 
-Each rank has a thread that checks for four events: a rank has died, a rank makes no more calls after a failure, a
-communication of this rank makes no progress, or its device has reported an error. On any of them the thread prints one
-diagnostic that names this rank, its current statement and the cause. Then it ends the process at once, because a thread
-that is stuck in a collective cannot be stopped. Ranks notice a death by the connections of `hostir.job.links`, which
-live as long as the processes. So a process that is busy, stopped or holds the GIL does not count as dead. A warm call
-pays two comparisons: the thread reads the position of a run off its iterator.
+Each rank has a watchdog thread. It checks for four events:
+- A rank has died.
+- A rank makes no more calls after a failure.
+- A communication of this rank makes no progress.
+- The device of this rank has reported an error.
 
-The caller of a failed call gets an error, and may try again. If the call has failed on every rank, nothing else
-happens. Otherwise each rank has HOSTIR_TIMEOUT seconds to make its next call. If a rank does not, all ranks end with
-the message of the first failure.
+If one of them occurs, the thread prints one diagnostic that names this rank, its current statement and the cause. Then
+it ends the process at once, because a thread that is stuck in a collective cannot be stopped.
 
-A call is abandoned if it ends on a rank after peers may have noticed its beginning: they may wait for the rest. Then
-each other rank raises an error, in the call under way or in its next call. Once all ranks have raised, their next calls
-renew the shared state: see `Session.renew`.
+Ranks notice a death by the connections of `hostir.job.links`, which live as long as the processes. So a process that is
+busy, stopped or holds the GIL does not count as dead. A warm call does two comparisons for the watchdog. The watchdog
+itself reads the position of a run from the iterator of the run.
+
+If a call fails, its caller gets an error and may try again. If the call has failed on every rank, nothing else happens.
+Otherwise each rank has HOSTIR_TIMEOUT seconds to make its next call. If a rank does not make it, all ranks end with the
+message of the first failure.
+
+A call is abandoned if it fails on a rank after peers may have noticed its beginning. The peers may wait for the rest of
+the call. So each other rank raises an error in its current call or in its next call. When all ranks have raised, their
+next calls renew the shared state (see `Session.renew`).
 """
 
 from __future__ import annotations
@@ -37,81 +43,108 @@ if TYPE_CHECKING:
 from hostir.job.links import Links, MisalignedError, RankEvent, headline
 
 PERIOD = 0.5  # seconds between two checks
-STILL = 0.1  # seconds that a run may stand still once another rank has abandoned a call
-LAST_WORDS = 1.0  # seconds that a rank between runs has, once another has died, to end with an error of its own
+STILL = 0.1  # seconds that a run may make no progress after another rank has abandoned a call
+LAST_WORDS = 1.0  # after a rank has died, the seconds that a rank between runs has to end by an error that it raises
 RENEWAL = "results of earlier calls that were not waited for may be lost; the next call of each rank begins anew"
-ASKED = b"!"  # what our handler of SIGTERM writes for the thread: no signal has this number
+ASKED = b"!"  # the byte that our SIGTERM handler writes to wake the thread; no signal has this number
 
 
 class Watched(Protocol):
-    """The watchdog's view of a plan."""
+    """The methods of a plan that the watchdog uses."""
 
     def in_flight(self) -> list[Op]:
-        """Return the operations being executed, most informative first; an empty list while nothing runs."""
+        """Return the operations that run now, the most informative first. The list is empty while no run is active."""
 
     def describe(self, op: Op) -> str:
-        """Describe an operation in flight: the statement, its round, and what it waits for if known."""
+        """Return a text about an operation in flight: its statement, its round, and, if known, what it waits for."""
 
     def progress(self) -> object:
-        """Return a value that changes whenever the run progresses; None if that cannot be observed."""
+        """Return a value that changes whenever the run makes progress; return None if progress cannot be observed."""
 
     def reported_problem(self) -> str:
-        """Return the device's error reports that no call has raised yet; empty if there was no report."""
+        """Return the errors that the device has reported and no call has raised; empty if there are none."""
 
     def give_up(self, problem: HostIRError) -> None:
-        """Raise this error in the run under way, where it waits for a peer. Work on a device cannot be stopped."""
+        """Raise this error in the current run, where it waits for a peer. Work on a device cannot be stopped."""
 
 
 class Watchdog:
-    """The thread of one rank.
+    """The watchdog of one rank, with its thread.
 
     Args:
-        store: a store of the run, by which ranks find each other.
-        rank, size: this rank and how many there are.
-        timeout: seconds that a communication may stand still.
+        store: a store that all ranks share. It holds the address of rank 0.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: seconds that a communication may make no progress.
         keepalive: seconds after which a host that does not answer counts as lost.
+
+    Fields:
+        plan: the plan of the current run, or of the latest run.
+        replaced: the plans that `observe` has replaced during captures. They are not released yet.
+        inspecting: a lock that the watchdog thread holds while it uses a plan.
+        clock: the seconds in which this thread could run. Time in which the process was stopped does not count.
+        stood: the latest progress of a run, and the clock at that moment.
+        links: the connections to the other ranks.
+        everyone: all ranks.
+        known: the number of events that were processed.
+        died: the event of the first rank that died.
+        died_at: the clock when this event was processed.
+        done: the ranks that have made their last call.
+        first: the first failure of a call; None once all ranks have failed or have made another call.
+        failed: the ranks that have failed since then.
+        away: the ranks that have not made another call since then.
+        since: the clock at the first failure.
+        misaligned: the first report that the calls of the ranks differ; empty if there is none.
+        disturbed: True if this rank's next call must look at an event before it runs.
+        renewals: the number of times that the ranks have renewed their shared state.
+        abandoned: the event of a rank that has abandoned a call since the latest renewal.
+        raised: the error that this rank has raised to its caller, who may be printing it.
+        acknowledged: True if the caller knows the error of the latest plan.
+        wake, signalled: the ends of a pipe that wakes the thread.
+        closing: set when the thread has to end.
+        before: the file descriptor to which the user wants signals to be written; -1 without one.
     """
 
-    limit = "HOSTIR_TIMEOUT"  # what sets the timeout, for messages
+    limit = "HOSTIR_TIMEOUT"  # the name of the setting of the timeout, for messages
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, keepalive: float) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.plan: Watched | None = None  # of the run under way, or of the last one
-        self.replaced: list[Watched | None] = []  # during captures
-        self.inspecting = threading.Lock()  # held while this thread uses a plan: it must not drop its last reference
-        self.clock = 0.0  # seconds in which this thread could run: those in which the process was stopped do not count
+        self.plan: Watched | None = None
+        self.replaced: list[Watched | None] = []
+        self.inspecting = threading.Lock()  # the watchdog's thread must not drop the last reference to a plan
+        self.clock = 0.0
         self.stood: tuple[object, float] = (None, 0.0)
         self.links = Links(store, rank, size, keepalive)
         self.everyone = set(range(size))
-        self.known = 0  # events that were taken in
+        self.known = 0
         self.died: RankEvent | None = None
         self.died_at = 0.0
         self.done: set[int] = set()
-        self.first: RankEvent | None = None  # the failure that is not over yet
-        self.failed: set[int] = set()  # ranks that have failed since
-        self.away: set[int] = set()  # those that have not made another call since
+        self.first: RankEvent | None = None
+        self.failed: set[int] = set()
+        self.away: set[int] = set()
         self.since = 0.0
-        self.misaligned = ""  # the first report of calls that differ between ranks while one of them may run
-        self.disturbed = False  # whether this rank's next call has more to do than run
-        self.renewals = 0  # how often the ranks have renewed their shared state
-        self.abandoned: RankEvent | None = None  # a call that a rank has abandoned since
-        self.raised: HostIRError | None = None  # raised to this rank's caller, who may be printing it
-        self.acknowledged = False  # whether the caller knows the error of the latest plan
+        self.misaligned = ""
+        self.disturbed = False
+        self.renewals = 0
+        self.abandoned: RankEvent | None = None
+        self.raised: HostIRError | None = None
+        self.acknowledged = False
         self.wake, self.signalled = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self.signalled, False)
         self.closing = threading.Event()
-        self.before = -1  # who else receives signals
+        self.before = -1
         self.install_handler()
         self.thread = threading.Thread(target=self.watch, name="hostir watchdog", daemon=True)
         self.thread.start()
 
     def observe(self, plan: Watched, capturing: bool = False) -> None:
-        """Watch a plan that runs now, or is captured to run later.
+        """Watch a plan that runs now, or that is captured into a CUDA graph (`capturing`).
 
-        The plan that it replaces is released on the caller's thread, and not during a capture: memory that the GPU
-        shares with peers may be freed with it, for which the driver waits until the device is idle.
+        The plan that was watched before is released in this thread, but not during a capture. Memory that the GPU
+        shares with peers may be freed with the plan, and then the driver waits until the device is idle.
         """
         if plan is self.plan and (capturing or not self.replaced):
             return
@@ -124,11 +157,12 @@ class Watchdog:
             self.replaced.clear()
 
     def blame(self, failure: HostIRError, abandoned: bool = False) -> HostIRError:
-        """Report this rank's failure to all ranks; return the error to raise, with a note if another rank failed first.
+        """Report a failure of this rank to all ranks; return the error to raise.
 
-        `abandoned`: peers may wait for the rest of a call of this rank.
+        If another rank has failed before, the error gets a note about this. `abandoned` is True if peers may wait for
+        the rest of this rank's call.
         """
-        if isinstance(failure, MisalignedError):  # which all ranks know
+        if isinstance(failure, MisalignedError):  # all ranks know it already
             return failure
         what, self.raised = "abandoned" if abandoned else "failed", failure
         self.links.await_own(self.links.announce(what, headline(failure), self.renewals))
@@ -142,33 +176,36 @@ class Watchdog:
         return failure
 
     def misalign(self, why: str) -> str:
-        """Report to all ranks that one may run a call that another does not make; return the first such report."""
+        """Report to all ranks that a rank may run a call that another rank does not make, with the reason.
+
+        Return the first reason that any rank has reported.
+        """
         self.links.await_all(self.links.announce("misaligned", why))
         self.learn()
         return self.misaligned or why
 
     def resume(self) -> None:
-        """Report to all ranks that this one makes another call, if a failure is not over yet."""
-        with self.links.changing:  # a report that has just come is for the next call
+        """Begin the next call after a failure: report to all ranks that this rank makes calls again."""
+        with self.links.changing:  # an event that arrives now is for the call after this one
             self.disturbed, self.raised = bool(self.misaligned), None
         if self.first is not None:
             self.links.announce("back")
 
     def renewed(self) -> None:
-        """Forget the call that was abandoned: the ranks have renewed their shared state."""
+        """Forget the abandoned call, because the ranks have renewed their shared state."""
         with self.links.changing:
             self.renewals += 1
             if self.abandoned is not None and self.abandoned.renewals < self.renewals:
                 self.abandoned = None
 
     def leave(self) -> None:
-        """Report to all ranks that this one has made its last call: from here on its exit is no failure."""
+        """Report to all ranks that this rank has made its last call. After that, its exit is no failure."""
         self.links.await_own(self.links.announce("done"))
 
     def close(self, done: bool = True) -> None:
-        """End the thread and the connections.
+        """End the thread and close the connections.
 
-        A rank that is not `done` is about to exit with an error, and SIGTERM must not interrupt its printing.
+        `done` is False if this rank is about to exit with an error. Then SIGTERM must not interrupt its printing.
         """
         self.closing.set()
         os.write(self.signalled, b"\0")
@@ -179,7 +216,7 @@ class Watchdog:
         self.drop()
 
     def drop(self) -> None:
-        """Close this process's copies of pipes and connections, without a message to anyone."""
+        """Close the pipe and the connections of this process, without a message to other ranks."""
         self.links.close()
         os.close(self.wake)
         os.close(self.signalled)
@@ -212,11 +249,14 @@ class Watchdog:
                 self.end(cause)
 
     def ends_by_itself(self) -> bool:
-        """Return True if this rank ends within LAST_WORDS by an error that it raises: its traceback says more."""
+        """Wait up to LAST_WORDS seconds for this rank to end by an error that it has raised; return True if it ends.
+
+        Return False at once if it has raised no error. The traceback of its error says more than the watchdog.
+        """
         return self.raised is not None and self.closing.wait(LAST_WORDS)
 
     def learn(self) -> None:
-        """Process new events of the ranks."""
+        """Process the new events of all ranks."""
         with self.links.changing:
             events = self.links.events[self.known :]
             self.known += len(events)
@@ -250,7 +290,7 @@ class Watchdog:
         self.disturbed = True
 
     def end_lost_run(self) -> None:
-        """Raise in the run under way if it makes no progress and another rank has abandoned a call."""
+        """Raise an error in the current run if it makes no progress and another rank has abandoned a call."""
         event, plan = self.abandoned, self.plan
         if event is None or event.rank == self.rank or plan is None or not plan.in_flight():
             return
@@ -258,29 +298,29 @@ class Watchdog:
             plan.give_up(self.lost_call(event))
 
     def lost_call(self, event: RankEvent) -> HostIRError:
-        """Return the error for a call that ended midway on another rank: this rank's calls may wait for its rest."""
+        """Return the error for this rank's caller if a call has ended midway on another rank."""
         what = f"a call ended midway on another rank, and what rank {self.rank} has issued may wait for its rest"
         return HostIRError(Diagnostic(f"{what}: {event.words}", hint=RENEWAL))
 
     def cause(self) -> str:
-        """Return the reason why this rank must end because of another rank; empty to continue."""
+        """Return the reason why this rank must end because of another rank; empty if it need not end."""
         overdue = self.first is not None and self.clock - self.since > self.timeout
         if self.first is not None and (overdue or self.died is not None):
             return self.first.words
-        idle = self.misaligned or self.plan is None or not self.plan.in_flight()  # a misaligned run is stopped
+        idle = self.misaligned or self.plan is None or not self.plan.in_flight()  # `stop_misaligned` stops the run
         if idle and self.clock - self.died_at < LAST_WORDS:
             return ""
         lost = self.loss()
         return self.misaligned if lost and self.misaligned else lost
 
     def stop_misaligned(self) -> None:
-        """Raise in the run under way if it may be one that another rank does not make."""
+        """Raise an error in the current run if the calls of the ranks differ."""
         if self.misaligned and self.plan is not None and (ops := self.plan.in_flight()):
             at = f"rank {self.rank} was at {self.plan.describe(ops[0])}"
             self.plan.give_up(MisalignedError(self.misaligned, at))
 
     def loss(self) -> str:
-        """Return a message with the rank that has died and the evidence; empty if all ranks live."""
+        """Return a message with the rank that has died and the evidence for it; empty if no rank has died."""
         return f"rank {self.died.rank} died: {self.died.words}" if self.died is not None else ""
 
     def standstill(self) -> str:
@@ -299,14 +339,14 @@ class Watchdog:
         return f"it {what}"
 
     def reported(self) -> str:
-        """Return the device's error reports for this rank's run; empty if the caller already knows them."""
+        """Return the errors that this rank's device has reported; empty if the caller already knows them."""
         problem = self.plan.reported_problem() if self.plan is not None and not self.acknowledged else ""
         if problem:
             self.links.announce("failed", problem)
         return problem
 
     def end(self, cause: str) -> None:
-        """Print the diagnostic and end the process."""
+        """Print the diagnostic with this cause, and end the process."""
         self.report(cause)
         os._exit(1)
 
@@ -316,7 +356,7 @@ class Watchdog:
         sys.stderr.flush()
 
     def diagnostic(self, cause: str) -> Diagnostic:
-        """Return the diagnostic: this rank, the statement it is at, and the cause."""
+        """Return the diagnostic that names this rank, its current statement and the cause."""
         if self.raised is not None:
             return self.raised.diagnostics[0]
         plan = self.plan
@@ -328,10 +368,10 @@ class Watchdog:
         return Diagnostic(message, ops[0].place.statement.span, notes=notes)
 
     def install_handler(self) -> None:
-        """Make SIGTERM wake the thread, even while the main thread is stuck outside Python.
+        """Install a handler so that SIGTERM wakes the watchdog thread, even if the main thread is stuck outside Python.
 
-        A launcher sends it to the remaining ranks when one has ended. A handler of the user's, installed before or
-        after, takes precedence; if it calls ours, the rank ends.
+        When a rank has ended, a launcher sends SIGTERM to the other ranks. If the user has installed a handler, before
+        or after, the user's handler is called instead. If it calls our handler, this rank ends.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -340,15 +380,18 @@ class Watchdog:
         self.before = signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM if the user has no handler; the thread does the rest."""
+        """Handle SIGTERM: wake the watchdog thread, which ends the process."""
         if self.signalled >= 0:
             os.write(self.signalled, ASKED)
             return
-        signal.signal(number, signal.SIG_DFL)  # a handler of the user's has called ours when the session had ended
+        signal.signal(number, signal.SIG_DFL)  # the session has ended, and a handler of the user has called ours
         os.kill(os.getpid(), number)
 
     def heard(self) -> bytes:
-        """Return the received signals, and forward them to the file descriptor that the user had set before."""
+        """Return the numbers of the received signals as bytes.
+
+        Forward them to the file descriptor that the user has set for signals, if there is one.
+        """
         try:
             heard = os.read(self.wake, 64)
         except BlockingIOError:
@@ -359,7 +402,7 @@ class Watchdog:
         return heard
 
     def restore_handlers(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
-        """Undo `install_handler`, unless somebody else has replaced it since; SIGTERM gets `handler`."""
+        """Undo `install_handler`, and install `handler` for SIGTERM. Keep handlers that others have installed since."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self.on_sigterm:
@@ -374,21 +417,24 @@ class Watchdog:
         os._exit(128 + signal.SIGTERM)
 
     def forget(self) -> None:
-        """Release the rank's handlers, pipes and connections in a process that was forked from it."""
+        """Release the handlers, the pipe and the connections in a child process that was forked from the rank."""
         self.before = -1
         self.restore_handlers()
         self.drop()
 
 
 class GuestWatchdog(Watchdog):
-    """The watchdog thread of one rank of a process group: it raises in a call, and never ends the process.
+    """The watchdog of one rank of a process group. It raises errors in calls, and never ends the process.
 
-    It installs no signal handlers. A rank that makes no calls, or fails in a call, matters to the others only when they
-    wait for it. The death of a rank ends the calls of all.
+    It installs no signal handlers. If a rank makes no calls, or fails in a call, the other ranks get an error only when
+    they wait for it. If a rank dies, no rank of the group can make more calls.
+
+    Fields:
+        gave_up: True if the watchdog has raised an error in a call of this rank. Other ranks may still be in this call.
     """
 
     limit = "the group's timeout"
-    gave_up = False  # a call of this rank: with others within it, none can follow
+    gave_up = False
 
     def take(self, event: RankEvent) -> None:
         super().take(event)
@@ -404,7 +450,7 @@ class GuestWatchdog(Watchdog):
         self.gave_up = False
 
     def cause(self) -> str:
-        """Return nothing: only a call that stands still is ended because of another rank."""
+        """Return an empty text. Other ranks do not end this rank: only a call without progress is ended."""
         return ""
 
     def standstill(self) -> str:
@@ -414,17 +460,17 @@ class GuestWatchdog(Watchdog):
         return self.loss() or problem if self.clock - self.stood[1] >= LAST_WORDS else problem
 
     def reported(self) -> str:
-        """Return nothing: the next call raises what the device has reported."""
+        """Return an empty text. The next call raises the errors that the device has reported."""
         return ""
 
     def end(self, cause: str) -> None:
-        """Raise in the call under way."""
+        """Raise an error with this cause in the current call, if there is one."""
         plan, self.gave_up = self.plan, True
         if plan is not None and plan.in_flight():
             plan.give_up(HostIRError(Diagnostic(cause)))
 
     def install_handler(self) -> None:
-        """Leave signals to the program."""
+        """Install nothing: signals belong to the user's program."""
 
     def restore_handlers(self, handler: Callable[[int, FrameType | None], object] | int = signal.SIG_DFL) -> None:
-        """Leave signals to the program."""
+        """Restore nothing: signals belong to the user's program."""

@@ -1,11 +1,11 @@
 """Read and print host programs in nvFuser's textual form of host IR.
 
-`read_nvfuser` reads the output of `NVFUSER_DUMP=host_ir`, in the spellings of all versions so far. `print_nvfuser`
-prints host programs in the current spelling. Reading a printed program gives an equal program, except for names and for
-added frees of leaked buffers.
+`read_nvfuser` reads the output of `NVFUSER_DUMP=host_ir`, in the spelling of any version of nvFuser so far.
+`print_nvfuser` prints a host program in the current spelling. If its text is read again, the program is equal except
+for two things: the names differ, and buffers that the program never freed are freed.
 
-docs/nvfuser.md lists the spellings, and the interpretation of a dump where it is ambiguous. Anything that host programs
-cannot express gives one diagnostic with its place. The only exception for a bad text is HostIRError.
+docs/nvfuser.md lists the spellings, and says how an ambiguous dump is read. A dump that a host program cannot express
+gives one diagnostic with its position. A text that is not a dump raises HostIRError, and no other exception.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ __all__ = ["print_nvfuser", "read_nvfuser"]
 
 
 def read_nvfuser(text: str, file: str = "<text>") -> tuple[Program, list[Diagnostic]]:
-    """Read a dump of nvFuser's host IR. Return the host program, and warnings about what was left out of it.
+    """Read a dump of nvFuser's host IR; return the host program, and warnings about outputs that were left out.
 
-    The program is named after the file. Raises HostIRError, with file:line:col and a caret, for a text that is not a
-    dump, and for anything that a host program cannot express.
+    The program is named after the file. Raises HostIRError with file:line:col and a caret, if the text is not a dump or
+    if a host program cannot express it.
     """
     return DumpReader(parse_dump(text, file), file).program()
 
 
 def print_nvfuser(program: Program) -> str:
-    """Return a host program in nvFuser's spelling: deterministic, tensors numbered in the order of definition.
+    """Return the text of a host program in nvFuser's current spelling.
 
-    Raises HostIRError for a fusion. Names, and comments of passes, do not survive.
+    Tensors are numbered in the order of their definitions. The program's names, and the comments of passes, are lost.
+    Raises HostIRError for a fusion, and for statements that nvFuser's form cannot express.
     """
     return print_dump(program)

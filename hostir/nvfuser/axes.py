@@ -1,4 +1,4 @@
-"""Find the logical axes that printed IterDomains may form."""
+"""Find the logical axes of a printed tensor: nvFuser may have split a logical axis into several printed axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostir.nvfuser.nodes import IterDomain, TensorNode
 
 @dataclass(frozen=True)
 class LogicalAxis:
-    """A logical axis: one IterDomain, or the IterDomains that it was split into, outermost first."""
+    """A logical axis of a tensor: one printed IterDomain, or the IterDomains of a split axis, outermost first."""
 
     domains: tuple[IterDomain, ...]
 
@@ -34,28 +34,31 @@ class LogicalAxis:
 
     @property
     def device(self) -> str:
-        """x or y if the unsplit axis is a device axis, else empty."""
+        """x or y if the axis is an unsplit device axis, deviceIdx.x or deviceIdx.y; otherwise an empty string."""
         return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
 def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[LogicalAxis, ...]]:
-    """Return the ways to read the printed axes of a tensor as logical axes, the likeliest first.
+    """Return the possible readings of a printed tensor, the likeliest first. A reading is a tuple of logical axes.
 
-    nvFuser prints the axes of the loop domain. An axis of extent ceilDiv(N, D) is the inner part of a split of N. Its
-    outer part is an axis of extent D to the left: directly beside it; or anywhere, if it is on devices or streams,
-    which nvFuser moves to the front. If N is a number, nvFuser prints the quotient. Then an axis on devices or streams
-    may be the outer part of any axis of known extent to the right, or a separate axis. Results of an rfactor or a
-    reshape (marked `rf`) are not split.
+    nvFuser prints the axes of the loop domain. If an axis of symbolic extent N was split by D, the inner part is
+    printed with extent ceilDiv(N, D), and the outer part with extent D. The outer part is directly left of the inner
+    part. But nvFuser moves an axis on devices or streams to the front, so such an outer part may be anywhere on the
+    left.
+
+    If N is a number, nvFuser prints the quotient. Then an axis on devices or streams may be a separate axis, or the
+    outer part of any axis with a number as its extent to the right. An axis marked `rf`, a result of an rfactor or a
+    reshape, is not a part of a split.
 
     Args:
-        tensor: the tensor as printed.
-        alone: x or y if such an axis is not part of a split because it holds the parts of a partial sum.
-        split: whether a device axis is more likely part of a split than a separate axis.
+        tensor: the printed tensor.
+        alone: the device axes, x or y, that hold the parts of a partial sum. They are not parts of a split.
+        split: True if a device axis is more likely a part of a split than a separate axis.
     """
     domains = tensor.domains
     parallel = [(d.iter_type, d.on) for d in domains if d.on]
     if len(set(parallel)) < len(parallel):
-        return [tuple(LogicalAxis((d,)) for d in domains)]  # no valid layout: reported when its type is needed
+        return [tuple(LogicalAxis((d,)) for d in domains)]  # invalid: an error is raised when the type is needed
     outer = {k for k, d in enumerate(domains) if not d.rfactor and (d.iter_type == "r" or d.on not in alone)}
     splits = list(islice(_splits(domains, outer, 0, ()), _MAX_SPLITS))
     splits.sort(key=lambda parts: _unlikelihood(domains, parts, split))
@@ -66,11 +69,18 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
 
 _MAX_SPLITS = 512  # the most readings tried for one tensor; real tensors have a few
 _MAX_READINGS = 48
-Split = tuple[tuple[int, ...], ...]  # for each printed axis, the places of its outer parts, outermost first
+Split = tuple[tuple[int, ...], ...]  # for each printed axis, the indices of the axes that are its outer parts
 
 
 def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
-    """Yield every assignment of outer parts, taken from `outer`, to the axes from `place` on."""
+    """Yield every way to choose outer parts for the printed axes from index `place` on.
+
+    Args:
+        domains: the printed axes.
+        outer: the indices of axes that may be outer parts.
+        place: the index of the first axis without a choice.
+        split: the choices for the axes before `place`.
+    """
     if place == len(domains):
         yield split
         return
@@ -81,7 +91,10 @@ def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, s
 
 
 def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the outer parts that an axis may have among the free axes to its left; no outer parts come last."""
+    """Yield the possible outer parts of the printed axis at index `place`, taken from the axes `free` on its left.
+
+    The last item is (), for the case that the axis has no outer parts.
+    """
     inner = domains[place]
     same = [k for k in free if domains[k].iter_type == inner.iter_type]
     if inner.extent.splits and not inner.rfactor:
@@ -96,7 +109,10 @@ def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int
 def _chains(
     domains: Sequence[IterDomain], extents: Sequence[Size], right: int, free: Collection[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the free axes with these extents left of `right`: adjacent ones, or those on devices or streams."""
+    """Yield the possible outer parts with these extents of the axis at index `right`.
+
+    An outer part is directly left of the next inner part, or it is an axis on devices or streams.
+    """
     if not extents:
         yield ()
         return
@@ -107,14 +123,15 @@ def _chains(
 
 
 def _missing(domains: Sequence[IterDomain], split: Split) -> int:
-    """Return the number of splits whose outer parts are missing, for example because one index of them was selected."""
+    """Return the number of split axes without their outer parts. For example, a select may have removed these parts."""
     return sum(bool(d.extent.splits) and not outers for d, outers in zip(domains, split, strict=True))
 
 
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
-    """Return a sort key: the evidence against a reading, the strongest first.
+    """Return a sort key for readings: a likely reading has a low key. The strongest evidence comes first.
 
-    nvFuser gives the two parts of a split consecutive numbers, higher than those of all earlier axes.
+    The numbers of the axes are a part of the evidence. nvFuser gives the two parts of a split consecutive numbers,
+    which are higher than the numbers of all earlier axes.
     """
     numbers = [d.number for d in domains]
     inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}

@@ -1,4 +1,4 @@
-"""The host program that a dump gives so far: scopes of names, statements, buffers."""
+"""Build a host program while a dump is read: its statements, the names in scope, and the buffers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,31 @@ from hostir.nvfuser.types import Types
 
 
 class Builder:
-    """Builds a program statement by statement.
+    """Builds a host program statement by statement.
 
-    A tensor's name may be bound again; every binding becomes a value with a different name.
+    A dump may give one name to several tensors in turn. Each of these tensors becomes a value with a different name.
+
+    Fields:
+        types: the types of printed tensors.
+        names: the names of the program.
+        scope: the values in scope, by the names that the dump prints: T4, Communication 7, Stream 0, index i0.
+        body: the statements of the current block.
+        loops: the loops around the current statement: the number of rounds of each index.
+        unsliced: the names of values that hold all slices of their Stream axis.
+        owned: for each block around the current statement, the buffers that are not freed yet.
+        memory: for each view, the name of its buffer.
+        streams: the streams that the dump uses.
     """
 
     def __init__(self, dump: Dump) -> None:
         self.types = Types(dump)
         self.names = Names()
-        self.scope: dict[str, Value] = {}  # T4, Communication 7, Stream 0 and index i0, as printed
+        self.scope: dict[str, Value] = {}
         self.body: list[Statement] = []
-        self.loops: dict[Value, Size] = {}  # loops around this statement: each index, and its number of rounds
-        self.unsliced: set[str] = set()  # the values that hold all slices of their Stream axis
-        self.owned: list[dict[str, Value]] = [{}]  # for each block around this statement, the buffers not freed yet
-        self.memory: dict[str, str] = {}  # the buffer behind a view
+        self.loops: dict[Value, Size] = {}
+        self.unsliced: set[str] = set()
+        self.owned: list[dict[str, Value]] = [{}]
+        self.memory: dict[str, str] = {}
         self.streams = Streams(dump.streams)
 
     def define(self, key: str, name: str, type: Type, span: Span) -> Value:
@@ -54,13 +65,22 @@ class Builder:
         return self.scope[tensor.name]
 
     def operand(self, tensor: TensorNode) -> Value:
-        """Return the value of a tensor operand: in a loop, the round's slice if the tensor was made before the loop."""
+        """Return the value of a tensor operand. Inside a loop over slices it is the slice of the current round."""
         value = self.tensor(tensor)
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
 
     def slice(self, unsliced: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
-        """Return this round's slice of an axis if the value has all `count` slices, else the value."""
+        """Return the slice of a value that belongs to the current round; add a `chunk` for it if needed.
+
+        A value that already is one slice is returned as it is.
+
+        Args:
+            unsliced: the value.
+            axis: the axis that is cut into slices.
+            count: the number of slices.
+            tensor: the printed tensor, for names and messages.
+        """
         if unsliced.name not in self.unsliced:
             return unsliced
         index = self.loop_over(count)
@@ -77,7 +97,10 @@ class Builder:
         return self.scope[key]
 
     def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
-        """Return the axis of `x` with a Stream axis in its printed tensor, and the number of slices."""
+        """Return the axis of `x` that the dump cuts for streams, and the number of slices.
+
+        Return None if `tensor`, which is `x` as printed, has no Stream axis.
+        """
         kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
         for axis, group in enumerate(kept):
             for k, domain in enumerate(group.domains):
@@ -89,7 +112,7 @@ class Builder:
         return None
 
     def destination(self, tensor: TensorNode) -> Value:
-        """Return the value that a statement writes: the tensor's memory if it has some, else new memory."""
+        """Return the value that a statement writes for a printed result; allocate it if it has no memory yet."""
         return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
 
     def allocate(self, tensor: TensorNode) -> Value:
@@ -104,12 +127,15 @@ class Builder:
         return self.types.type_of(tensor, sliced=self.sliced(tensor))
 
     def sliced(self, tensor: TensorNode) -> bool:
-        """Return True if a result here is one round's slice: in a loop with as many rounds as the tensor has slices."""
+        """Return True if the current statement computes only one slice of a printed tensor.
+
+        It does so inside a loop that has as many rounds as the tensor has slices.
+        """
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None
 
     def loop_over(self, slices: Size) -> Value | None:
-        """Return the index of the innermost enclosing loop with as many rounds."""
+        """Return the index of the innermost loop around this statement that has `slices` rounds; None without one."""
         resolve = self.types.sizes.resolve
         return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
 
@@ -125,7 +151,10 @@ class Builder:
                     owned.pop(self.memory.get(x.name, x.name), None)
 
     def free_the_rest(self, kept: Iterable[Value] = ()) -> None:
-        """Free the buffers of a block except `kept`. nvFuser frees what a dump does not deallocate."""
+        """End a block: free the buffers that it has not freed, except the buffers of `kept`.
+
+        A dump need not deallocate its buffers, because nvFuser frees them itself.
+        """
         names = {self.memory.get(value.name, value.name) for value in kept}
         for name, value in self.owned[-1].copy().items():
             if name not in names:

@@ -1,9 +1,9 @@
-"""Choose the logical axes of each printed tensor so that all statements fit.
+"""Choose the logical axes of each printed tensor so that all statements of a dump are valid.
 
 If extents are numbers, a printed tensor may have several readings (see `hostir.nvfuser.axes.readings`). A statement
-fits only some of them: a weight has two axes, an allreduce keeps the shape, a piece has the axes of its tensor.
-Readings that do not fit a statement are dropped until nothing changes. If several are left, the first printed tensor
-takes its likeliest reading, then the next tensor, and so on.
+allows only some of them. For example, a weight has two axes, an allreduce keeps the shape, and a slice has the axes of
+its tensor. Readings that a statement does not allow are dropped until nothing changes. If several are left, the first
+printed tensor takes its likeliest reading, then the next tensor, and so on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
 
 
 def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.TensorOp:
-    """Return the statement of a computation. It must not be a sum, whose axis is not known yet."""
+    """Return the statement for a printed computation. Sums are not supported, because their axis is not known yet."""
     first, *rest = operands
     if node.op == "matmul":
         return ops.Matmul(out, first, rest[0])
@@ -41,10 +41,10 @@ def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.T
 
 
 def _splits_devices(dump: Dump) -> bool:
-    """Return True if device axes come from splits.
+    """Return True if the device axes of a dump come from splits of logical axes.
 
-    nvFuser either splits axes for streams and devices, and takes slices with ShardByStream or implicitly; or it has a
-    separate axis for each, and takes slices with a select.
+    nvFuser writes dumps in one of two ways. It splits axes for streams and devices, and takes slices with ShardByStream
+    or implicitly. Or it uses separate axes for streams and devices, and takes slices with a select.
     """
     views = [node for node in dump.walk() if isinstance(node, ViewNode)]
     cut = {(n.out if n.op == "chunk" else n.x).name for n in views if n.op in ("select", "chunk")}
@@ -53,10 +53,16 @@ def _splits_devices(dump: Dump) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of a tensor: its logical axes, and the axes that were not reduced."""
+    """One reading of a printed tensor as logical axes.
+
+    Fields:
+        groups: all logical axes.
+        axes: the axes without the device axes that hold the parts of a partial sum.
+        kept: the `axes` that are not summed away.
+    """
 
     groups: tuple[LogicalAxis, ...]
-    axes: tuple[LogicalAxis, ...]  # without device axes that hold the parts of a partial sum
+    axes: tuple[LogicalAxis, ...]
     kept: tuple[LogicalAxis, ...]
 
     @cached_property
@@ -70,13 +76,13 @@ Chosen = dict[TensorNode, Reading]
 
 @dataclass(frozen=True)
 class Rule:
-    """A constraint between the readings of two tensors."""
+    """A constraint on the readings of two tensors: `fits` says which pairs of readings are possible."""
 
     tensors: tuple[TensorNode, ...]
     fits: Callable[[Reading, Reading], bool]
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """Return the pairs of readings that fit each other."""
+        """Return the possible pairs of readings, given the readings `left` of each tensor."""
         a, b = self.tensors
         pairs = product_of(left[a], left[b]) if a != b else zip(left[a], left[a], strict=True)
         return [{a: one, b: other} for one, other in pairs if self.fits(one, other)]
@@ -84,7 +90,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Computation:
-    """A constraint from a computation: matched axes have the same devices and the same slicing by loops."""
+    """A constraint on the readings of a computation's tensors.
+
+    A computation matches axes of its operands with axes of its result. Matched axes must lie on the same devices, and
+    must be sliced for streams in the same way. `looped` is True if the computation is inside a loop.
+    """
 
     node: ComputeNode
     looped: bool
@@ -94,7 +104,7 @@ class Computation:
         return self.node.tensors
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """Return the choices of a reading for each tensor that fit each other."""
+        """Return all possible choices of one reading for each tensor, given the readings `left` of each tensor."""
         tensors = tuple(dict.fromkeys(self.node.tensors))
         choices: list[Chosen] = []
         for ranks in product_of(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
@@ -112,7 +122,13 @@ class Computation:
     def meeting(
         self, rank: Mapping[TensorNode, int]
     ) -> list[tuple[tuple[TensorNode, int], tuple[TensorNode, int]]] | None:
-        """Return the matched pairs of axes for each tensor's number of axes; None if these numbers do not fit."""
+        """Return the pairs of axes that the computation matches. An axis is a tensor and an index.
+
+        Return None if the computation is invalid for these numbers of axes.
+
+        Args:
+            rank: the number of axes of each tensor.
+        """
         values = {
             Value(f"T{n}", TensorType(tensor.dtype, tuple(Axis.of(f"i{n}_{k}") for k in range(rank[tensor])))): tensor
             for n, tensor in enumerate(self.node.tensors)
@@ -138,12 +154,12 @@ class Computation:
 
 
 class Axes:
-    """Chooses a reading for each tensor of a dump.
+    """Chooses a reading for each printed tensor of a dump.
 
     Args:
         dump: the dump.
-        parts: by the name of a tensor, the device axes, x or y, that hold the parts of a partial sum.
-        over: the device axis along which the team of a communication lies.
+        parts: for each name of a tensor, the device axes, x or y, that hold the parts of a partial sum.
+        over: returns the device axis, x or y, along which the team of a communication lies.
     """
 
     def __init__(
@@ -157,7 +173,7 @@ class Axes:
             self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
 
     def groups(self, tensor: TensorNode) -> tuple[LogicalAxis, ...]:
-        """Return the logical axes of a printed tensor, including those that hold the parts of a partial sum."""
+        """Return the logical axes of a printed tensor. They include device axes that hold parts of a partial sum."""
         return self.left[tensor][0].groups
 
     def _readings(self, tensor: TensorNode) -> list[Reading]:
@@ -168,9 +184,9 @@ class Axes:
         return possible
 
     def _choose(self, rules: Iterable[Rule | Computation]) -> None:
-        """Choose readings that all rules allow.
+        """Choose one reading for each tensor so that all rules allow the choice.
 
-        A rule without fitting readings is an error, reported when it is read.
+        A rule that allows no readings is ignored here. Its statement is an error, which `DumpReader` reports.
         """
         rules = [rule for rule in rules if rule.fitting(self.left)]
         self.left = _pruned(self.left, rules, self.left) or self.left
@@ -181,7 +197,10 @@ class Axes:
                 self.left = next((left for left in trials if left), {**self.left, tensor: chosen[:1]})
 
     def _prints(self) -> Iterator[Rule]:
-        """Yield rules for tensors that are printed several times, with and without a reduced axis."""
+        """Yield rules for tensors that are printed several times, once with a reduced axis and once without it.
+
+        The readings of all forms must have the same axes, apart from the reduced axis.
+        """
         first: dict[str, TensorNode] = {}
         for tensor in self.left:
             if first.setdefault(tensor.name, tensor) is not tensor:
@@ -210,14 +229,17 @@ class Axes:
                     yield self._communication(node)
 
     def _communication(self, node: CommunicationNode) -> Rule:
-        """Return the rule of a communication: it keeps the shape, and moves only axes over its team's devices."""
+        """Return the rule of a communication.
+
+        It keeps the shape. Only axes on the devices of its team may change their sharding.
+        """
         if node.type.text not in BETWEEN_RANKS:
             return Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
         over = self.over(node)
 
         def fits(x: Reading, out: Reading) -> bool:
             rest = [g for g in x.groups if g.device != over and g in x.kept]
-            if node.type.text in REDUCING:  # either x is a partial sum, or an input that holds summands side by side
+            if node.type.text in REDUCING:  # x is a partial sum, or an input with the addends along a device axis
                 return len(rest) < len(x.groups) and _alike(rest, out.kept, (STREAM, over))
             return _alike(x.kept, out.kept, (STREAM, over))
 
@@ -225,7 +247,7 @@ class Axes:
 
 
 def _selection(node: ViewNode) -> Rule:
-    """Return the rule of a select: it removes one axis, which is not split."""
+    """Return the rule of a select: it removes one axis. This axis is not split."""
 
     def fits(x: Reading, out: Reading) -> bool:
         rest = [g for g in x.kept if not (node.axis and [d.number for d in g.domains] == [node.axis.number])]
@@ -235,7 +257,10 @@ def _selection(node: ViewNode) -> Rule:
 
 
 def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
-    """Return True if axes may have equal extents and, given `moving`, lie on the same devices apart from those."""
+    """Return True if the axes of two tensors may have equal extents, and lie on the same devices and streams.
+
+    The axes need not agree in the devices and streams that `moving` names. If `moving` is None, only extents count.
+    """
     return len(a) == len(b) and all(
         (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)
         and (moving is None or _marks(one, moving) == _marks(other, moving))
@@ -248,9 +273,14 @@ def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
 
 
 def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
-    """Return the readings that all rules leave after some tensors' readings changed.
+    """Drop the readings that a rule does not allow, until nothing changes; return the readings that are left.
 
-    None if a tensor has no reading.
+    Return None if a rule allows no readings.
+
+    Args:
+        left: the readings of each tensor.
+        rules: the rules.
+        changed: the tensors whose rules have to be applied first, because their readings changed.
     """
     left, of = dict(left), defaultdict(list)
     for n, rule in enumerate(rules):

@@ -1,4 +1,4 @@
-"""The sizes that statements force to be equal, and the program in which equal sizes have one name."""
+"""Find the sizes that the statements of a dump force to be equal, and give equal sizes one name in the program."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ from hostir.ir.tensor_ops import Binary, TensorOp
 from hostir.ir.types import Axis, Factor, TensorType
 from hostir.ir.view_ops import ViewStatement
 
-SizeUse = tuple[Size, object, int]  # a size, the tensor that has it, and in which axis
+SizeUse = tuple[Size, object, int]  # a size, a tensor or its name, and the index of the axis that has this size
 
 
 class EqualSizes:
-    """A union-find over products of symbols: sizes that a dump forces to be equal under different names."""
+    """The sizes that a dump forces to be equal although it gives them different names.
+
+    A symbol is *canonical* if it is not defined by other symbols.
+
+    Fields:
+        order: the symbols, numbered in the order in which they first appear in the dump.
+        known: for each symbol that is not canonical, its definition by canonical symbols.
+    """
 
     def __init__(self, symbols: Iterable[str]) -> None:
         self.order = {name: k for k, name in enumerate(symbols)}
-        self.known: dict[str, Size] = {}  # the size that a symbol equals, in canonical symbols
+        self.known: dict[str, Size] = {}
 
     def resolve(self, size: Size) -> Size:
         result = Size(size.num, size.den)
@@ -34,7 +41,10 @@ class EqualSizes:
         return result
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Make two sizes equal by defining the symbol that appeared last; return False if they cannot be equal."""
+        """Make two sizes equal; return False if they cannot be equal.
+
+        Of the symbols that can be defined by the others, the one that first appears last in the dump is defined.
+        """
         ratio = self.resolve(a) / self.resolve(b)
         free = [(self.order[name], name, power) for name, power in ratio.symbols if abs(power) == 1]
         if not ratio.symbols:
@@ -51,7 +61,7 @@ class EqualSizes:
         return True
 
     def canonical(self, type: TensorType) -> TensorType:
-        """Return the type in canonical symbols, its axes in normal form."""
+        """Return the type with all sizes in canonical symbols and all axes in normal form."""
         return replace(type, axes=tuple(self._axis(axis) for axis in type.axes))
 
     def _axis(self, axis: Axis) -> Axis:
@@ -59,12 +69,12 @@ class EqualSizes:
 
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
-        """Return each symbol that equals another size, with that size, in the order in which they first appear."""
+        """Return each symbol that is not canonical, with its definition, in the order of first appearance."""
         return tuple((name, str(self.known[name])) for name in self.order if name in self.known)
 
 
 def equate(sizes: EqualSizes, pairs: Iterable[tuple[SizeUse, SizeUse]], span: Span | None) -> None:
-    """Make the sizes of each pair equal; raise if they cannot be equal."""
+    """Make the two sizes of each pair equal; raise a HostIRError at `span` if they cannot be equal."""
     for (a, a_name, a_axis), (b, b_name, b_axis) in pairs:
         if not sizes.equal(a, b):
             a, b = sizes.resolve(a), sizes.resolve(b)
@@ -73,9 +83,9 @@ def equate(sizes: EqualSizes, pairs: Iterable[tuple[SizeUse, SizeUse]], span: Sp
 
 
 def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> Iterator[tuple[SizeUse, SizeUse]]:
-    """Yield the axes of two tensors of one shape in pairs.
+    """Yield the pairs of corresponding axes of two tensors that must have equal shapes.
 
-    No pairs if their numbers of axes differ, which other checks report.
+    Yield nothing if the tensors have different numbers of axes. Other checks report this.
     """
     if len(a.axes) == len(b.axes):
         for k, (one, other) in enumerate(zip(a.shape, b.shape, strict=True)):
@@ -83,7 +93,7 @@ def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> It
 
 
 def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
-    """Yield the pairs of axes whose sizes a computation forces to be equal: the pairs matched by its maps."""
+    """Yield the pairs of axes that must have equal sizes because a computation matches them."""
     shape = s.out.tensor.shape
     contracted: list[SizeUse] = []
     for operand, map in zip(s.operands, maps_of(s), strict=True):
@@ -99,15 +109,18 @@ def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
 
 
 def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
-    """Return the maps of a computation while equal sizes may still have several names."""
+    """Return the maps of a computation: for each operand, the axis of the result that matches each of its axes.
+
+    This also works while equal sizes still have different names.
+    """
     if not isinstance(s, Binary):
         return s.maps()
-    axes = range(len(s.out.tensor.axes))  # its maps ask for sizes that are known to align
+    axes = range(len(s.out.tensor.axes))  # `Binary.maps` requires sizes with equal names
     return tuple(tuple(axes[len(axes) - len(v.tensor.axes) :]) for v in s.operands)
 
 
 def with_canonical_sizes(program: Program, sizes: EqualSizes) -> Program:
-    """Return the program with each size in its canonical symbols; result types of views are inferred anew."""
+    """Return the program with all sizes in canonical symbols. The types of views are inferred again."""
     env = {v.name: _canonical(v, sizes) for v in program.inputs}
     for s in program.walk():
         defined = s.defines(Phase.HOST)
@@ -138,5 +151,5 @@ def _canonical(value: Value, sizes: EqualSizes) -> Value:
 
 
 def _sized(s: Statement, sizes: EqualSizes) -> Statement:
-    """Return a statement with the sizes in its fields in canonical symbols."""
+    """Return the statement with the size in its field `count`, if it has one, in canonical symbols."""
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s

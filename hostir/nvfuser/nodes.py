@@ -1,7 +1,7 @@
-"""The nodes of a dump of nvFuser's host IR, one for each line.
+"""The nodes into which a dump of nvFuser's host IR is parsed: one node for each printed statement.
 
-A node keeps the printed form: tensors with their IterDomains, extents with their ceilDivs, streams and indices by name.
-The spellings of several versions lead to the same nodes.
+A node holds what is printed: tensors with their IterDomains, extents with their ceilDivs, names of streams and indices.
+Statements that versions of nvFuser spell differently give the same nodes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from hostir.nvfuser.tokens import Token
 
 @dataclass(frozen=True)
 class Operation:
-    """`left op right` on indices."""
+    """An operation on two index expressions, printed as `left op right`."""
 
     op: str
     left: Formula
     right: Formula
 
 
-Formula = Token | Operation  # an index expression as printed: names are not resolved yet
+Formula = Token | Operation  # an index expression; its names are not resolved yet
 
 
 @dataclass(frozen=True)
 class AxisExtent:
-    """The size of an axis. The rest of a split, `ceilDiv(ceilDiv(whole, a), b)`, has splits (a, b), assumed exact."""
+    """The extent of a printed axis.
+
+    Fields:
+        size: the extent. Divisions are assumed to be exact.
+        splits: the factors by which the axis was split. For example, `ceilDiv(ceilDiv(N, a), b)` has (a, b).
+    """
 
     size: Size
     splits: tuple[Size, ...] = ()
@@ -37,9 +42,17 @@ class AxisExtent:
 
 @dataclass(frozen=True)
 class IterDomain:
-    """An axis as printed, such as `ideviceIdx.x1{i2}`. `on` is x or y for a device axis, stream, or empty."""
+    """A printed axis, such as `ideviceIdx.x1{i2}`.
 
-    iter_type: str  # i: an axis, b: an axis of extent one, r: a reduced axis
+    Fields:
+        iter_type: i for a plain axis, b for an axis of extent one, r for a reduced axis.
+        on: x or y for a device axis, "stream" for a stream axis; empty for other axes.
+        number: the number of the axis in the dump.
+        extent: the extent.
+        rfactor: True if the axis is marked `rf`: it comes from an rfactor or a reshape.
+    """
+
+    iter_type: str
     on: str
     number: int
     extent: AxisExtent
@@ -49,7 +62,7 @@ class IterDomain:
 
 @dataclass(frozen=True)
 class Devices:
-    """A DeviceMesh as printed: `{0 1}` is one row, `{{0 1}{2 3}}` is a grid."""
+    """A printed DeviceMesh. `{0 1}` has one row and is no grid; `{{0 1}{2 3}}` is a grid."""
 
     rows: tuple[tuple[int, ...], ...]
     grid: bool
@@ -57,7 +70,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class TensorNode:
-    """A TensorView as printed."""
+    """A printed TensorView."""
 
     name: str
     dtype: DType
@@ -71,13 +84,13 @@ class TensorNode:
 
 @dataclass(frozen=True)
 class Node:
-    """The base class of statements as printed."""
+    """The base class of printed statements."""
 
     span: Span
 
     @property
     def tensors(self) -> tuple[TensorNode, ...]:
-        """The tensors that it names: operands first, the result last."""
+        """The tensors that the statement names: operands first, the result last."""
         fields = [getattr(self, name, ()) for name in ("x", "operands", "out")]
         return tuple(tensor for held in fields for tensor in (held if isinstance(held, tuple) else (held,)))
 
@@ -101,7 +114,10 @@ class LoopNode(Node):
 
 @dataclass(frozen=True)
 class AllocateNode(Node):
-    """ALLOCATE. With `buffer=` it does nothing if the tensor already has memory; without it, the memory is new."""
+    """A statement that allocates a tensor, printed as ALLOCATE.
+
+    `always` is False if it is printed with `buffer=`. Then it does nothing if the tensor already has memory.
+    """
 
     out: TensorNode
     always: bool
@@ -109,14 +125,14 @@ class AllocateNode(Node):
 
 @dataclass(frozen=True)
 class DeallocateNode(Node):
-    """Deallocate { x }."""
+    """The statement that frees a tensor, printed as `Deallocate { x }`."""
 
     x: TensorNode
 
 
 @dataclass(frozen=True)
 class ViewNode(Node):
-    """A view of the same memory: `op` is select, chunk, reshape, permute, as_partial or dense."""
+    """A view of a tensor. `op` is the keyword of hostir's statement: select, chunk, reshape, permute, ..."""
 
     op: str
     out: TensorNode
@@ -128,7 +144,7 @@ class ViewNode(Node):
 
 @dataclass(frozen=True)
 class ComputeNode(Node):
-    """A computation: `op` is the keyword of our statement."""
+    """A computation. `op` is the keyword of hostir's statement, such as matmul or relu."""
 
     op: str
     out: TensorNode
@@ -138,7 +154,7 @@ class ComputeNode(Node):
 
 @dataclass(frozen=True)
 class CommunicationNode(Node):
-    """Communication number (type=..., team=(...), ...)."""
+    """A communication, printed as `Communication number (type=..., team=(...), ...)`."""
 
     number: str
     type: Token
@@ -157,23 +173,30 @@ class WaitNode(Node):
 
 @dataclass(frozen=True)
 class DelayNode(Node):
-    """Delay(microseconds), an extension of hostir's."""
+    """A delay of a stream, printed as `Delay(microseconds)`. Only hostir prints it, not nvFuser."""
 
     microseconds: int
 
 
 @dataclass(frozen=True)
 class Dump:
-    """A container: its input and output tensors, its statements, and the number of streams if the dump defines it."""
+    """A parsed dump of one `%HostIrContainer`.
+
+    Fields:
+        inputs, outputs: the tensors of the container.
+        body: the statements.
+        streams: the number of streams; None if the dump does not define it.
+        symbols: the names of sizes, in the order in which they first appear.
+    """
 
     inputs: tuple[TensorNode, ...]
     outputs: tuple[TensorNode, ...]
     body: tuple[Node, ...]
     streams: int | None
-    symbols: tuple[str, ...]  # the names of sizes, in the order in which they first appear
+    symbols: tuple[str, ...]
 
     def walk(self) -> Iterator[Node]:
-        """Yield every node, outer before inner, in order."""
+        """Yield every node of the dump in printed order, a loop before its body."""
         return walk(self.body)
 
     def tensors(self) -> Iterator[TensorNode]:
@@ -183,7 +206,7 @@ class Dump:
 
 
 def walk(body: tuple[Node, ...]) -> Iterator[Node]:
-    """Yield every node of a block, outer before inner, in order."""
+    """Yield every node of a block in printed order, a loop before its body."""
     for node in body:
         yield node
         if isinstance(node, LoopNode):

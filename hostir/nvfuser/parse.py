@@ -1,10 +1,10 @@
 """Parse a dump of nvFuser's host IR into nodes, by recursive descent.
 
-The body of a loop is the lines that are indented deeper than its header. Elsewhere line ends mean nothing, because
-nvFuser breaks long statements.
+The body of a loop consists of the lines that are indented deeper than the loop's header. Otherwise line ends have no
+meaning, because nvFuser breaks long statements.
 
-Every mistake, and every node that host programs cannot express, raises one HostIRError at its place. Options without
-meaning here (`mem_type`, `size`, `cache_op`, `backend`, `initial value`, ...) are skipped.
+Every syntax error, and every statement that a host program cannot express, raises one HostIRError at its position.
+Options that do not matter for host programs (`mem_type`, `size`, `cache_op`, `backend`, ...) are skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _CAST = re.compile(r"__(double|float|half|bfloat)2(double|float|half|bfloat)")
 CASTS = {"double": "f64", "float": "f32", "half": "f16", "bfloat": "bf16"}
 INFIX = {"+": "add", "*": "mul"}
-COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # what it is here, and how many operands it may have
+COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # the keyword of hostir's statement, and the numbers of operands
     "matmul": ("matmul", 2),
     "linear": ("linear", 2, 3),
     "reduction": ("sum", 1),
@@ -48,8 +48,8 @@ COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # what it is here, and how
     "silu": ("silu", 1),
     "Set": ("copy", 1),
 }
-RESHAPES = ("view", "reshape", "broadcast", "squeeze")  # all of them only change how the same elements are counted
-OURS = ("AsPartial", "Dense")  # which nvFuser does not print
+RESHAPES = ("view", "reshape", "broadcast", "squeeze")  # each of them is a reshape of the same elements
+OURS = ("AsPartial", "Dense")  # operations that hostir prints and nvFuser does not have
 CALLS = (*COMPUTE, *RESHAPES, "ALLOCATE", "select", "HirAliasSelect", "ShardByStream", "Set.Permute", *OURS)
 STATEMENTS = (
     "GetCurrentStream",
@@ -87,7 +87,7 @@ Option = TensorNode | IterDomain | Formula | tuple[int, ...]
 
 @dataclass
 class CallNode:
-    """`name(tensor, ..., key=value, ...)`."""
+    """A parsed call, printed as `name(tensor, ..., key=value, ...)`."""
 
     name: Token
     tensors: list[TensorNode] = field(default_factory=list)
@@ -117,7 +117,7 @@ class CallNode:
 
 
 def parse_dump(text: str, file: str) -> Dump:
-    """Parse the `%HostIrContainer` of a text; text before it, and nearly all text after it, is ignored."""
+    """Parse the first `%HostIrContainer` of a text, and the number of streams after it. Ignore all other text."""
     return _DumpParser(text, file).dump()
 
 
@@ -161,7 +161,7 @@ class _DumpParser(PartParser):
         return Dump(inputs, outputs, body, self.definitions(), tuple(self.symbols))
 
     def definitions(self) -> int | None:
-        """Read the index definitions after the container; return the number of streams if they define it."""
+        """Read the rest of the text after the container. Return the number of streams if it is defined, else None."""
         while self.next is not self.end:
             if self.take().text == "numberOfStreams" and self.skip("="):
                 span = self.next.span
@@ -171,7 +171,7 @@ class _DumpParser(PartParser):
         return None
 
     def block(self, column: int) -> tuple[Node, ...]:
-        """Return the statements of a block: they start right of a column."""
+        """Parse the statements of a block: all statements that start to the right of `column`."""
         body: list[Node] = []
         while self.next is not self.end and self.next.text != "}" and self.next.span.column > column:
             if not self.next.leads:
@@ -216,7 +216,10 @@ class _DumpParser(PartParser):
         raise _no_meaning(head, STATEMENTS)
 
     def maybe_in_parentheses(self, read: Callable[[], T], word: str = "") -> T:
-        """Read `Verb(x)` as printed today, or `Verb x` or `Verb word x` as printed by older versions."""
+        """Parse the operand of a statement, with `read`.
+
+        Current versions of nvFuser print `Statement(x)`. Older versions print `Statement x` or `Statement word x`.
+        """
         if not self.skip("("):
             self.skip(word)
             return read()
@@ -268,7 +271,7 @@ class _DumpParser(PartParser):
         return ComputeNode(span, INFIX[sign.text], out, (left, right))
 
     def cast(self, span: Span, out: TensorNode) -> Node:
-        """Read `(double)(T0..)`, as nvFuser casts between float and double."""
+        """Parse a cast between float and double, which nvFuser prints as `(double)(T0..)`."""
         self.expect("(")
         to = self.expect("double", "float")
         self.expect(")")
@@ -307,13 +310,13 @@ class _DumpParser(PartParser):
         return ViewNode(span, {"Dense": "dense", "Set.Permute": "permute"}.get(name, "reshape"), out, x)
 
     def call(self, name: Token) -> CallNode:
-        """Read the parenthesised arguments after a name."""
+        """Parse the arguments in parentheses after a name; return them with the name."""
         call = CallNode(name)
         self.listed(lambda: self.argument(call), "(", ")")
         return call
 
     def argument(self, call: CallNode) -> None:
-        """Read a tensor, or an option by name."""
+        """Parse one argument, a tensor or `key=value`, and add it to `call`."""
         if TENSOR.fullmatch(self.next.text):
             call.tensors.append(self.tensor())
             return

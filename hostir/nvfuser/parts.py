@@ -19,11 +19,15 @@ FLOATS = {"double": DTYPES["f64"], "float": DTYPES["f32"], "__half": DTYPES["f16
 
 
 class PartParser(Cursor):
-    """Parses parts of statements, by recursive descent."""
+    """Parses the parts of statements by recursive descent.
+
+    Fields:
+        symbols: the names of sizes, in the order in which they first appear.
+    """
 
     def __init__(self, text: str, file: str) -> None:
         super().__init__(text, file)
-        self.symbols: dict[str, None] = {}  # the names of sizes, in the order in which they first appear
+        self.symbols: dict[str, None] = {}
 
     def tensor(self) -> TensorNode:
         head = self.next
@@ -133,7 +137,10 @@ class PartParser(Cursor):
         return left
 
     def signs(self, *signs: str) -> Iterator[None]:
-        """Yield while one of these signs is next; raise after more in a row than nvFuser ever prints."""
+        """Yield as long as the next token is one of these operators. The caller reads the token each time.
+
+        Raise a HostIRError after MAX_DEPTH operators in a row. This is more than nvFuser ever prints.
+        """
         for n in itertools.count():
             if self.next.text not in signs:
                 return

@@ -28,10 +28,17 @@ SPELLED = {"cast", *INFIX.values(), *(ours for ours, *_ in COMPUTE.values())}  #
 
 @dataclass(frozen=True)
 class Printed:
-    """A tensor as printed, and separately the IterDomains of each axis, outermost first."""
+    """The printed text of a tensor, in parts.
+
+    Fields:
+        head: the name with memory and dtype, such as `T0_g_float`.
+        lead: the device axes that hold the parts of a partial sum.
+        axes: for each axis of the tensor, its IterDomains, outermost first.
+        mesh: the DeviceMesh; empty without a mesh.
+    """
 
     head: str
-    lead: tuple[str, ...]  # the device axes of a partial sum
+    lead: tuple[str, ...]
     axes: tuple[tuple[str, ...], ...]
     mesh: str
 
@@ -40,13 +47,23 @@ class Printed:
 
 
 class DumpPrinter:
-    """Prints one program. Tensors, axes, streams, communications, indices are numbered in the order of definition."""
+    """Prints one host program.
+
+    Tensors, axes, streams and communications are numbered in the order of their definitions.
+
+    Fields:
+        names: the names that are taken.
+        shown: for each tensor, its printed text.
+        other: for each stream, handle and index, its printed name.
+        domains, tensors, streams, handles: the numbers of printed axes, tensors, streams and communications so far.
+        uses_pool: True if a stream of the pool has been printed.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names = Names(program.size_names)
         self.shown: dict[str, Printed] = {}
-        self.other: dict[str, str] = {}  # streams, handles and indices
+        self.other: dict[str, str] = {}
         self.domains = 0
         self.tensors = 0
         self.streams = 0
@@ -63,7 +80,14 @@ class DumpPrinter:
         return "\n".join(lines) + "\n"
 
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
-        """Number a tensor and its axes, in the order of its axes or in the `order` of a permute."""
+        """Give a tensor and its axes their numbers, and return its printed text.
+
+        Args:
+            value: the tensor.
+            memory: the letter that nvFuser prints for the memory: g for a buffer, l for a view.
+            order: the order in which the axes get their numbers; by default from left to right. For a permute, it is
+                the order of the operand's axes.
+        """
         type = value.tensor
         if type.dtype == FLAG:
             raise error("nvFuser's form has no spelling for flags", value.span)
@@ -92,9 +116,14 @@ class DumpPrinter:
     def axis(
         self, axis: Axis, mesh: Mesh | None, iter_type: str = "i", cut: tuple[int, Size] | None = None
     ) -> tuple[str, ...]:
-        """Return the IterDomains of an axis: a split that has one for each factor, and the rest.
+        """Return the printed IterDomains of an axis, outermost first. A sharded or cut axis is printed as a split axis.
 
-        With `cut` = (outer, count), the axis is cut into `count` pieces: a streamIdx axis follows `outer` IterDomains.
+        Args:
+            axis: the axis.
+            mesh: the mesh of the tensor.
+            iter_type: i for a plain axis, r for a reduced axis.
+            cut: if the axis is cut into slices, the number of IterDomains before the streamIdx axis, and the number of
+                slices.
         """
         parts: list[tuple[str, Size]] = []
         for factor in axis.factors:
@@ -186,7 +215,7 @@ class DumpPrinter:
         return [f"{out} = view( {x} )"]
 
     def chunk(self, s: host.Chunk) -> Printed:
-        """Print a chunk as nvFuser does: the uncut axis, with a streamIdx axis at the cut."""
+        """Return the printed result of a chunk. As in nvFuser, it shows the uncut axis, split by a streamIdx axis."""
         out = self.define(s.out, "l")
         cut = 0
         for factor in s.x.tensor.axes[s.axis].factors:
@@ -227,7 +256,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """Print a result together with its reduced axis, as nvFuser does."""
+        """Return the printed result of a sum. As in nvFuser, it shows the reduced axis, too."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, iter_type="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 
@@ -266,7 +295,7 @@ class DumpPrinter:
 
 
 def print_dump(program: Program) -> str:
-    """Return the program's text in nvFuser's form. Raise for a fusion, which has no host statements yet."""
+    """Return the text of a host program in nvFuser's form. Raise a HostIRError for a fusion."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion; nvFuser's form prints host programs", hint="lower it first")
     return DumpPrinter(program).text()
@@ -293,7 +322,7 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _size(size: Size) -> str:
-    """Return a size as nvFuser prints products and quotients: two operands at a time, in parentheses."""
+    """Return the text of a size. Like nvFuser, write each product or quotient of two operands in parentheses."""
     up = [name for name, power in size.symbols for _ in range(power)]
     down = [name for name, power in size.symbols for _ in range(-power)]
     up = [str(size.num), *up] if size.num != 1 or not up else up

@@ -54,15 +54,22 @@ V = TypeVar("V", bound=views.ViewStatement)
 
 
 class DumpReader(Builder):
-    """Reads one dump, node by node."""
+    """Reads one dump, node by node.
+
+    Fields:
+        selected: the selects so far, by the names of their views.
+        transfers: for each transfer so far, its roots. The key is its type, its operand and its result.
+        merged: the numbers of communications that are part of another communication.
+        uses: for each tensor, the number of times that the dump names it.
+    """
 
     def __init__(self, dump: Dump, file: str) -> None:
         super().__init__(dump)
         self.dump = dump
         self.file = file
-        self.selected: dict[str, host.Select] = {}  # by the name of the view
-        self.transfers: dict[tuple[str, str, str], set[str]] = {}  # the roots of each transfer so far
-        self.merged: set[str] = set()  # communications that are part of another one
+        self.selected: dict[str, host.Select] = {}
+        self.transfers: dict[tuple[str, str, str], set[str]] = {}
+        self.merged: set[str] = set()
         self.uses = Counter(t.name for t in (*dump.tensors(), *dump.outputs))
 
     def program(self) -> tuple[Program, list[Diagnostic]]:
@@ -82,7 +89,7 @@ class DumpReader(Builder):
         return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
-        """Return the value of an output; if it exists only in a loop, warn and return None."""
+        """Return the value of an output. If it exists only inside a loop, add a warning and return None."""
         if tensor.name in self.scope:
             return self.scope[tensor.name]
         if not any(tensor.name == t.name for n in self.dump.walk() for t in n.tensors):
@@ -147,7 +154,10 @@ class DumpReader(Builder):
         self.emit(loop, node.span)
 
     def preallocate(self, loop: LoopNode) -> None:
-        """Allocate tensors without ALLOCATE that a loop writes slice by slice and that are used outside it."""
+        """Allocate, before a loop, the tensors that the loop writes slice by slice and that are used outside the loop.
+
+        Tensors that the dump allocates are left out.
+        """
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)
         allocated = {node.out.name for node in inside if isinstance(node, (AllocateNode, ViewNode))}
@@ -177,7 +187,7 @@ class DumpReader(Builder):
             self.emit(ops.DenseCopy(out, target), node.span)
 
     def inferred(self, view: V, node: ViewNode) -> V:
-        """Return the view with the type inferred from its operand; raise unless the type has the printed shape."""
+        """Return the view with the type that its operand implies. Raise if its shape is not the printed shape."""
         printed, name = view.out.tensor, node.out.name
         view = replace(view, span=node.span)
         type = view.infer()
@@ -222,7 +232,10 @@ class DumpReader(Builder):
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
-        """Return the order of a permute: nvFuser numbers the result's axes in the order of the operand's axes."""
+        """Return the order of the axes of a permute.
+
+        The numbers of the result's axes tell this order: nvFuser numbers them in the order of the operand's axes.
+        """
         numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
         return tuple(sorted(numbers).index(n) for n in numbers)
 
@@ -243,7 +256,14 @@ class DumpReader(Builder):
         return operation(node, out, operands)
 
     def slices(self, node: ComputeNode, unsliced: ops.TensorOp, axis: int, count: Size) -> list[Value]:
-        """Return the operands for one slice of a result: operands with the sliced axis are replaced by their slices."""
+        """Return the operands for one slice of a result: an operand with the sliced axis is replaced by its slice.
+
+        Args:
+            node: the printed computation.
+            unsliced: the computation of the complete result.
+            axis: the axis of the result that is cut into slices.
+            count: the number of slices.
+        """
         operands = []
         for tensor, value, map in zip(node.operands, unsliced.operands, maps_of(unsliced), strict=True):
             sliced = [k for k, to in enumerate(map[: len(value.tensor.axes)]) if to == axis]
@@ -252,7 +272,10 @@ class DumpReader(Builder):
         return operands
 
     def shards(self, node: ComputeNode) -> bool:
-        """Return True if a Set takes each rank's block: its result lies on devices where the operand does not."""
+        """Translate a `Set` to a `shard` if each rank takes its block of the operand; return False if it does not.
+
+        Each rank takes its block if the result is sharded over devices over which the operand is not sharded.
+        """
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
         type = out.tensor if out else self.type_of(node.out)
@@ -267,7 +290,7 @@ class DumpReader(Builder):
         return True
 
     def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
-        """Return the axis that a reduction sums: the reduced axis among the printed axes of its result."""
+        """Return the index of the axis that a reduction sums. The printed result shows this axis as a reduced axis."""
         kept, _ = self.types.logical(node.out, out.tensor.partial)
         reduced = [k for k, group in enumerate(kept) if group.reduced]
         if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
@@ -307,7 +330,10 @@ class DumpReader(Builder):
         self.emit(COLLECTIVES[communication](x, out, handle, over), node.span)
 
     def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
-        """Return a tensor whose device axis holds summands side by side as a partial sum to be reduced."""
+        """Sum a tensor over its device axis on each rank; return the result, a partial sum over the mesh axis `over`.
+
+        nvFuser's reducing communications also accept such a tensor, which holds the addends along a device axis.
+        """
         axis = x.tensor.axis_on(over)
         if axis is None:
             hint = "a reducing communication starts from a tensor with one axis on the devices of its team"
@@ -320,9 +346,9 @@ class DumpReader(Builder):
         return sum
 
     def merges(self, node: CommunicationNode, x: Value, out: Value) -> bool:
-        """Return True if a transfer is part of one that was issued already; checks its root.
+        """Return True if a transfer is part of a transfer that was already read. Raise if its root is not supported.
 
-        nvFuser issues one Gather for each receiver, and one SendRecv for each pair of devices. In a host program one
+        nvFuser prints one Gather for each receiver, and one SendRecv for each pair of devices. In a host program one
         statement represents all of them.
         """
         communication, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)

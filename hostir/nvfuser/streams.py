@@ -1,4 +1,4 @@
-"""The streams and the indices of a dump."""
+"""Translate the streams and the index expressions of a dump."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ STREAMS = 4  # nvFuser's default number of streams
 
 
 class Streams:
-    """The pool of streams that a dump uses so far.
+    """The streams that a dump has used so far.
 
-    A `scope` gives the value of each name as printed; `loops` gives the number of rounds of each loop index.
+    Fields:
+        pool: the number of streams in nvFuser's pool.
+        uses_pool: True if the dump uses this pool or defines its size.
+        lone: streams such as `Stream 0x1f`, which were not created by the dump. They are numbered from 0.
     """
 
     def __init__(self, streams: int | None) -> None:
         self.pool = STREAMS if streams is None else streams
         self.uses_pool = streams is not None
-        self.lone: dict[str, int] = {}  # streams that were created elsewhere
+        self.lone: dict[str, int] = {}
 
     @property
     def count(self) -> int:
@@ -30,10 +33,15 @@ class Streams:
         return (self.pool if self.uses_pool else 0) + len(self.lone)
 
     def of(self, formula: Formula, scope: Mapping[str, Value], loops: Mapping[Value, Size]) -> Expr:
-        """Return a stream: one that was defined, or a member of the pool by index.
+        """Return the expression for a printed stream: a stream that the dump has named, or an index of a stream.
 
-        In nvFuser every index has a separate stream. The pool has a fixed number; an index beyond it wraps around. A
-        stream created elsewhere, `Stream 0x1f`, becomes an additional member of the pool.
+        nvFuser creates a separate stream for each index. Here the number of streams is fixed, and larger indices wrap
+        around. A stream that was not created by the dump, such as `Stream 0x1f`, becomes an additional stream.
+
+        Args:
+            formula: the stream as printed.
+            scope: the value of each printed name.
+            loops: the number of rounds of each loop index.
         """
         if isinstance(formula, Token):
             if (got := scope.get(f"Stream {formula.text}")) is not None:
@@ -48,7 +56,7 @@ class Streams:
         return index if self._in_pool(index, loops) else Bin("%", index, Lit(self.pool))
 
     def _in_pool(self, index: Expr, loops: Mapping[Value, Size]) -> bool:
-        """Return True if an index is known to stay inside the pool."""
+        """Return True if an index is certainly below the number of streams of the pool."""
         if isinstance(index, Ref):
             rounds = loops[index.value].value
             return rounds is not None and rounds <= self.pool
@@ -56,7 +64,7 @@ class Streams:
         return isinstance(right, Lit) and right.value <= self.pool
 
     def index(self, formula: Formula, scope: Mapping[str, Value]) -> Expr:
-        """Return an index expression; its names are the indices of loops in scope."""
+        """Return the expression for a printed index. It may name the indices of the loops in `scope`."""
         if not isinstance(formula, Token):
             left, right = self.index(formula.left, scope), self.index(formula.right, scope)
             if formula.op in "/%" and right == Lit(0):

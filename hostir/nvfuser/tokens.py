@@ -1,4 +1,4 @@
-"""Split a dump into tokens, and walk over them."""
+"""Split the text of a dump into tokens, and step through the tokens."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _RANK = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:", re.ASCII)  # the prefix tha
 
 @dataclass(frozen=True)
 class Token:
-    """A word, a number or a sign, and its position."""
+    """A word, a number or a sign, with its position. `leads` is True if it is the first token of its line."""
 
     text: str
     span: Span
-    leads: bool  # whether it is the first of its line
+    leads: bool
 
 
 def tokens(text: str, file: str) -> list[Token]:
-    """Split a text into tokens; any text can be split."""
+    """Split a text into tokens, without comments. Every text can be split."""
     result: list[Token] = []
     for number, line in enumerate(text.split("\n"), 1):
         prefix = _RANK.match(line)
@@ -46,7 +46,14 @@ def tokens(text: str, file: str) -> list[Token]:
 
 
 class Cursor:
-    """A place in the tokens of a text. Every mistake raises a HostIRError there."""
+    """A position in the tokens of a text. The methods read tokens and raise a HostIRError at an unexpected token.
+
+    Fields:
+        tokens: all tokens.
+        end: the token that stands for the end of the text.
+        at: the index of the next token.
+        depth: the current depth of nesting.
+    """
 
     def __init__(self, text: str, file: str) -> None:
         self.tokens = tokens(text, file)
@@ -68,7 +75,7 @@ class Cursor:
         return token
 
     def skip(self, text: str) -> bool:
-        """Take the next token if it is `text`; return True if it was."""
+        """Take the next token and return True, if it is `text`; otherwise take no token and return False."""
         if self.next.text != text:
             return False
         self.at += 1
@@ -93,7 +100,7 @@ class Cursor:
         return result
 
     def step_over(self) -> None:
-        """Skip the value of an option that has no meaning here."""
+        """Skip the value of an option: all tokens up to the next comma or closing parenthesis outside brackets."""
         open = 0
         while self.next is not self.end and (open or self.next.text not in (",", ")")):
             open += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(self.take().text, 0)
@@ -104,7 +111,7 @@ class Cursor:
         return int(self.take().text)
 
     def listed(self, read: Callable[[], T], start: str, end: str) -> tuple[T, ...]:
-        """Read items that are separated by commas, between two signs."""
+        """Read a list of items, separated by commas, between the signs `start` and `end`."""
         items: list[T] = []
         self.expect(start)
         while not self.skip(end):

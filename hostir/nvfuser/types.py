@@ -1,4 +1,4 @@
-"""The types of the printed tensors of a dump: meshes, axes on devices, partial sums."""
+"""Compute the types of the printed tensors of a dump: their meshes, sharded axes and partial sums."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hostir.nvfuser.nodes import CommunicationNode, ComputeNode, Devices, Dump, 
 
 @dataclass(frozen=True)
 class Unprinted:
-    """A mesh axis that a tensor lies on, although the dump prints no device axis for it.
+    """A mesh axis over which a tensor is sharded or a partial sum, although the dump prints no device axis for it.
 
     Fields:
         mark: the mesh axis.
-        axis: the axis of the tensor that lies on it; None if the tensor is a partial sum over it.
+        axis: the index of the tensor's axis that is sharded; None if the tensor is a partial sum.
     """
 
     mark: str
@@ -28,7 +28,15 @@ class Unprinted:
 
 
 class Types:
-    """Computes the types of printed tensors; records in `sizes` the sizes that the types force to be equal."""
+    """Computes the types of printed tensors.
+
+    Fields:
+        sizes: the sizes that the dump forces to be equal.
+        meshes: the mesh of each printed DeviceMesh. The key None stands for tensors that are printed without a mesh.
+        partials: for each tensor that is a partial sum, the mesh axes over which it is one.
+        unprinted: the mesh axes that the dump does not print, by the name of the tensor.
+        axes: the logical axes of each printed tensor.
+    """
 
     def __init__(self, dump: Dump) -> None:
         self.sizes = EqualSizes(dump.symbols)
@@ -47,7 +55,7 @@ class Types:
         return self.meshes[tensor.devices]
 
     def mark(self, on: str, mesh: Mesh, span: Span) -> str:
-        """Return the mesh axis that deviceIdx.x or deviceIdx.y stands for."""
+        """Return the mesh axis of a device axis. `on` is x for deviceIdx.x and y for deviceIdx.y."""
         axes = _letters(mesh)
         if on not in axes:
             expected = "deviceIdx.x" if on == "y" else "deviceIdx.x or deviceIdx.y"
@@ -57,11 +65,16 @@ class Types:
     def logical(
         self, tensor: TensorNode, partial: Collection[str] | None = None
     ) -> tuple[list[LogicalAxis], tuple[str, ...]]:
-        """Return the logical axes, reduced ones included, and the mesh axes over which the tensor is a partial sum.
+        """Return the logical axes of a printed tensor, and the mesh axes over which the tensor is a partial sum.
 
-        nvFuser prints a partial sum with an additional axis, on the devices that hold its parts: `partial` names the
-        mesh axes. If it is None, they are the axis that a matmul leaves (marked `rf`), and an axis that is reduced
-        later. A program written by hand may print no such axis: see `_unprinted`.
+        The logical axes include reduced axes. nvFuser prints a partial sum with an additional device axis, which holds
+        its parts. Such a device axis is not among the returned axes. A program written by hand may not print it (see
+        `_unprinted`).
+
+        Args:
+            tensor: the printed tensor.
+            partial: the mesh axes over which the tensor may be a partial sum. If it is None, the dump tells them: a
+                device axis holds parts of a partial sum if it is marked `rf`, or if a later communication reduces it.
         """
         mesh, kept, over = self.mesh(tensor), [], []
         if (hidden := self.unprinted.get(tensor.name)) and hidden.axis is None:
@@ -78,7 +91,13 @@ class Types:
         return kept, tuple(sorted(over))
 
     def type_of(self, tensor: TensorNode, *, sliced: bool, partial: Collection[str] | None = None) -> TensorType:
-        """Return the type of a printed tensor. If `sliced`, it holds one round's slice of its Stream axis."""
+        """Return the type of a printed tensor.
+
+        Args:
+            tensor: the printed tensor.
+            sliced: True if the value holds only the slice of the current round of a loop.
+            partial: the mesh axes over which the tensor may be a partial sum (see `logical`).
+        """
         mesh = self.mesh(tensor)
         kept, over = self.logical(tensor, partial)
         hidden = self.unprinted.get(tensor.name)
@@ -95,10 +114,13 @@ class Types:
         return TensorType(tensor.dtype, axes, mesh, over)
 
     def axis(self, group: LogicalAxis, mesh: Mesh, sliced: bool, unprinted: str = "") -> Axis:
-        """Convert a logical axis of nvFuser to an axis of a tensor type.
+        """Return the axis of a tensor type for a logical axis of nvFuser.
 
-        `sliced`: True if a Stream axis counts as one element. `unprinted`: the mesh axis that the axis lies on, if the
-        dump does not print it.
+        Args:
+            group: the logical axis.
+            mesh: the mesh of the tensor.
+            sliced: True if a Stream axis counts as one element.
+            unprinted: a mesh axis over which the axis is sharded, if the dump does not print it.
         """
         factors = []
         for domain in group.domains:
@@ -111,7 +133,7 @@ class Types:
         return Axis(tuple(factors)).normal()
 
     def devices_fit(self, domain: IterDomain, mesh: Mesh) -> None:
-        """Check that a device axis has as many entries as its mesh axis has devices."""
+        """Raise a HostIRError if the extent of a device axis is not the number of devices along its mesh axis."""
         devices = mesh.size(self.mark(domain.on, mesh, domain.span))
         if not self.sizes.equal(domain.extent.size, Size(devices)):
             message = f"{devices} devices cannot hold an axis of {domain.extent.size}, one entry each"
@@ -129,9 +151,11 @@ class Types:
         return next((axis for axis in along if axis in used), along[0])
 
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
-        """Return the tensors that hold partial sums, with the mesh axes, traced back from reducing communications.
+        """Return, for each tensor that is a partial sum, the mesh axes over which it is one.
 
-        Inputs, and their views and copies, are never partial sums: their device axis stores the addends explicitly.
+        The operand of a reducing communication is a partial sum. If it is a view or a copy of another tensor, that
+        tensor is a partial sum, too. But inputs, and views and copies of inputs, are never partial sums: they hold the
+        addends along an axis.
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
         partials: dict[str, set[str]] = {}
@@ -150,11 +174,11 @@ class Types:
         return {name: marks for name, marks in partials.items() if name not in input_names}
 
     def _unprinted(self, dump: Dump) -> dict[str, Unprinted]:
-        """Return the tensors that lie on a mesh axis although the dump prints no device axis for it, by name.
+        """Return the tensors that are sharded or partial sums although the dump prints no device axis for this.
 
-        Programs written by hand, such as those of nvFuser's tutorial, print each tensor with the extents that one rank
-        holds. A reducing communication says what the ranks hold: the sum over ranks of their products is one product,
-        with a contracted axis that lies on the devices. The result of a ReduceScatter has its first axis there.
+        Programs written by hand, such as the programs of nvFuser's tutorial, print each tensor with the extents of one
+        rank's part. A reducing communication tells the sharding: if it sums the matmuls of all ranks, their contracted
+        axis is sharded over the ranks. The result of a ReduceScatter is sharded along its first axis.
         """
         devices = {(t.name, d.on) for t in (*dump.tensors(), *dump.outputs) for d in t.domains if d.on in ("x", "y")}
         makers = {n.out.name: n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))}
@@ -172,9 +196,11 @@ class Types:
 def _unprinted_axes(
     node: CommunicationNode, makers: Mapping[str, ViewNode | ComputeNode | CommunicationNode], printed: set[str]
 ) -> dict[str, int | None]:
-    """Return the axes on the devices that a communication sums over, by tensor; None stands for a partial sum.
+    """Return the tensors that are sharded over the devices of a reducing communication, without a printed device axis.
 
-    Empty unless it sums products whose contracted axis can be traced to inputs, or to operands with a printed axis.
+    The result maps the name of each tensor to the index of its sharded axis; None stands for a partial sum. The result
+    is empty if the communication does not sum matmuls. It is also empty if their contracted axis cannot be traced back
+    to inputs, or to tensors that are printed with a device axis.
 
     Args:
         node: the communication.
@@ -209,7 +235,7 @@ def _unprinted_axes(
 
 
 def _matched_axes(node: ComputeNode) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Return the pairs of axes that a computation matches: the names of tensors, and places among their axes."""
+    """Return the pairs of axes that a computation matches. An axis is the name of a tensor and an index."""
     if node.op == "sum":
         return []
     rank = {tensor: sum(not group.reduced for group in readings(tensor)[0]) for tensor in node.tensors}
@@ -231,12 +257,16 @@ def _mesh(devices: Devices, index: int) -> Mesh:
 
 
 def _letters(mesh: Mesh) -> dict[str, str]:
-    """Return the axes of a mesh by their letter in deviceIdx."""
+    """Return the mesh axis for each letter of deviceIdx: x is the last axis of the mesh, y the axis before it."""
     return dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
 
 
 def _unprinted_devices(dump: Dump) -> Devices:
-    """Return the devices of a dump without meshes: the first team that communicates, else by a device axis's extent."""
+    """Return the devices of a dump that prints no mesh: the team of its first communication.
+
+    If it has no communication, the extent of a device axis is the number of devices. If it has no device axis either,
+    there is one device.
+    """
     teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
     device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]
     lengths = [n for d in device_axes if (n := d.extent.size.value) is not None]

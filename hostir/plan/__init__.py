@@ -1,1 +1,4 @@
-"""One rank's flat program: unrolling, order on streams, and lifetimes of memory; without torch."""
+"""Unroll a program to the flat program of one rank; find the order of its operations and the lifetimes of its buffers.
+
+Nothing here needs torch.
+"""

@@ -1,12 +1,13 @@
-"""Lifetimes of buffers: the streams that may still use a buffer when the host drops it, and the homes of outputs.
+"""Find the lifetimes of buffers: when their memory may be reused, and which of them a tensor of the caller may replace.
 
-torch's allocator of CUDA memory gives a dropped buffer to the next allocation on the stream that allocated it. This is
-safe if that stream has already waited for every stream that used the buffer. `late_streams` proves it from the order
-of the operations, or names the streams for which there is no proof. The machine marks these streams on the tensor
-(`record_stream`), which costs some memory. Programs from the lowering allocate on the caller's stream and join all
-worker streams to it, so nothing is marked. There is one exception: a program may wait for flags instead of joining a
-worker. The caller's stream then joins all others at the end of the call, and the buffer is dropped only then. A text
-edited by hand may do neither.
+torch's allocator of CUDA memory gives the memory of a dropped buffer to the next allocation on the stream that
+allocated the buffer. This is safe if that stream has already waited for every stream that used the buffer.
+`late_streams` proves this from the order of the operations, or returns the streams for which it finds no proof. The
+machine then calls `record_stream` for these streams, which costs some memory.
+
+Programs from the lowering need no `record_stream`. They allocate on the caller's stream and join all worker streams to
+it. Some wait for flags instead of joining a worker stream. Then the caller's stream joins the worker at the end of the
+call, and the buffer is dropped only then. A program that was edited by hand may do neither.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
-    """Return the streams that may still use a buffer when the host drops it, by buffer; safe buffers are left out.
+    """Return, for each buffer, the streams that may still use the buffer when the host drops it.
 
-    A buffer is dropped where the program frees it, or at the end of the run. The caller uses outputs on its stream, and
-    drops inputs after the run.
+    Buffers without such streams are left out. The program drops a buffer where it frees it, or at the end of the run.
+    The caller uses the outputs on its stream, and drops the inputs after the run.
     """
     ops, order, buffers = unrolled.ops, unrolled.order, unrolled.buffers
     homes = dict.fromkeys(unrolled.inputs, CALLER) | {x: op.stream for x, op in unrolled.allocated.items()}
@@ -64,16 +65,17 @@ def late_streams(unrolled: UnrolledProgram) -> dict[int, tuple[int, ...]]:
 
 
 def early_buffers(unrolled: UnrolledProgram) -> set[int]:
-    """Return the buffers used by a stream before it has waited for the caller's stream at the beginning of the call."""
+    """Return the buffers that a worker stream uses before it has waited for the caller's stream in this call."""
     early = (op for position, op in enumerate(unrolled.ops) if not unrolled.order.forked(position))
     return {unrolled.buffers[register] for op in early for register in (*op.reads, *op.writes)}
 
 
 def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
-    """Return, for each output, the register of the buffer that the caller's tensor replaces; NONE if it gets a copy.
+    """Return, for each output, the register of the buffer that a tensor passed as `out=` replaces.
 
-    The caller's tensor can replace a buffer that the program allocates, and returns once and not as a view. All its
-    uses must follow the beginning of the call, since the caller's stream may have used the tensor before.
+    The register is NONE if no buffer can be replaced. Then the output is copied to the tensor. A buffer can be replaced
+    if the program allocates it, and returns it once and not as a view. All operations on the buffer must follow the
+    beginning of the call, because the caller's stream may have used the tensor before.
     """
     allocated = unrolled.allocated.keys() - early_buffers(unrolled)
     replaced: list[int] = []

@@ -1,8 +1,9 @@
-"""Operations of an unrolled program: one dataclass for each operation, without torch.
+"""The operations of an unrolled program: one dataclass for each type of operation.
 
-A program unrolled for one rank and one set of shapes is a list of operations in issue order. It has no names, loops,
-indices or symbols: operations refer to numbered registers, and each operation knows its statement. `unroll` makes the
-list. A machine binds each operation to a closure over one list of registers, and a run calls these closures.
+`unroll` turns a program into a list of operations, for one rank and one set of shapes. The operations are in the order
+in which the rank issues them. They have no names, loops, indices or symbols. They refer to tensors by the numbers of
+registers, and each operation knows its statement. A machine turns each operation into a closure over one list of
+registers, and a run calls these closures.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EPOCHS = 1 << 32
 
 
 def flag_value(call: int, epoch: int) -> int:
-    """Return the value of a flag that has reached an epoch of a call."""
+    """Return the integer that a flag of a CPU process holds when it has reached an epoch of a call."""
     return call * EPOCHS + epoch
 
 
@@ -38,10 +39,10 @@ class StatementPlace(NamedTuple):
     rounds: tuple[int, ...]
 
 
-ElementRange = tuple[int, int]  # elements of a buffer: the first, and the one after the last
+ElementRange = tuple[int, int]  # a range of elements of a buffer: the first index, and the index after the last
 FlagUse = tuple[int, int, int]  # register of flags, slot, epoch
 
-# Types of fields. A type says what an operation does with the register, handle, stream or ranks in the field.
+# Types of fields. A field's type says what an operation does with the register, handle, stream or ranks in the field.
 DefinedRegister: TypeAlias = int
 FreedRegister: TypeAlias = int
 ReadRegister: TypeAlias = int
@@ -60,21 +61,29 @@ TRAITS = {
 
 @dataclass(frozen=True)
 class Op:
-    """One operation, issued to `stream`. `place` names its statement.
+    """One operation of an unrolled program.
 
-    Analyses ask for these traits instead of naming classes of operations. Most follow from the types of the fields.
-        defines: the register that it sets to a tensor; such an operation runs on the host only.
+    Analyses ask for the traits of an operation instead of its class. Most traits follow from the types of the fields.
+
+    Fields:
+        place: the statement of the operation, and its round in each loop.
+        stream: the stream to which the operation is issued.
+
+    Traits:
+        defines: the register that it sets to a tensor. Such an operation runs on the host only.
         frees: the register of the buffer that it frees.
-        reads, writes: the registers of the tensors that it reads and writes. A communication may do so until a stream
-            has waited for it.
-        joins: the stream that it waits for, or None.
-        starts, awaits: the handle of the communication that it starts, or waits for.
-        raised_flags, awaited_flags: the flags that it sets, and the flags that its stream or its kernel waits for.
-        by_group: the ranks that run it together, through a process group.
-        of_team: the ranks that it signals and waits for, by flags that the machine adds.
+        reads, writes: the registers of the tensors that it reads and writes. A communication may access its tensors
+            until a stream has waited for it.
+        joins: the stream that its stream waits for; None if there is none.
+        starts: the handle of the communication that it starts.
+        awaits: the handle of the communication that it waits for.
+        raised_flags: the flags that it sets.
+        awaited_flags: the flags that its stream or its kernel waits for.
+        by_group: the ranks that run it together through a process group.
+        of_team: the ranks that it signals and waits for, with flags that the machine adds.
         in_graph: True if it becomes a node of a CUDA graph.
         needs_sms: True if it runs on SMs, at least on some machines.
-        starts_early: True if it may start before the operation directly before it on its stream has ended.
+        starts_early: True if it may start before the previous operation on its stream has ended.
     """
 
     place: StatementPlace
@@ -91,7 +100,7 @@ class Op:
     joins: ClassVar[Join | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Define the traits that follow from the types of fields, except those that the class itself defines."""
+        """Define the traits that follow from the types of the fields. Keep the traits that the class itself defines."""
         fields = {str(annotation): name for name, annotation in get_annotations(cls).items()}
         for annotation, trait in TRAITS.items():
             if annotation in fields and trait not in vars(cls):
@@ -126,7 +135,7 @@ class Op:
 
     @property
     def lane(self) -> str:
-        """The track of a trace that shows the operation."""
+        """The name of the row that shows the operation in a trace."""
         if self.by_group:
             return f"communication {self.by_group}"
         return "caller" if self.stream == CALLER else f"stream {self.stream}"
@@ -138,7 +147,7 @@ def _tuple_of(field: str) -> Callable[[Op], tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class AllocateOp(Op):
-    """Sets `registers[out]` to a dense uninitialised tensor, unless the caller passed a tensor for this output."""
+    """Sets `registers[out]` to a dense uninitialised tensor, or to the caller's tensor for this output."""
 
     out: DefinedRegister
     shape: tuple[int, ...]
@@ -149,9 +158,10 @@ class AllocateOp(Op):
 
 @dataclass(frozen=True)
 class SymmetricOp(Op):
-    """Sets `registers[out]` to the symmetric buffer of this name on `rank`, which may be this rank or a peer.
+    """Sets `registers[out]` to a symmetric buffer in the memory of `rank`, which may be this rank or a peer.
 
-    The buffer is dense, and the same in every run with these sizes. In a loop, each round has a separate buffer.
+    The buffer is dense. Every run with the same sizes uses the same buffer. `name` is its name in the program. If it is
+    allocated in a loop, each round has a separate buffer, and `rounds` holds the indices of the loops.
     """
 
     out: DefinedRegister
@@ -163,16 +173,15 @@ class SymmetricOp(Op):
 
     @property
     def home(self) -> tuple[str, tuple[int, ...]]:
-        """The name and the round, which identify the buffer on every rank."""
+        """The name and the rounds of the buffer. They identify it on every rank."""
         return self.name, self.rounds
 
 
 @dataclass(frozen=True)
 class ViewOp(Op):
-    """Sets `registers[out]` to a view of the buffer `x` that begins at element `offset`.
+    """Sets `registers[out]` to a view of the buffer in register `x`. The view begins at element `offset`.
 
-    If the view is `x[i]`, `index` is i: torch makes such a view in two thirds of the time that another view takes.
-    Else `index` is None.
+    If the view is `x[i]`, `index` is i, else None. torch makes a view `x[i]` in two thirds of the time of other views.
     """
 
     out: DefinedRegister
@@ -196,10 +205,10 @@ class FreeOp(Op):
 
 @dataclass(frozen=True)
 class ComputeOp(Op):
-    """Computes `out`, of dtype `dtype`, by the kernel of `computation`.
+    """Computes `out` from `operands`, with the kernel for `computation`. `dtype` is the dtype of the result.
 
-    With `ready`, the kernel computes each block of rows once the flags of the block are set. With `done`, it sets a
-    flag after each block. `ready.flags`, `ready.own_rows` and `done.flags` are registers.
+    With `ready`, the kernel computes each block of rows when the flags of the block are set. With `done`, it sets a
+    flag after each block. `ready.flags`, `ready.own_rows` and `done.flags` are numbers of registers.
     """
 
     computation: str
@@ -242,7 +251,10 @@ class ComputeOp(Op):
 
 @dataclass(frozen=True)
 class CopyOp(Op):
-    """Copies `x` to `out` (one of them may be on a peer) by a copy engine if `sms` is 0, else by `sms` SMs."""
+    """Copies `x` to `out`. One of them may be in a peer's memory.
+
+    A copy engine makes the copy if `sms` is 0. Otherwise a kernel on `sms` SMs makes it.
+    """
 
     x: ReadRegister
     out: WrittenRegister
@@ -255,9 +267,9 @@ class CopyOp(Op):
 
 @dataclass(frozen=True)
 class SignalOp(Op):
-    """Sets element `slot` of the peer's `flags` to an epoch of this call.
+    """Sets element `slot` of the flags of rank `peer` to an epoch of this call.
 
-    If `sms` is 0, the stream itself sets the flag, else a kernel on `sms` SMs does.
+    The stream itself sets the flag if `sms` is 0. Otherwise a kernel on `sms` SMs sets it.
     """
 
     flags: WrittenRegister
@@ -290,7 +302,10 @@ class WaitSignalOp(Op):
 
 @dataclass(frozen=True)
 class BarrierOp(Op):
-    """Makes the stream wait until all ranks of the team have reached barrier `number`, from 0 in every call."""
+    """Makes the stream wait until all ranks of the team have reached this barrier.
+
+    `number` is the number of barriers of the team before it in this call.
+    """
 
     team: RanksOfTeam
     number: int
@@ -298,7 +313,7 @@ class BarrierOp(Op):
 
 @dataclass(frozen=True)
 class CollectiveOp(Op):
-    """Starts a collective of the team. `x` and `out` are dense; an allreduce has one tensor for both."""
+    """Starts a collective of the team. `x` and `out` are dense tensors. For an allreduce, both are the same tensor."""
 
     communication: str
     team: Group
@@ -309,10 +324,15 @@ class CollectiveOp(Op):
 
 @dataclass(frozen=True)
 class MessagesOp(Op):
-    """Starts sends and receives. Each is a pair: the register of a tensor, and the rank that it goes to or comes from.
+    """Starts this rank's sends and receives of one communication.
 
-    If `collective`, it is this rank's side of a transfer between meshes, ordered with the collectives of the team. Else
-    it is ordered with this rank's other messages only: collectives and messages do not wait for each other.
+    Fields:
+        team: the ranks of the communication.
+        sends: for each message that this rank sends, the register of the tensor and the receiver's rank.
+        receives: for each message that this rank receives, the register of the tensor and the sender's rank.
+        collective: True for a transfer between meshes. It is ordered with the collectives of the team. Other messages
+            are ordered only with this rank's messages: messages and collectives do not wait for each other.
+        handle: the handle of the communication.
     """
 
     team: Group
@@ -332,21 +352,24 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """Marks the end of a communication within this rank, which ran on `stream`, so that other streams can wait."""
+    """Marks the end of a communication that needs no other rank. It is a copy on `stream`, or nothing at all.
+
+    Other streams can wait for its handle.
+    """
 
     handle: Start
 
 
 @dataclass(frozen=True)
 class WaitOp(Op):
-    """Makes the stream wait for a communication."""
+    """Makes the stream wait for the communication with this handle."""
 
     handle: Await
 
 
 @dataclass(frozen=True)
 class SynchronizeOp(Op):
-    """Makes the stream wait for all work issued to the stream `other` so far."""
+    """Makes the stream wait for all work that was issued to the stream `other` before this operation."""
 
     other: Join
 
@@ -355,7 +378,7 @@ class SynchronizeOp(Op):
 
 @dataclass(frozen=True)
 class DelayOp(Op):
-    """Delays the stream."""
+    """Delays the stream by a number of microseconds."""
 
     microseconds: int
 
@@ -365,6 +388,6 @@ class DelayOp(Op):
 
 
 def overlap(one: ElementRange, others: Iterable[ElementRange]) -> bool:
-    """Return True if an extent shares an element with one of the others."""
+    """Return True if a range of elements overlaps one of the other ranges."""
     low, high = one
     return any(low < end and start < high for start, end in others)

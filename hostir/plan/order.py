@@ -1,4 +1,4 @@
-"""The order of an unrolled program's operations on the streams of a rank, by vector clocks."""
+"""Compute which operations of an unrolled program follow each other on the streams of a rank, by vector clocks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from hostir.plan.operations import CALLER
 if TYPE_CHECKING:
     from hostir.plan.operations import Op
 
-StreamClock = Mapping[int, int]  # by stream: how many of its operations have ended
+StreamClock = Mapping[int, int]  # for each stream, the number of its operations that have ended
 
 
 class RankOrder:
     """The happens-before order of a rank's operations, by vector clocks.
 
-    An operation follows the operations before it on its stream. If its stream has joined another stream or waited for
-    a communication, the operation also follows everything that this stream or communication followed then. A
-    communication itself has ended only for operations that follow a wait for it.
+    An operation follows all earlier operations on its stream. If its stream has joined another stream, the operation
+    also follows everything that was issued to that stream before the join. If its stream has waited for a
+    communication, the operation follows the communication and everything before it. A communication has ended only for
+    operations that follow a wait for it.
+
+    Fields:
+        numbers: for each operation, its number on its stream, from 1.
+        clocks: for each operation, how many operations of each other stream it follows.
+        issued: for each stream, the positions of its operations in the list of operations.
+        known: for each stream, the clock of its next operation.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
-        self.numbers: list[int] = []  # of each operation: its number on its stream, from 1
-        self.clocks: list[StreamClock] = []  # of each operation: the operations of other streams that it follows
-        self.issued: dict[int, list[int]] = {CALLER: []}  # by stream: the positions of its operations
-        self.known: dict[int, StreamClock] = {CALLER: {}}  # by stream: the clock of its next operation
+        self.numbers: list[int] = []
+        self.clocks: list[StreamClock] = []
+        self.issued: dict[int, list[int]] = {CALLER: []}
+        self.known: dict[int, StreamClock] = {CALLER: {}}
         begun: dict[int, tuple[StreamClock, int, int]] = {}  # by handle: clock, stream and number
         for position, op in enumerate(ops):
             stream = op.stream
@@ -43,30 +50,30 @@ class RankOrder:
                 begun[op.starts] = clock, stream, len(issued)
 
     def precedes(self, first: int, then: int) -> bool:
-        """Return True if an operation ends before another begins; both are positions."""
+        """Return True if operation `first` ends before operation `then` begins. Both are positions in the list."""
         stream = self.ops[first].stream
         same = stream == self.ops[then].stream
         return first < then if same else self.clocks[then].get(stream, 0) >= self.numbers[first]
 
     def forked(self, position: int) -> bool:
-        """Return True if an operation follows all that the caller's stream was given before the call."""
+        """Return True if the operation at a position follows all work that the caller's stream had before the call."""
         return self.ops[position].stream == CALLER or CALLER in self.clocks[position]
 
     def clock(self, stream: int, position: int) -> StreamClock:
-        """Return the clock of an operation that would be issued to a stream just before the operation at a position."""
+        """Return the clock of a stream just before the operation at a position is issued."""
         issued = self.issued.get(stream, [])
         count = bisect_left(issued, position)
         return {**self.clocks[issued[count - 1]], stream: count} if count else {}
 
     @property
     def unjoined(self) -> tuple[int, ...]:
-        """The streams that the caller's stream has not waited for at the end of the call."""
+        """The streams with work that the caller's stream has not waited for at the end of the call."""
         known = self.known[CALLER]
         return tuple(sorted(s for s, issued in self.issued.items() if s != CALLER and known.get(s, 0) < len(issued)))
 
 
 def _later(clock: StreamClock, other: StreamClock, stream: int, count: int) -> StreamClock:
-    """Return a clock that also follows the clock `other` and the first `count` operations of a stream."""
+    """Return the clock that counts all operations of two clocks, and the first `count` operations of `stream`."""
     later = {**clock, **{s: n for s, n in other.items() if n >= clock.get(s, 0)}}
     later[stream] = max(count, clock.get(stream, 0))
     return later

@@ -1,4 +1,4 @@
-"""Recording of operations: the list of operations, and the registers, buffers and views that they use."""
+"""Record the operations of a program that is being unrolled, and the registers, buffers and views that they use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from hostir.plan.unrolled import RegisterView
 
 
 class IssuedOps:
-    """The operations recorded so far, and the statement and the stream of the next operation.
+    """The operations that were recorded so far, and the statement and the stream of the next operation.
 
     Fields:
-        ordered: the number of operations before the latest statement that orders streams.
+        issued: the operations.
+        place: the statement of the next operation, and its round in each loop.
+        stream: the stream of the next operation.
+        ordered: the number of operations that were recorded before the latest statement that orders streams.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class IssuedOps:
         self.issued.append(op)
 
     def mark_order(self) -> None:
-        """Note that the current statement orders streams."""
+        """Record that the current statement orders streams. No later kernel can overlap copies by SMs before it."""
         self.ordered = len(self.issued)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
@@ -57,16 +60,20 @@ class IssuedOps:
 
 
 class RegisterTable:
-    """The numbered registers of a program under construction, their buffers, and the views of the buffers.
+    """The numbered registers of a program that is being unrolled, with their buffers and views.
 
-    A view becomes an operation only when another operation uses it: a chain of select, chunk and reshape is one strided
-    view of its buffer, made once in a run.
+    A register holds a tensor or a handle. A buffer is named by the register that holds all of its elements. A view
+    becomes an operation only if another operation uses it. Then a chain of select, chunk and reshape is one strided
+    view of its buffer, which a run makes once.
 
     Fields:
-        buffers: the buffer of each register's tensor, as a register; NONE for a handle.
-        contents: the tensor of all elements of a buffer, by buffer.
-        views: the register of each tensor that an operation uses.
-        homes: the symmetric buffers, by name, round and rank.
+        buffers: for each register, the buffer of its tensor; NONE for a handle.
+        contents: for each buffer, the tensor of all its elements.
+        dtypes, names: for each buffer, its dtype and its name in the program.
+        allocated: for each buffer that a run allocates, the operation that allocates it.
+        symmetric: for each symmetric buffer, the operation that provides it.
+        homes: the symmetric buffers by name, rounds and rank.
+        views: for each tensor that an operation uses, its register.
         freed: the buffers that the program has freed.
     """
 
@@ -76,10 +83,10 @@ class RegisterTable:
         self.ops = ops
         self.buffers: list[int] = [NONE]
         self.contents: dict[int, RegisterView] = {}
-        self.dtypes: dict[int, DType] = {}  # by buffer
-        self.names: dict[int, str] = {}  # by buffer
-        self.allocated: dict[int, AllocateOp] = {}  # by buffer
-        self.symmetric: dict[int, SymmetricOp] = {}  # by buffer
+        self.dtypes: dict[int, DType] = {}
+        self.names: dict[int, str] = {}
+        self.allocated: dict[int, AllocateOp] = {}
+        self.symmetric: dict[int, SymmetricOp] = {}
         self.homes: dict[tuple[str, tuple[int, ...], int], int] = {}
         self.views: dict[RegisterView, int] = {}
         self.freed: set[int] = set()
@@ -96,7 +103,10 @@ class RegisterTable:
         return contents
 
     def input(self, value: Value, layout: tuple[tuple[int, ...], tuple[int, ...]] | None) -> RegisterView | None:
-        """Return an input of this shape and these strides; None if this rank does not hold it."""
+        """Add and return the tensor of an input. `layout` holds its shape and its strides.
+
+        `layout` and the result are None if this rank holds no part of the input.
+        """
         buffer = self.new_register()
         self.names[buffer] = value.name
         return None if layout is None else self.add_buffer(buffer, layout[0], value.tensor.dtype, layout[1])
@@ -111,7 +121,7 @@ class RegisterTable:
     def symmetric_buffer(
         self, name: str, rounds: tuple[int, ...], rank: int, shape: tuple[int, ...], dtype: DType
     ) -> RegisterView:
-        """Return a rank's symmetric buffer as a tensor; its first use adds the operation that provides it."""
+        """Return a symmetric buffer of a rank as a tensor. On first use, add the operation that provides the buffer."""
         home = name, rounds, rank
         if home in self.homes:
             return self.contents[self.homes[home]]
@@ -122,23 +132,23 @@ class RegisterTable:
         return self.add_buffer(buffer, shape, dtype, dense_strides(shape))
 
     def at_rank(self, x: RegisterView, rank: int) -> RegisterView:
-        """Return the same view of a rank's buffer. Raises HostIRError for memory that is not symmetric."""
+        """Return the same view of the buffer at `rank`. Raise a HostIRError if the buffer is not symmetric."""
         op, name = self.symmetric.get(x.buffer), self.names[x.buffer]
         if op is None:
             raise self.ops.fail(f"%{name} is not symmetric", expected="a view of a buffer from allocate_symmetric")
         return x._replace(buffer=self.symmetric_buffer(op.name, op.rounds, rank, op.shape, op.dtype).buffer)
 
     def flags(self, flags: RegisterView, epoch: int, rank: int | None = None) -> int:
-        """Return the register of a rank's flags, by default this rank's.
+        """Return the register of the flags at `rank`, by default at this rank.
 
-        Raises HostIRError for an epoch that no flag can hold.
+        Raise a HostIRError if `epoch` is too large for a flag.
         """
         if epoch >= EPOCHS:
             raise self.ops.fail(f"epoch {epoch} of a flag", expected=f"at most {EPOCHS - 1}")
         return self.register(self.at_rank(flags, self.rank if rank is None else rank))
 
     def register(self, x: RegisterView | None) -> int:
-        """Return the register of a tensor; add a view operation if it has none yet."""
+        """Return the register of a tensor. If it has no register yet, add an operation that makes the view."""
         if x is None:
             return NONE
         self.check_not_freed(x)
@@ -174,7 +184,7 @@ class RegisterTable:
         return RegisterView(x.buffer, shape, strides, x.offset)
 
     def block(self, x: RegisterView | None, index: int, count: int) -> RegisterView:
-        """Return one of `count` equal blocks of a dense tensor, as a vector."""
+        """Return block `index` of a dense tensor as a vector. The tensor is divided into `count` equal blocks."""
         assert x is not None
         size, rest = divmod(prod(x.shape), count)
         if rest:
@@ -182,12 +192,15 @@ class RegisterTable:
         return RegisterView(x.buffer, (size,), (1,), x.offset + index * size)
 
     def copy(self, x: int, out: int) -> None:
-        """Add a copy between the tensors of two registers."""
+        """Add a copy from the tensor in register `x` to the tensor in register `out`."""
         dtype = self.dtypes[self.buffers[out]]
         self.ops.add(ComputeOp(*self.ops.here, "copy", dtype, out, (x,), {}))
 
     def fail_layout(self, x: RegisterView, message: str, expected: str) -> HostIRError:
-        """Return the error for a tensor's layout; it names the input if the tensor is a view of a strided input."""
+        """Return an error about the layout of a tensor.
+
+        If the tensor is a view of an input that is not dense, the error is about the input.
+        """
         contents = self.contents[x.buffer]
         if x.buffer > len(self.program.inputs) or contents.dense:
             return self.ops.fail(message, expected=expected, hint="copy it to a buffer of its own first")

@@ -1,4 +1,4 @@
-"""Unroll a program for one rank and one set of shapes: the result is a list of operations in issue order."""
+"""Unroll a program for one rank and one set of shapes to a list of operations, in the order of issue."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from hostir.plan.unrolled import RegisterView, UnrolledProgram
 
 
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return every team of two or more ranks that communicates, in program order; a team's ranks are ascending.
+    """Return every team of two or more ranks that has collectives, in program order. The ranks of a team are ascending.
 
-    The order of the teams is the same on every rank, since all ranks must create their process groups in one order.
+    The order of the teams is the same on all ranks, because all ranks must create their process groups in one order.
     """
     teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 def message_teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return every team of two or more ranks that send each other messages, in program order."""
+    """Return every team of two or more ranks that exchange messages, in program order."""
     teams = (team for statement in program.walk() if not statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
 
 
 class Strided(Protocol):
-    """A tensor of any library: unrolling needs only its shape, and its strides in elements."""
+    """A tensor of any library. Unrolling needs only its shape and its strides, which count elements."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -57,11 +57,19 @@ class Strided(Protocol):
 def unroll(
     program: Program, rank: int, sizes: Mapping[str, int], inputs: Sequence[Strided | None] | None = None
 ) -> UnrolledProgram:
-    """Unroll a program for one rank, and for inputs with the shapes and strides of `inputs`, by default dense ones.
+    """Unroll a program for one rank and one set of shapes, and return its operations and registers.
 
-    Raises HostIRError for a statement that no machine can run: it uses a stream outside the pool, a view that needs a
-    copy, freed memory, or a peer's memory that is not symmetric; or it communicates a tensor that is not dense, or
-    starts a communication that nothing waits for.
+    Args:
+        program: a host program.
+        rank: the rank.
+        sizes: the values of all symbols.
+        inputs: tensors with the shapes and strides of this rank's inputs; None for an input that it does not hold. By
+            default all inputs are dense.
+
+    Raises:
+        HostIRError: at a statement that no machine can run. It uses a stream outside the pool, a view that needs a
+            copy, freed memory, or a peer's memory that is not symmetric. Or it communicates a tensor that is not dense,
+            or starts a communication that nothing waits for.
     """
     unroller = Unroller(program, rank, sizes)
     parts = unroller.dense_inputs() if inputs is None else unroller.strided_inputs(inputs)
@@ -70,13 +78,13 @@ def unroll(
 
 @dataclass(frozen=True)
 class StreamValue:
-    """A stream value, as returned by `current_stream`."""
+    """The value of a `current_stream` statement: the number of a stream."""
 
     number: int
 
 
 class Unroller(Observer, OptionalMethods):
-    """The machine that records operations instead of running them, for one rank and one set of shapes."""
+    """A machine that records the operations of one rank instead of running them."""
 
     def __init__(self, program: Program, rank: int, sizes: Mapping[str, int]) -> None:
         self.program = program
@@ -88,12 +96,18 @@ class Unroller(Observer, OptionalMethods):
         self.barriers: dict[tuple[int, ...], int] = {}  # by team: the number of its barriers so far
 
     def strided_inputs(self, inputs: Sequence[Strided | None]) -> list[RegisterView | None]:
-        """Return a tensor with the layout of each input, None for inputs that this rank does not hold."""
+        """Add the inputs of the program, with the layouts of the given tensors, and return their tensors.
+
+        An item is None if this rank holds no part of the input.
+        """
         layouts = [None if x is None else (tuple(x.shape), tuple(x.stride())) for x in inputs]
         return [self.registers.input(value, layout) for value, layout in zip(self.program.inputs, layouts, strict=True)]
 
     def dense_inputs(self) -> list[RegisterView | None]:
-        """Return a dense tensor for each input that this rank holds."""
+        """Add the inputs of the program as dense tensors, and return these tensors.
+
+        An item is None if this rank holds no part of the input.
+        """
         frame, parts = Frame(self, self.sizes), list[RegisterView | None]()
         for value in self.program.inputs:
             shape = frame.shape(value.tensor)
@@ -121,7 +135,7 @@ class Unroller(Observer, OptionalMethods):
         )
 
     def output(self, x: RegisterView | None) -> RegisterView | None:
-        """Return an output that the caller may keep: a copy if it is symmetric, as the next call reuses such memory."""
+        """Return an output that the caller may keep. A symmetric buffer is copied, because the next call reuses it."""
         if x is None or x.buffer not in self.registers.symmetric:
             return x
         self.ops.place = self.registers.symmetric[x.buffer].place
@@ -250,11 +264,14 @@ class Unroller(Observer, OptionalMethods):
 
 
 def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, int]:
-    """Return `overlapped_sms` and `reserved_sms` of a waiting kernel: the numbers of SMs that it does not get.
+    """Return the numbers of SMs that a waiting kernel does not get: `overlapped_sms` and `reserved_sms`.
+
+    `overlapped_sms` belong to the copies by SMs directly before the kernel, which may still run. `reserved_sms` are
+    left free for signals by SMs.
 
     Args:
         ops: the operations before the kernel in the call.
-        ordered: the number of operations before the latest statement that orders streams.
+        ordered: the number of these operations that come before the latest statement that orders streams.
         stream: the kernel's stream.
     """
     reserved = any(isinstance(op, SignalOp) and op.sms for op in ops)
@@ -262,9 +279,9 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 
 
 def _copying(ops: Sequence[Op], stream: int) -> int:
-    """Return the number of SMs of the copies that end `ops` on this stream; 0 if `ops` does not end with copies by SMs.
+    """Return the number of SMs that the copies at the end of `ops` use, if they are copies by SMs on this stream.
 
-    A waiting kernel that is issued next runs beside these copies.
+    Return 0 if `ops` ends otherwise. A waiting kernel that is issued next may overlap such copies and their signals.
     """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)

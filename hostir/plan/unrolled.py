@@ -1,4 +1,4 @@
-"""Unrolled programs: the operations of one rank at given sizes, their registers and buffers."""
+"""The unrolled program: the operations of one rank for given sizes, with their registers and buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostir.plan.order import RankOrder
 
 
 class RegisterView(NamedTuple):
-    """A tensor: the register of its buffer, and its layout in the buffer, in elements."""
+    """A tensor: the register of its buffer, and its layout in the buffer. Strides and offset count elements."""
 
     buffer: int
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class RegisterView(NamedTuple):
         return self.offset, self.offset + sum(steps) + 1
 
     def index_in(self, buffer: RegisterView) -> int | None:
-        """Return the i for which this view is `buffer[i]`, or None."""
+        """Return i if this view is `buffer[i]`; return None if it is not of this form."""
         if self.shape != buffer.shape[1:] or self.strides != buffer.strides[1:] or not buffer.shape:
             return None
         index, rest = divmod(self.offset, max(buffer.strides[0], 1))
@@ -45,17 +45,22 @@ class RegisterView(NamedTuple):
 
 @dataclass(frozen=True)
 class UnrolledProgram:
-    """A rank's flat program: operations in issue order, and the registers of a call's tensors.
+    """The flat program of one rank for given sizes: its operations and its registers.
+
+    A register holds a tensor or a handle. A buffer is named by the register that holds all of its elements.
 
     Fields:
+        program: the host program.
+        rank: the rank.
         sizes: the values of the program's symbols.
-        inputs: the registers of its inputs, consecutive.
-        outputs: the registers of its outputs, NONE where this rank holds none.
-        buffers: the buffer of each register's tensor, as a register; NONE for a handle.
-        layouts: the layout of each register that holds a tensor, except inputs that this rank does not hold.
-        dtypes: the dtype of each buffer, by its register.
-        allocated: the operations that allocate buffers in every run, by the buffer's register.
-        symmetric: the operations that provide symmetric buffers of this rank and its peers, by the buffer's register.
+        ops: the operations, in the order of issue.
+        inputs: the registers of the inputs.
+        outputs: the registers of the outputs; NONE for an output that this rank does not hold.
+        buffers: for each register, the buffer of its tensor; NONE for a handle.
+        layouts: for each register that holds a tensor, its layout. Inputs that this rank does not hold are left out.
+        dtypes: for each buffer, its dtype.
+        allocated: for each buffer that a run allocates, the operation that allocates it.
+        symmetric: for each symmetric buffer of this rank or a peer, the operation that provides it.
     """
 
     program: Program
@@ -77,31 +82,31 @@ class UnrolledProgram:
 
     @cached_property
     def extents(self) -> Mapping[int, ElementRange]:
-        """The extent of each tensor within its buffer, from its first element to its last, gaps included."""
+        """For each register with a tensor, the range of its buffer from the first element of the tensor to its last."""
         return {register: layout.extent for register, layout in self.layouts.items()}
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The bytes of all buffers that a run allocates, and the bytes of this rank's symmetric buffers."""
+        """The number of bytes that a run allocates, and the number of bytes of this rank's symmetric buffers."""
         return _bytes(self.allocated.values()), _bytes(op for op in self.symmetric.values() if op.rank == self.rank)
 
     def owner(self, register: int) -> int:
-        """Return the rank that owns the memory of a register's tensor."""
+        """Return the rank whose memory holds the tensor of a register."""
         op = self.symmetric.get(self.buffers[register])
         return self.rank if op is None else op.rank
 
     def tensors(self, op: Op) -> tuple[int, ...]:
-        """Return the registers of the tensors that an operation reads or writes, without flags."""
+        """Return the registers of the tensors that an operation reads or writes. Flags are left out."""
         flags = {register for register, *_ in (*op.raised_flags, *op.awaited_flags)}
         return tuple([register for register in (*op.reads, *op.writes) if register not in flags])
 
     def flag_name(self, flags: int, slot: int) -> str:
-        """Return the name of a flag as in the program, such as %flags[2], for messages; `flags` is a register."""
+        """Return the name of a flag for messages, such as %flags[2]. `flags` is the register of the flags."""
         layout = self.layouts[flags]
         return f"%{self.symmetric[layout.buffer].name}[{layout.offset + slot * layout.strides[0]}]"
 
     def touches_peer(self, op: Op) -> bool:
-        """Return True if an operation reads or writes a peer's memory directly, flags included."""
+        """Return True if an operation accesses memory or flags of a peer directly, not through a process group."""
         return id(op) in self._touching
 
     @cached_property
@@ -110,16 +115,16 @@ class UnrolledProgram:
         return frozenset(id(op) for op in self.ops if op.of_team or not remote.isdisjoint((*op.reads, *op.writes)))
 
     def text(self, op: Op) -> str:
-        """Return the statement of an operation, in one line."""
+        """Return the text of an operation's statement, in one line."""
         return format_statement(op.place.statement, self.program).strip()
 
     def describe(self, op: Op) -> str:
-        """Return the statement of an operation and its round in each loop, for a message."""
+        """Return the text of an operation's statement and its round in each loop, for a message."""
         rounds = ", ".join(map(str, op.place.rounds))
         return f"'{self.text(op)}'" + (f" in round {rounds}" if rounds else "")
 
     def failure(self, op: Op, problem: BaseException) -> HostIRError:
-        """Return the error for an operation that raised: rank, statement, source line and cause."""
+        """Return the error for an operation that raised `problem`. It names rank, statement, source line and cause."""
         diagnosed = isinstance(problem, HostIRError)
         cause = str(problem).removeprefix("error: ") if diagnosed else f"{type(problem).__name__}: {problem}"
         return op.place.statement.fail(f"rank {self.rank}, {self.describe(op)}: {cause}")

@@ -1,1 +1,1 @@
-"""Edits that mend what the checker reports."""
+"""Repair host programs: edits that mend the findings of the checker."""

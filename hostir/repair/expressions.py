@@ -1,6 +1,6 @@
-"""Candidates for the expressions of a signal or a wait at a place: its slot, its epoch and its peer.
+"""Find expressions for a signal or a wait that is to be inserted: candidates for its slot, its epoch and its peer.
 
-Candidates come from the program's text and from the indices in scope.
+Candidates come from the statements of the program and from the indices in scope.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlaceExpressions:
-    """Expressions that a signal or a wait for `flags` may use at a place, with their values each time it is reached."""
+    """Finds the expressions that a new signal or wait may use, with their values.
+
+    Fields:
+        outline: the statements of the program with their places.
+        order: the order of the program's events.
+        place: the place where the signal or the wait is to be inserted.
+        flags: the flags that it sets or waits for.
+    """
 
     outline: Outline
     order: Order
@@ -31,7 +38,7 @@ class PlaceExpressions:
 
     @cached_property
     def frames(self) -> list[Frame]:
-        """One frame, with the values of all indices, for each time that a rank reaches the place in one call."""
+        """For each time that a rank reaches the place in one call, a frame with the values of all indices."""
         program, frames = self.outline.program, list[Frame]()
         for rank in self.order.ranks:
             frame = Frame(Tracer(rank.rank, self.outline.program, rank.sizes), rank.sizes)
@@ -44,7 +51,7 @@ class PlaceExpressions:
 
     @property
     def ranks(self) -> list[int]:
-        """The rank of each frame."""
+        """For each frame, its rank."""
         return [_rank(frame) for frame in self.frames]
 
     @cached_property
@@ -53,15 +60,21 @@ class PlaceExpressions:
         return [v for v in self.outline.scope(self.place).values() if v.type is Kind.INDEX]
 
     def slots(self) -> dict[Numbers, Expr]:
-        """Return candidates for a slot, by their values in the frames."""
+        """Return candidates for the slot. The key of each expression is the tuple of its values in all `frames`."""
         return self._by_values(self._slot_candidates())
 
     def epochs(self, missing: set[RaisedSlot]) -> dict[Numbers, Expr]:
-        """Return candidates for an epoch, by their values in the frames."""
+        """Return candidates for the epoch. The key of each expression is the tuple of its values in all `frames`.
+
+        `missing` holds the signals or waits that lack a counterpart.
+        """
         return self._by_values(self._epoch_candidates(missing))
 
     def peers(self) -> Iterator[tuple[Expr, str]]:
-        """Yield expressions for a peer and their mesh axes: from the program's text, then all distances from a rank."""
+        """Yield candidates for the peer: an expression for its place in the team, and the mesh axis of the team.
+
+        Expressions of the program come first. Then come `(rank + k) % n`, for each distance k along each mesh axis.
+        """
         mesh, program = self.flags.tensor.mesh, self.outline.program
         known = {v.name for v in self.indices}
         candidates = [s.peer_place for s in program.walk() if s.peer_place is not None]
@@ -75,7 +88,10 @@ class PlaceExpressions:
                 yield peer, over
 
     def ranks_of(self, peer: Expr, over: str) -> list[int]:
-        """Return the peer's rank in each frame; an empty list if a frame has no such peer."""
+        """Return the rank of a peer in each of the `frames`. Return an empty list if there is no such peer in one.
+
+        `peer` is an expression for the place of the peer in its team along mesh axis `over`.
+        """
         mesh, peers = self.flags.tensor.mesh, list[int]()
         for frame in self.frames:
             team = mesh.team(_rank(frame), over) if mesh else ()
@@ -85,7 +101,11 @@ class PlaceExpressions:
         return peers
 
     def _by_values(self, candidates: Iterable[Expr]) -> dict[Numbers, Expr]:
-        """Return one expression for each distinct sequence of values over the frames. Replace a name out of scope."""
+        """Return the candidates in a dictionary. The key of each is the tuple of its values in all `frames`.
+
+        Of candidates with equal values, the first is kept. A candidate with a name that is not in scope is changed (see
+        `_in_scope`).
+        """
         by_values: dict[Numbers, Expr] = {}
         for candidate in candidates:
             for expr in self._in_scope(candidate):
@@ -96,9 +116,10 @@ class PlaceExpressions:
         return by_values
 
     def _in_scope(self, expr: Expr) -> list[Expr]:
-        """Return an expression if all its names are in scope. If one is not, replace it by each index in turn.
+        """Return an expression in forms that use only names in scope.
 
-        Return an empty list if several names are out of scope.
+        If all its names are in scope, this is the expression itself. If one name is not in scope, there is one form for
+        each index in scope, which replaces the name. If several names are not in scope, the list is empty.
         """
         unknown = {v.name for v in expr_values(expr)} - {v.name for v in self.indices}
         if not unknown:
@@ -108,7 +129,7 @@ class PlaceExpressions:
         return [rename_expr(expr, dict.fromkeys(unknown, index)) for index in self.indices]
 
     def _slot_candidates(self) -> Iterator[Expr]:
-        """Yield expressions for a slot: expressions of the text, each index, and combinations of several indices."""
+        """Yield candidates for a slot: slots that the program uses, literals, indices, and combinations of indices."""
         yield from (use.slot for use in self._flag_operands() if use.slot is not None)
         count = self.flags.tensor.shape[0].bind(self.order.ranks[0].sizes)
         peers = (s.peer_place[0] for s in self.outline.program.walk() if s.peer_place is not None)
@@ -122,14 +143,14 @@ class PlaceExpressions:
                 yield from (Bin("+", Bin("*", v, Lit(n)), w) for w in parts if w != v and n < count)
 
     def _epoch_candidates(self, missing: set[RaisedSlot]) -> Iterator[Expr]:
-        """Yield expressions for an epoch: expressions of the text, the missing epochs, and a loop's round plus one."""
+        """Yield candidates for an epoch: epochs that the program uses, missing epochs, and a loop's index plus one."""
         yield from (use.epoch for use in self._flag_operands())
         yield from (Lit(epoch) for epoch in sorted({epoch for _, _, epoch in missing}))
         rounds = (s.defines(Phase.HOST) for s in self.outline.program.walk() if s.bodies)
         yield from (Bin("+", Ref(v), Lit(1)) for v in dict.fromkeys(rounds) if v is not None)
 
     def _flag_operands(self) -> list[FlagOperand]:
-        """Return the flag operands of all statements; operands with `flags` come first."""
+        """Return the flag operands of all statements. Operands that use the same `flags` come first."""
         operands = (use for s in self.outline.program.walk() for use in s.flag_operands)
         return sorted(operands, key=lambda use: use.flags != self.flags)
 
@@ -140,7 +161,7 @@ def _rank(frame: Frame) -> int:
 
 
 def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]:
-    """Yield a copy of the frame for each time that its rank reaches a place."""
+    """Yield a copy of the frame, with the loops' indices, for each time that its rank reaches a place in `body`."""
     at, *inner = place
     if not inner:
         yield Frame(frame.machine, frame.sizes, dict(frame.handles))

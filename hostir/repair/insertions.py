@@ -1,6 +1,6 @@
-"""Suggest edits that might repair a finding: a synchronize, a fork, a join, a wait, a free, a signal or a barrier.
+"""Suggest edits that may repair a finding: they insert a synchronize, a fork, a join, a wait, a free, ...
 
-The checker decides which suggestions repair anything, and the search in `repair` picks the best of them.
+The search in `hostir.repair.repair` checks which suggestions repair the finding, and picks the best of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def repairable(finding: Finding, order: Order | None) -> bool:
-    """Return True if edits may repair a finding."""
+    """Return True if the edits of this module may repair a finding."""
     if finding.category == "deadlock" and order is not None:
         return bool(held_up(order, finding.events))
     return finding.category in REPAIRABLE
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield edits that wait for the first handle without a wait, at each later place of its block."""
+    """Yield edits that insert a wait for the first handle that nothing waits for.
+
+    There is one edit for each place in the handle's block where the wait can stand.
+    """
     for place, s in outline.statements:
         handle = s.started
         if handle is None:
@@ -40,14 +43,17 @@ def for_handles(outline: Outline) -> Iterator[Edits]:
 
 
 def _waits(handle: Value, place: BodyPosition, below: Block) -> Iterator[Edits]:
-    """Yield edits that wait for a handle: after `place`, and after each statement `below` that goes to a stream."""
+    """Yield edits that insert a wait for a handle after the statement at `place`, or after a later statement.
+
+    `below` holds the later statements of the block. Statements that only run on the host are skipped.
+    """
     for n, s in enumerate((None, *below), place[-1] + 1):
         if s is None or not (s.on_host or s.awaited is not None):
             yield (Edit((*place[:-1], n), (Wait(handle=handle),)),)
 
 
 def for_leaks(outline: Outline, names: Container[str]) -> Edits:
-    """Return edits that free leaked buffers at the end of the block that allocates them."""
+    """Return edits that free each leaked buffer at the end of the block that allocates it. `names` are the buffers."""
     ends: dict[BodyPosition, list[Statement]] = {}
     for place, s in outline.statements:
         value = None if s.symmetric else s.buffer
@@ -58,7 +64,7 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 
 
 def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Edits]:
-    """Yield edits for two unordered events, a missing signal, or SMs that a kernel holds."""
+    """Yield edits that may repair a finding about unordered events, a missing signal, or SMs that a kernel holds."""
     if finding.category == "nobody sends":
         yield from unsent_signals(outline, order, finding.events[0])
         return
@@ -66,7 +72,7 @@ def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Ed
         for waiting in {id(w.event.statement): w.event for w in held_up(order, finding.events)}.values():
             yield from unsent_signals(outline, order, waiting, finding.events)
         return
-    if finding.category == "SMs held":  # only by kernels of the next call; a kernel of this call should be issued later
+    if finding.category == "SMs held":  # a join mends only a kernel of the next call
         yield from joins(outline)
         return
     first, second = finding.events[:2]
@@ -84,17 +90,21 @@ def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Ed
 
 
 def _raises(event: Event) -> bool:
-    """Return True if an event belongs to a kernel that sets flags for others to wait for."""
+    """Return True if an event belongs to a kernel that sets a flag after each block of its result."""
     return event.statement is not None and any(use.raises and use.rows for use in event.statement.flag_operands)
 
 
 def _issued(event: Event) -> tuple[int, int]:
-    """Return the sort key of the order of issue: the call, and the position among its rank's events."""
+    """Return a key that sorts the events of a rank by the order of issue."""
     return event.call, event.number
 
 
 def _earlier_waits(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Yield edits that move the wait for a communication: directly after it, or before the use of its memory."""
+    """Yield edits that move the wait for a communication to an earlier place.
+
+    The communication is the statement of the first event. The wait goes directly after it, or before the statement of
+    the second event, which uses its memory.
+    """
     s = first.statement
     handle = s.started if s is not None else None
     if s is None or handle is None:
@@ -113,7 +123,7 @@ def _earlier_waits(outline: Outline, first: Event, second: Event) -> Iterator[Ed
 
 
 def _later_frees(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Yield edits that move a free to the end of its block."""
+    """Yield edits that move a free to the end of its block. The free is the statement of one of the events."""
     for s in (first.statement, second.statement):
         if s is not None and s.freed is not None:
             place = outline.place(s)

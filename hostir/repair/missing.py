@@ -1,8 +1,8 @@
-"""Suggest the signal, the wait or the `ready` clause of a kernel that is missing for a finding.
+"""Suggest the missing counterpart of a signal or a wait: a signal, a wait, or the `ready` clause of a kernel.
 
-A missing signal or wait can be restored without knowing its purpose. Waits without a signal, and signals without a
-wait, show the missing flags, epochs and ranks. An inserted statement has to signal, or wait for, exactly these epochs
-over all ranks and rounds. `PlaceExpressions` has the candidates for its expressions; those that fit are kept.
+Waits without a signal, and signals without a wait, show which flags, epochs and ranks are missing. So the counterpart
+can be found without knowing its purpose. Over all ranks and rounds, the inserted statement has to signal exactly these
+epochs, or wait for them. `PlaceExpressions` gives candidates for its expressions, and those that fit are kept.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ MAX_SUGGESTIONS = 40  # the most signals, or waits, that are suggested
 
 
 class MissingFlags:
-    """Signals and waits of one call without a counterpart, and edits that add the counterpart.
+    """The signals and waits of one call that lack a counterpart; suggests edits that add the counterpart.
+
+    Fields:
+        flags: the buffers of flags.
+        sent: for each buffer of flags, all signals.
+        unsent: for each buffer of flags, the waits that no signal ends.
+        unawaited: for each buffer of flags, the signals that end no wait.
 
     Args:
-        deadlock: events that wait for each other in a cycle.
+        outline: the statements of the program with their places.
+        order: the order of the program's events.
+        deadlock: events that wait for each other in a cycle. Waits among them that lack their signal are in `unsent`.
     """
 
     def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:
@@ -42,9 +50,9 @@ class MissingFlags:
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
-        """Yield edits that add one signal for all missing epochs of a flag.
+        """Yield edits that add one signal statement for all missing signals of the flags that an event waits for.
 
-        Signals after copies to the peer come first.
+        Edits that put the signal after a copy to the same peer come first.
         """
         flags = next((f for f in self.flags if f.name in self.unsent and _uses(waiting.statement, f)), None)
         if flags is None:
@@ -65,7 +73,10 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
     def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that add a wait for signals without one, before a statement or before a block around it."""
+        """Yield edits that add one wait statement for signals that nothing waits for.
+
+        The wait stands before one of the statements `users`, or before a block around it.
+        """
         ranked: list[tuple[int, int, Edits]] = []
         for flags in (f for f in self.flags if f.name in self.unawaited):
             unawaited = self.unawaited[flags.name]
@@ -79,7 +90,10 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that make a computation wait for flags without a wait; some of its rows may come from `own`."""
+        """Yield edits that make a computation wait for signals that nothing waits for, with a `ready` clause.
+
+        In some of the edits the clause has `own` rows. The computations are the statements `users`.
+        """
         for s in users:
             place = self.outline.place(s)
             for flags in (f for f in self.flags if f.name in self.unawaited):
@@ -95,7 +109,7 @@ class MissingFlags:
                                 yield (Edit(place, (changed,), drop=1),)
 
     def _local_tensors(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
-        """Return candidates for `own`: values with the number of rows that `own` replaces, the latest value first."""
+        """Return the tensors in scope that have as many rows as the `own` rows of a computation, the latest first."""
         tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
         if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
             return []
@@ -105,17 +119,17 @@ class MissingFlags:
 
 
 def _after_issues(outline: Outline) -> Iterator[tuple[BodyPosition, Statement]]:
-    """Yield the place after each statement that is issued to a stream, with the statement."""
+    """Yield each statement that is issued to a stream, and the place after it."""
     for at, s in outline.statements:
         if issues(s):
             yield (*at[:-1], at[-1] + 1), s
 
 
 def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPosition]:
-    """Return places for an insertion that comes before these statements.
+    """Return the places where a statement can be inserted so that it comes before the statements `users`.
 
-    They are the places before each statement, before each block around it, and at the end of the body of each
-    conditional statement that comes earlier in one of these blocks.
+    These are the places before each of the statements and before each loop or `if` around it. They also include the end
+    of the body of each `if` that comes earlier in one of these blocks.
     """
     places: dict[BodyPosition, None] = {}
     for s in users:
@@ -129,7 +143,10 @@ def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPos
 
 
 def held_up(order: Order, deadlock: Sequence[Event]) -> list[Flag]:
-    """Return the waits in a deadlock whose epoch nobody sends. A later signal would end them, but waits for them."""
+    """Return the waits in a deadlock for an epoch that nobody signals.
+
+    A signal with a higher epoch would end such a wait, but it is itself part of the deadlock.
+    """
     ids = {id(event.statement) for event in deadlock}
     waits = (wait for rank in order.ranks for wait in rank.waits if id(wait.event.statement) in ids)
     return [wait for wait in waits if (enough := order.enough(wait)) and enough[0].epoch > wait.epoch]
@@ -145,7 +162,7 @@ def _uses(s: Statement | None, flags: Value) -> bool:
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
-    """Group flags by name: the (rank, slot, epoch) of each in the first call."""
+    """Return the signals or waits of the first call, as (rank, slot, epoch), by the name of their flags."""
     slots: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:

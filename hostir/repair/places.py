@@ -1,4 +1,8 @@
-"""Edit a host program by place, and describe a place: its block, the names in scope, the current stream."""
+"""Edit a host program at places in its text, and describe a place: its block, the names in scope, its stream.
+
+The place of a statement holds an index into the program's body, an index into the body of that statement, and so on. A
+place also stands for the gap before this statement, where an edit can insert statements.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,15 @@ from hostir.ir.op import Expr, Phase, Ref, Statement, Sync, Value, expr_values
 from hostir.ir.program import Program
 from hostir.ir.types import Kind
 
-BodyPosition = tuple[int, ...]  # an index into the program's body, an index into the body of that statement, ...
+BodyPosition = tuple[int, ...]  # a place: an index into the program's body, an index into that statement's body, ...
 Block = tuple[Statement, ...]
 
 
 def issues(s: Statement) -> bool:
-    """Return True if a statement issues work to the current stream. A loop or a condition does not: its body does."""
+    """Return True if a statement issues work to the current stream.
+
+    Return False for loops and `if` statements: only the statements in their bodies issue work.
+    """
     return not (s.on_host or moves_on(s) or names_stream(s))
 
 
@@ -31,7 +38,7 @@ def names_stream(s: Statement) -> bool:
 
 @dataclass(frozen=True)
 class Edit:
-    """An insertion of the statements `new` at a place; they replace the first `drop` statements there."""
+    """An edit at a place: the first `drop` statements there are removed, and the statements `new` are inserted."""
 
     place: BodyPosition
     new: Block = ()
@@ -42,9 +49,12 @@ Edits = tuple[Edit, ...]
 
 
 def edited(program: Program, edits: Iterable[Edit]) -> Program:
-    """Return the program with these edits applied. Places refer to `program`; blocks that become empty are removed."""
+    """Return the program with all edits applied. The places of all edits refer to the program before the edits.
+
+    A loop or `if` without statements is removed.
+    """
     body = program.body
-    # From the last to the first: then no edit shifts a later one.
+    # The last edit is applied first, so that no edit changes the place of another.
     for edit in sorted(edits, key=lambda e: e.place, reverse=True):
         body = _spliced(body, edit.place, edit)
     return program.with_body(body)
@@ -59,7 +69,7 @@ def _spliced(body: Block, place: BodyPosition, edit: Edit) -> Block:
 
 
 def without(body: Block, removed: Sequence[Statement]) -> Block:
-    """Return a body without these statement objects, and without loops and conditions that become empty."""
+    """Return a body without the statement objects in `removed`. Loops and `if`s that become empty are removed, too."""
     kept: list[Statement] = []
     for s in body:
         if any(s is r for r in removed):
@@ -73,7 +83,13 @@ def without(body: Block, removed: Sequence[Statement]) -> Block:
 
 
 class Outline:
-    """The statements of a host program with their places."""
+    """The statements of a host program with their places.
+
+    Fields:
+        statements: all statements with their places, in program order.
+        places: the place of each statement, by the identity of the statement.
+        callers_stream: the value that names the caller's stream; None if there is none.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -96,19 +112,22 @@ class Outline:
         return (*place[:-1], len(self.block(place)))
 
     def set_above(self, place: BodyPosition) -> Expr | None:
-        """Return the stream of the last `set_stream` above a place, if any."""
+        """Return the stream that the last `set_stream` above a place sets; return None if there is no `set_stream`."""
         above = [s.sets_stream for at, s in self.statements if at < place and s.sets_stream is not None]
         return above[-1] if above else None
 
     def stream(self, place: BodyPosition) -> Expr | None:
-        """Return the current stream at a place, by the text above it; None if its names are not in scope there."""
+        """Return an expression for the current stream at a place, as the last `set_stream` in the text above sets it.
+
+        Return None if there is no expression with names in scope.
+        """
         above = self.set_above(place)
         if above is not None:
             return above if self.knows(place, above) else None
         return Ref(self.callers_stream) if self.callers_stream else None
 
     def knows(self, place: BodyPosition, stream: Expr) -> bool:
-        """Return True if all names of a stream are in scope at a place."""
+        """Return True if all names in a stream expression are in scope at a place."""
         scope = self.scope(place)
         return all(scope.get(v.name) == v for v in expr_values(stream))
 
@@ -123,7 +142,11 @@ class Outline:
         return values | _defined(body[: place[-1]])
 
     def ends(self) -> list[BodyPosition]:
-        """Return places at the program's end: before closing barriers and frees, before closing frees, and last."""
+        """Return the places where a program can be considered to end.
+
+        These are its last place, the place before its final frees, and the place before its final frees, barriers and
+        changes of stream.
+        """
         body = self.program.body
         places = [len(body)]
         for closing in (_frees, _closes):
@@ -139,12 +162,15 @@ def _frees(s: Statement) -> bool:
 
 
 def _closes(s: Statement) -> bool:
-    """Return True for a statement that may close a program: a free, a barrier or a change of stream."""
+    """Return True if a statement may be among the final statements of a program: a free, barrier or `set_stream`."""
     return _frees(s) or s.orders is Sync.MEET or s.sets_stream is not None
 
 
 def callers_stream(program: Program) -> Value | None:
-    """Return the value that names the caller's stream: a `current_stream` before any `set_stream`; None without one."""
+    """Return the value that names the caller's stream; return None if there is none.
+
+    It is defined by a `current_stream` that comes before every statement that may change the stream.
+    """
     for s in program.body:
         if names_stream(s):
             return s.defines(Phase.HOST)
@@ -154,12 +180,15 @@ def callers_stream(program: Program) -> Value | None:
 
 
 def _defined(body: Block) -> dict[str, Value]:
-    """Return the values that a block defines outside its inner blocks, by name."""
+    """Return the values that the statements of a block define, by name. Inner blocks are left out."""
     return {v.name: v for s in body if not s.bodies and (v := s.defines(Phase.HOST))}
 
 
 def _placed(body: Block, outside: BodyPosition) -> Iterator[tuple[BodyPosition, Statement]]:
-    """Yield each statement of a body, and of the blocks inside it, with its place. `outside`: the body's place."""
+    """Yield each statement of a body, and of the blocks inside it, with its place.
+
+    `outside` is the place of the loop or `if` that the body belongs to; it is empty for the program's body.
+    """
     for at, s in enumerate(body):
         yield (*outside, at), s
         for inner in s.bodies:

@@ -1,4 +1,4 @@
-"""Order ranks: suggest barriers, and flags that a rank sets and another waits for."""
+"""Suggest edits that order the events of different ranks: barriers, signals, and waits for flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hostir.repair.streams import join, set_callers_stream
 
 
 def barriers(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Yield edits that insert a barrier between two events, at the ends of a loop around them, or at the end."""
+    """Yield edits that insert a barrier to order two events of different ranks.
+
+    There is one edit for each possible place (see `_barrier_places`). At the end of the program, the edit also makes
+    the caller's stream wait for all pool streams before the barrier.
+    """
     statements = [s for s in (first.statement, second.statement) if s is not None]
     for x, axis in dict.fromkeys((s.remote, s.peer_place[1]) for s in statements if s.remote and s.peer_place):
         for place in _barrier_places(outline, statements):
@@ -28,7 +32,11 @@ def barriers(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
 
 
 def _barrier_places(outline: Outline, statements: Sequence[Statement]) -> list[BodyPosition]:
-    """Return places before and after statements and the blocks around them, at the program's start and at its end."""
+    """Return the places for a barrier that orders some statements.
+
+    These are the places before and after each statement, the start and the end of each block around it, the places
+    before and after this block, and the start and the end of the program.
+    """
     places: list[BodyPosition] = []
     for s in reversed(statements):
         place = outline.place(s)
@@ -45,13 +53,13 @@ def _start(outline: Outline) -> BodyPosition:
 
 
 def _on_mesh_of(outline: Outline, x: Value, place: BodyPosition) -> Value | None:
-    """Return a value in scope on the mesh of `x`: an input if possible, else `x` itself."""
+    """Return an input on the mesh of `x`. If there is no such input, return `x`, or None if `x` is not in scope."""
     inputs = [v for v in outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
     return inputs[0] if inputs else outline.scope(place).get(x.name)
 
 
 def unawaited_signals(outline: Outline, order: Order, first: Event, second: Event) -> Iterator[Edits]:
-    """Yield edits that make either event wait for a flag that is already signalled and that nothing waits for."""
+    """Yield edits that make one of two events wait for a flag that some rank signals and nothing waits for."""
     users = [event.statement for event in (second, first) if event.statement is not None]
     missing = MissingFlags(outline, order)
     yield from missing.waits(users)
@@ -59,7 +67,14 @@ def unawaited_signals(outline: Outline, order: Order, first: Event, second: Even
 
 
 def unsent_signals(outline: Outline, order: Order, waiting: Event, deadlock: Sequence[Event] = ()) -> Iterator[Edits]:
-    """Yield edits that add the signal that an event waits for, remove its wait, or replace the wait by a barrier."""
+    """Yield edits that mend a wait without a signal: add the signal, remove the wait, or replace it by a barrier.
+
+    Args:
+        outline: the statements of the program with their places.
+        order: the order of the program's events.
+        waiting: the event that waits.
+        deadlock: if the wait is part of a deadlock, the events of the deadlock.
+    """
     yield from MissingFlags(outline, order, deadlock).signals(waiting)
     s = waiting.statement
     if s is None or not s.flag_operands or not s.orders:

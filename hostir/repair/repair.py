@@ -1,9 +1,11 @@
-"""Repair host programs: insert the least synchronisation that leaves no findings; report redundant synchronisation.
+"""Repair host programs: insert as little synchronisation as possible until the checker finds nothing.
 
-The repair is a best-first search over edits that findings suggest. An insertion can only lengthen the chains of work
-of a program, never shorten them. So a program that already costs more than a repaired one is dropped (branch and
-bound). At the end, each insertion that turns out not to be needed is removed. Two events on one rank get the order in
-which they are issued, as in a repair by hand.
+It also reports synchronisation that is redundant.
+
+The repair is a best-first search. The findings of a program suggest edits, and each edited program is a candidate. An
+insertion can only lengthen the chains of work in a program. So a candidate that already costs more than a repaired
+program is dropped (branch and bound). At the end, each insertion that is not needed is removed. Two unordered events of
+one rank get the order in which the rank issues them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from hostir.repair.streams import resets, with_callers_stream
 
 MAX_CANDIDATES = 250  # the most programs that one repair checks
 MAX_MORE_CANDIDATES = 12  # the most programs checked after the first one without findings
-UNSOUND = 1_000_000  # the weight of a finding about structure, which hides all others
+UNSOUND = 1_000_000  # the weight of a finding about structure, which hides all other findings
 UNMET = 10_000  # the weight of a finding about waits and signals, which hides findings about memory
 
 Cost = tuple[int, int, int]
@@ -40,11 +42,14 @@ Cost = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class RepairCandidate:
-    """A program that was checked during a repair, with its findings and its cost.
+    """A program that was checked during a repair.
 
     Fields:
-        cost: the result of `cost`; zeros if unknown.
-        added: the insertions so far, edit by edit.
+        program: the program.
+        findings: the findings about it.
+        order: the order of its events; None if it could not be traced.
+        cost: the result of the function `cost`; zeros if the program could not be traced.
+        added: the statements that the repair has inserted so far, one block for each insertion.
     """
 
     program: Program
@@ -55,19 +60,22 @@ class RepairCandidate:
 
     @property
     def severity(self) -> int:
-        """The sum of the weights of all findings."""
+        """The sum of the weights of all findings. A repaired program has severity 0."""
         return sum(_weight(f) for f in self.findings)
 
 
 @dataclass(frozen=True)
 class Repairer:
-    """Checks and searches the candidates of one repair; holds the sizes and calls that they share."""
+    """Checks candidates and searches for the best of them.
+
+    `sizes` and `calls` are the sizes and the number of calls with which every candidate is checked.
+    """
 
     sizes: Mapping[str, int] | None
     calls: int | None
 
     def checked(self, program: Program, added: tuple[Block, ...] = ()) -> RepairCandidate:
-        """Check a program, and return it with its findings and its cost."""
+        """Check a program, and return it with its findings and its cost. `added` holds the insertions in it."""
         if unsound := check_structure(program):
             return RepairCandidate(program, unsound, added=added)
         analysis = analyse(program, self.sizes, self.calls)
@@ -76,7 +84,7 @@ class Repairer:
         return RepairCandidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
     def without_leaks(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
-        """Check a program. If buffers leak in it, insert frees and check again."""
+        """Check a program. If buffers leak in it, insert frees and check it again. Return the last candidate."""
         after = self.checked(program, added)
         if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.category == "leak"}:
             frees = for_leaks(Outline(program), leaks)
@@ -84,7 +92,7 @@ class Repairer:
         return after
 
     def search(self, start: RepairCandidate) -> RepairCandidate | None:
-        """Return the cheapest candidate without findings, or None."""
+        """Search for candidates without findings, from `start` on; return the cheapest, or None if there is none."""
         best, turn, budget = None, count(), MAX_CANDIDATES
         todo = [(start.severity, start.cost, next(turn), start)]
         seen = {start.program}
@@ -108,7 +116,15 @@ class Repairer:
         return best
 
     def trimmed(self, candidate: RepairCandidate, before: RepairCandidate) -> RepairCandidate:
-        """Remove inserted statements that are not needed, then statements that the repair has made redundant."""
+        """Return a repaired program without the statements that it does not need.
+
+        First, inserted statements are removed that are not needed. Then statements of the original program are removed
+        that the repair has made redundant.
+
+        Args:
+            candidate: the repaired program.
+            before: the program before the repair.
+        """
         known = {f.message for f in before.findings}
         for piece in candidate.added:
             shorter = self.removed(candidate, piece)
@@ -126,7 +142,7 @@ class Repairer:
         return candidate
 
     def narrowed(self, candidate: RepairCandidate, join: Statement) -> RepairCandidate:
-        """Replace a wait for all pool streams by a wait for one of them, if that is enough."""
+        """Replace `join`, a wait for all pool streams, by a wait for one of them, if this is enough."""
         waits = all(s.orders is Sync.STREAMS for body in join.bodies for s in body)
         if not waits or all(s is not join for s in candidate.program.walk()):
             return candidate
@@ -139,25 +155,28 @@ class Repairer:
         return candidate
 
     def removed(self, candidate: RepairCandidate, piece: Block) -> RepairCandidate:
-        """Check a candidate's program without the statements of `piece`."""
+        """Return the candidate without the statements of `piece`, checked again."""
         return self.checked(candidate.program.with_body(without(candidate.program.body, piece)))
 
 
 def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> Program:
-    """Insert into a program the least synchronisation, and the frees, with which `check` finds nothing.
+    """Insert the synchronisation and the frees that a program lacks; return a program in which `check` finds nothing.
 
-    The best repair has the shortest chain of work (computations, communications and copies, each counted as one) over
-    all ranks and calls; then the fewest waits; then the fewest statements. A wait, a free or a synchronize that comes
-    too late is moved. A wait for a flag without a signal, or a signal without a wait, gets its counterpart if one
-    statement is enough. Otherwise the wait becomes a barrier, or is removed.
+    The best of several repairs has the shortest chain of work over all ranks and calls. Each computation, communication
+    and copy counts as one piece of work. Of equally long chains, the best repair has the fewest waits, and then the
+    fewest statements.
+
+    A wait, free or synchronize at a wrong place is moved. If a wait for a flag lacks its signal, or a signal lacks its
+    wait, the missing statement is inserted if one statement is enough. Otherwise the wait is replaced by a barrier or
+    removed.
 
     Args:
         program: a host program.
         sizes: values of symbols, as for `check`.
-        calls: how many successive calls to check; by default enough to show the errors of any number of calls.
+        calls: the number of consecutive calls to check, as for `check`.
 
     Raises:
-        HostIRError: with the findings that no insertion repairs, and what to do about them.
+        HostIRError: with the findings that no edit repairs, and what to do about them.
     """
     repairer = Repairer(sizes, calls)
     _check_phase(program)
@@ -173,7 +192,7 @@ def repair(program: Program, sizes: Mapping[str, int] | None = None, calls: int 
 
 
 def difference(before: Program, after: Program) -> str:
-    """Return a unified diff of two programs' texts. Both file names are the name of the first program's file."""
+    """Return a unified diff of the texts of two programs. It names the file of the first program on both sides."""
     spans = [s.span for s in before.walk() if s.span is not None]
     name = spans[0].file if spans else f"{before.name}.hir"
     old, new = str(before).splitlines(keepends=True), str(after).splitlines(keepends=True)
@@ -181,10 +200,10 @@ def difference(before: Program, after: Program) -> str:
 
 
 def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
-    """Return warnings about synchronisation that can all be removed together without any new finding.
+    """Return warnings about redundant synchronisation: all of it can be removed together without a new finding.
 
-    Candidates are synchronises, waits, barriers, signals, and loops that contain nothing else. They are tried in
-    program order, outer before inner.
+    Candidates are `synchronize` statements, barriers, signals with their waits, and loops that contain nothing else.
+    They are tried in program order, a loop before the statements inside it.
     """
     repairer = Repairer(sizes, calls)
     _check_phase(program)
@@ -201,14 +220,20 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 
 
 def cost(program: Program, order: Order) -> Cost:
-    """Return the events in the longest chain of work, the number of waits over all ranks, and of statements."""
+    """Return the cost of a program: the length of its longest chain of work, its waits, and its statements.
+
+    Waits are counted over all ranks and calls; statements are counted in the text.
+    """
     statements = list(program.walk())
     waits = {id(s): s.waits for s in statements}
     return longest_chain(order), sum(waits.get(id(event.statement), 0) for event in order.events), len(statements)
 
 
 def longest_chain(order: Order) -> int:
-    """Return the length of the longest chain of computations, communications and copies, over all ranks and calls."""
+    """Return the length of the longest chain of work over all ranks and calls.
+
+    Each computation, communication and copy counts as one. In a chain, each event happens before the next.
+    """
     chain: dict[Event, int] = {}
     for event in _in_order(order):
         chain[event] = max((chain[before] for before in event.after), default=0) + _work(event)
@@ -216,10 +241,11 @@ def longest_chain(order: Order) -> int:
 
 
 def loses(order: Order) -> bool:
-    """Return True if a part of a symmetric buffer is overwritten before its earlier value is read.
+    """Return True if a value in a symmetric buffer is overwritten before it is read.
 
-    A part that nothing ever reads does not count. Between ranks, a repair has to choose which access comes first. It
-    might choose an order that has no race, but loses values. On one rank the order of issue decides.
+    Parts of buffers that nothing ever reads do not count. If two ranks access a buffer, a repair has to choose which
+    access comes first. It may choose an order without races in which values are lost. This function finds such a
+    repair.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
     read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
@@ -243,7 +269,7 @@ def loses(order: Order) -> bool:
 
 
 def _in_order(order: Order) -> Iterator[Event]:
-    """Yield all events in an order that follows the edges, except those in cycles."""
+    """Yield all events, each after the events that happen before it. Events in cycles are left out."""
     missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
     ready = deque(event for event, n in missing.items() if not n)
@@ -257,7 +283,10 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 
 def _work(event: Event) -> bool:
-    """Return True if an event completes the result of its statement; for a computation by blocks, the last event."""
+    """Return True if an event counts as work: it completes the result of a computation, communication or copy.
+
+    For a computation by blocks, only the last event counts.
+    """
     s = event.statement
     if s is not None and any(use.rows for use in s.flag_operands):
         return event.verb == "ends"
@@ -265,7 +294,7 @@ def _work(event: Event) -> bool:
 
 
 def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
-    """Yield edits for the first repairable finding."""
+    """Yield the edits that may repair a candidate's first finding that can be repaired."""
     outline, order = Outline(candidate.program), candidate.order
     if order is None:
         yield from for_handles(outline)
@@ -276,14 +305,14 @@ def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
 
 
 def _weight(finding: Diagnostic) -> int:
-    """Return the severity of a finding: the more other findings it may hide, the higher."""
+    """Return the weight of a finding. It is higher if the finding may hide more other findings."""
     if not isinstance(finding, Finding):
         return UNSOUND
     return finding.times if finding.category in ("race", "leak", "unwritten") else UNMET * finding.times
 
 
 def _may_be_repaired(finding: Diagnostic, candidate: RepairCandidate) -> bool:
-    """Return True if an insertion may repair a finding."""
+    """Return True if an edit may repair a finding about a candidate."""
     if not isinstance(finding, Finding):
         return any(True for _ in for_handles(Outline(candidate.program)))
     races = {f.buffer for f in candidate.findings if isinstance(f, Finding) and f.category == "race"}
@@ -296,13 +325,13 @@ def _unrepaired(why: str, finding: Diagnostic) -> Diagnostic:
 
 
 def _check_phase(program: Program) -> None:
-    """Raise HostIRError if the program is a fusion, which has no streams."""
+    """Raise a HostIRError if the program is a fusion: it has no streams."""
     if program.phase is not Phase.HOST:
         raise error(f"@{program.name} is a fusion, which has nothing to synchronise", expected="a host program")
 
 
 def _without_unused(program: Program, before: Program) -> Program:
-    """Return the program; remove the `current_stream` that the repair inserted if nothing uses it."""
+    """Return a repaired program without the `current_stream` that the repair inserted, if nothing uses its value."""
     first = program.body[0]
     if not names_stream(first) or first in before.body:
         return program
@@ -311,9 +340,10 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 
 def _units(program: Program) -> Iterator[Block]:
-    """Yield groups of statements to remove together, outer before inner: signals with their waits, or one statement.
+    """Yield the groups of statements that may be redundant, a loop before the statements inside it.
 
-    Never yield a `wait`, because every handle needs one.
+    A group holds one statement, or the signals of some flags with all waits for them. Waits for handles are left out,
+    because every handle needs a wait.
     """
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
@@ -328,12 +358,15 @@ def _units(program: Program) -> Iterator[Block]:
 
 
 def _only_orders(s: Statement) -> bool:
-    """Return True if a statement only orders others. A wait for a handle does more: every handle needs one."""
+    """Return True if a statement does nothing but order other statements.
+
+    Return False for a wait for a handle, because every handle needs a wait.
+    """
     return bool(s.orders) and s.awaited is None
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
-    """Return True if removing these statements leaves all others on their streams."""
+    """Return True if all other statements stay on their streams when the statements of `unit` are removed."""
     if not any(x.sets_stream for s in unit for body in s.bodies for x in body):
         return True
     outline = Outline(program)
@@ -341,7 +374,7 @@ def _same_streams(program: Program, unit: Block) -> bool:
 
 
 def _redundant(unit: Block, program: Program) -> Diagnostic:
-    """Return the warning about a group of statements that can be removed."""
+    """Return the warning that the statements of `unit` are redundant."""
     text = f"'{format_statement(unit[0], program)}'"
     return Finding(
         f"nothing needs {text}: the program stays right without it, and more may overlap",

@@ -1,4 +1,4 @@
-"""Order the streams of one rank: forks, joins and synchronizes, as statements and as suggested edits."""
+"""Suggest edits that order the streams of one rank: forks, joins and `synchronize` statements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hostir.repair.places import Block, BodyPosition, Edit, Edits, Outline, call
 
 
 def with_callers_stream(program: Program) -> Program:
-    """Return the program with a value that holds the caller's stream."""
+    """Return a program in which a value names the caller's stream; insert a `current_stream` if there is none."""
     if callers_stream(program) is not None:
         return program
     return program.with_body((CurrentStream(out=Value(Names.of(program).fresh("user"), Kind.STREAM)), *program.body))
 
 
 def resets(body: Block) -> bool:
-    """Return True if a body sets the stream before it issues any work."""
+    """Return True if a body sets the current stream before it issues any work."""
     first = next((s for s in body if not s.on_host), None)
     if first is None or first.sets_stream is not None:
         return first is not None
@@ -30,7 +30,10 @@ def resets(body: Block) -> bool:
 
 
 def fork(outline: Outline, place: BodyPosition, source: Ref | Lit) -> Block:
-    """Return statements that make every other pool stream wait for `source`, then restore the current stream."""
+    """Return a fork: statements that make every other pool stream wait for the stream `source`.
+
+    After them, the current stream is the same as before them. `place` is the place where they are to be inserted.
+    """
     index, count = _new_index(outline, place), outline.program.streams
     worker: Expr = Ref(index)
     if isinstance(source, Lit):
@@ -44,13 +47,16 @@ def fork(outline: Outline, place: BodyPosition, source: Ref | Lit) -> Block:
 
 
 def join(outline: Outline, place: BodyPosition) -> Block:
-    """Return statements that make the current stream wait for every pool stream."""
+    """Return a join: a loop that makes the current stream wait for every pool stream."""
     index = _new_index(outline, place)
     return (For(index=index, count=Size.of(outline.program.streams), body=(Synchronize(stream=Ref(index)),)),)
 
 
 def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statements that make the caller's stream current at a place; nothing inside a loop or condition."""
+    """Return the statements that make the caller's stream current at a place.
+
+    Return () if it is current already, or if the place is inside a loop or an `if`.
+    """
     stream = outline.callers_stream
     if len(place) > 1 or stream is None or outline.set_above(place) in (None, Ref(stream)):
         return ()
@@ -58,7 +64,10 @@ def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statement that sets the stream that was current at a place; nothing if the text below sets one."""
+    """Return the statements that set the current stream back to the current stream at `place`.
+
+    Return () if the statements after `place` set the current stream anyway.
+    """
     current = outline.stream(place)
     if current is None or resets(outline.block(place)[place[-1] :]):
         return ()
@@ -66,7 +75,7 @@ def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _new_index(outline: Outline, place: BodyPosition) -> Value:
-    """Return a loop index whose name is free at a place."""
+    """Return a new loop index. No value in scope at the place has its name."""
     scope, name = outline.scope(place), "s"
     while name in scope:
         name += "s"
@@ -74,7 +83,7 @@ def _new_index(outline: Outline, place: BodyPosition) -> Value:
 
 
 def synchronizes(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
-    """Yield edits that make the stream of the second event wait for the stream of the first."""
+    """Yield edits that make the stream of the second event wait for the stream of the first event."""
     for place in _waiting_places(outline, second):
         for stream in _streams_after(outline, first, place):
             yield (Edit(place, (Synchronize(stream=stream),)),)
@@ -84,10 +93,11 @@ def synchronizes(outline: Outline, first: Event, second: Event) -> Iterator[Edit
 
 
 def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
-    """Return places where an event's stream may wait: before the event, and after each `set_stream` above it.
+    """Return the places for a `synchronize` that orders an event after work on another stream.
 
-    Further places are before barriers and signals, because other ranks are ordered after whatever their stream
-    waited for; and at the end of the program.
+    These are the places before the event's statement and after each `set_stream` above it. If the event is an action of
+    the caller, they are the places at the end of the program. The places before all barriers and signals are included,
+    too: a rank that waits there is ordered after everything that the signalling stream has waited for.
     """
     passing = [place for place, s in outline.statements if s.orders & Sync.SIGNAL]
     if event.statement is None:
@@ -98,7 +108,7 @@ def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
 
 
 def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[Expr]:
-    """Return expressions, in scope at a place, for the streams that are ordered after an event's end."""
+    """Return candidates for a stream that has waited for an event, as expressions with names in scope at a place."""
     lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
     streams: list[Expr] = []
     if outline.callers_stream and (CALLER in lanes or lanes == {event.stream}):
@@ -110,11 +120,11 @@ def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[
 
 
 def forks(outline: Outline, order: Order, second: Event) -> Iterator[Edits]:
-    """Yield edits that make every pool stream wait for one stream.
+    """Yield edits that insert a fork: every pool stream waits for one stream.
 
-    That stream is the caller's stream, or a pool stream that waits for other ranks. The waits stand before the
-    top-level statement that contains the second event, or before the first unconditional top-level statement that may
-    change the current stream.
+    This stream is the caller's stream, or a pool stream that waits for other ranks. The fork stands before the
+    top-level statement that contains the second event, or before the first top-level statement that may change the
+    current stream and is not an `if`.
     """
     if not outline.program.streams:
         return
@@ -129,13 +139,13 @@ def forks(outline: Outline, order: Order, second: Event) -> Iterator[Edits]:
 
 
 def _workers_that_wait(order: Order) -> list[int]:
-    """Return the pool streams that wait for other ranks, by barriers, signals or communications."""
+    """Return the numbers of the pool streams that wait for other ranks: for barriers, flags or communications."""
     streams = {e.stream for e in order.events if e.statement and e.statement.orders & Sync.WAIT}
     return sorted(int(stream.split()[1]) for stream in streams if stream != CALLER)
 
 
 def joins(outline: Outline) -> Iterator[Edits]:
-    """Yield edits that make the caller's stream wait for every pool stream at the end."""
+    """Yield edits that make the caller's stream wait for every pool stream at the end of the program."""
     if not outline.program.streams:
         return
     for end in outline.ends():

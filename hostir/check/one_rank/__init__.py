@@ -1,1 +1,1 @@
-"""Check rank 0 in place of all ranks, where all ranks do the same."""
+"""Check only rank 0 of a program if all ranks do the same, so that the check represents all ranks."""

@@ -1,12 +1,12 @@
-"""Check rank 0 in place of all ranks, where every rank does the same things relative to its place.
+"""Order the events of rank 0 so that a check of rank 0 represents all ranks.
 
 In most programs all ranks do the same, shifted along the axes of the mesh. If a rank accesses a peer, a row block or a
 flag, then the next rank along an axis accesses the next peer, row block or flag. Then a race, a deadlock or a read of
 unwritten memory on any rank also happens on rank 0, and checking rank 0 is enough. docs/memory-model.md has the
 argument.
 
-Rank 0 is traced with indices that hold one value for each rank. Whatever would make ranks differ, such as a condition
-or an epoch that depends on the rank, raises `UnlikeError`; then every rank has to be traced.
+Rank 0 is traced with indices that hold one value for each rank. Everything that would make ranks differ raises
+`UnlikeError`, for example a condition or an epoch that depends on the rank. Then every rank has to be traced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class _Tracer(Tracer):
-    """Traces rank 0 with the index values of all ranks at once."""
+    """Traces rank 0. An index that differs from rank to rank is a `PerRank`, which holds the values of all ranks."""
 
     def __init__(self, program: Program, sizes: Mapping[str, int], torus: Torus) -> None:
         super().__init__(0, program, sizes)
@@ -52,9 +52,10 @@ class _Tracer(Tracer):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Trace a computation of rank 0.
+        """Trace a computation of rank 0, which may be cut into blocks of rows.
 
-        `Rotations` checks later that its blocks correspond to blocks of other ranks.
+        The numbers of the blocks may differ from rank to rank. The trace keeps the numbers of all ranks. `Rotations`
+        checks later that the blocks of all ranks correspond to each other.
         """
         of_rank_0 = ready and replace(ready, first=at(ready.first, 0), own_first=at(ready.own_first, 0))
         super().compute(computation, out, operands, options, of_rank_0, done and replace(done, first=0))
@@ -64,7 +65,7 @@ class _Tracer(Tracer):
 
 
 class _Frame(Frame):
-    """The index values of a program on all ranks at once."""
+    """The values of a program's indices. An index that differs from rank to rank is a `PerRank`."""
 
     def place(self, mesh: Mesh, over: str) -> int:
         axis = mesh.axes.index(over)
@@ -73,7 +74,11 @@ class _Frame(Frame):
         return place
 
     def member(self, team: tuple[int, ...], place: Any) -> int:
-        """Return rank 0's peer; raise unless every rank's peer is at the same distance along each axis."""
+        """Return the peer of rank 0: the rank at a place in its team.
+
+        On other ranks, the place may be another one. Raise UnlikeError if the distance from rank to peer is not the
+        same on all ranks.
+        """
         assert isinstance(self.machine, _Tracer)
         stride = team[1] if len(team) > 1 else 1
         return self.machine.torus.peer(place, len(team), stride)
@@ -83,7 +88,7 @@ _Tracer.frame = _Frame
 
 
 def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | None:
-    """Return the order of events as seen from rank 0, which represents all ranks; None if ranks differ."""
+    """Trace rank 0 and return the order of its events, which represents all ranks; return None if ranks differ."""
     torus = Torus.of(program)
     if torus is None:
         return None
@@ -99,10 +104,11 @@ def alike(program: Program, sizes: Mapping[str, int], calls: int) -> Alike | Non
 
 
 class Alike(Order):
-    """The order of rank 0's events, and of what other ranks do to its memory and its flags.
+    """The order of the events of rank 0, and of the events of other ranks that access rank 0's memory and flags.
 
-    An event of another rank is a copy of the event by which rank 0 does the same to a peer. The copy's clock is the
-    original's, rotated by the rank: what rank 0 knows of rank 2, rank 3 knows of rank 5.
+    An event of another rank is a copy of rank 0's event that does the same to a peer. Its vector clock is the clock of
+    rank 0's event, rotated by the rank. For example, the ticks of rank 2 in rank 0's clock are the ticks of rank 5 in
+    rank 3's clock.
     """
 
     def __init__(self, tracer: _Tracer) -> None:
@@ -127,9 +133,10 @@ class Alike(Order):
         }
 
     def _at_rank_0(self, event: Event) -> Iterator[Event]:
-        """Keep an event's accesses to rank 0's memory.
+        """Remove an event's accesses to peers, and yield events of other ranks that access rank 0 instead.
 
-        Yield copies of the event for other ranks that access this memory.
+        If rank 0 accesses a peer, some other rank accesses rank 0 in the same way. The event of this other rank is a
+        copy of rank 0's event.
         """
         far = [access for access in event.accesses if access.rank > 0]
         event.accesses = [_access(access, 0) for access in event.accesses if access.rank < 0]
@@ -138,7 +145,7 @@ class Alike(Order):
             yield self.copy(event, rank, [_access(access, rank)])
 
     def _signal(self, flag: Flag, events: list[Event]) -> Flag:
-        """Return the signal that rank 0 receives when all ranks send this one: another rank sends it."""
+        """Return the signal that rank 0 receives if all ranks send a signal in the same way as rank 0 sends `flag`."""
         rank = self.torus.opposite[flag.rank]
         event = flag.event
         if rank:
@@ -147,7 +154,13 @@ class Alike(Order):
         return Flag(event, 0, flag.flags, at(flag.slot, rank), flag.epoch)
 
     def copy(self, event: Event, rank: int, accesses: Sequence[Access] = ()) -> Event:
-        """Copy an event of rank 0 as the same event of another rank."""
+        """Return the event of another rank that corresponds to an event of rank 0.
+
+        Args:
+            event: the event of rank 0.
+            rank: the other rank.
+            accesses: the accesses of the new event to the memory of rank 0.
+        """
         lane = event.lane and (rank, *event.lane[1:])
         ends = [((rank, *lane[1:]), tick) for lane, tick in event.ends]
         twin = Event(rank, event.call, event.verb, event.statement, event.rounds, event.stream, event.number)
@@ -155,7 +168,7 @@ class Alike(Order):
         twin.after, twin.accesses = [event], [*accesses]
         return twin
 
-    # Methods that join all ranks use rank 0 alone; the clocks of other ranks are rotations of rank 0's.
+    # These methods join all ranks, but they use only rank 0: the clocks of other ranks are rotations of its clocks.
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
         return [issued[0].get(team, [])]
 
@@ -165,10 +178,7 @@ class Alike(Order):
         return moment
 
     def stuck(self) -> Iterator[Trouble]:
-        """Yield one kernel that may be in a cycle of kernels that block each other.
-
-        Yield nothing if there is no cycle.
-        """
+        """Yield a trouble if waiting kernels may block each other in a cycle. It names one kernel of the cycle."""
         import networkx as nx
 
         lanes, kernels = Lanes(self), self.ranks[0].kernels
@@ -186,7 +196,10 @@ class Alike(Order):
                 return
 
     def _kernel(self, kernel: WaitingKernel, rank: int, lanes: Lanes) -> WaitingKernel:
-        """Return the same kernel as it runs on another rank."""
+        """Return the kernel of another rank that corresponds to a kernel of rank 0.
+
+        Also record the vector clocks of the new kernel in `clocks` and `lanes`.
+        """
         other = WaitingKernel(self.copy(kernel.start, rank), self.copy(kernel.end, rank))
         self.clocks[other.start] = self.torus.seen_from(rank, self.clocks[kernel.start])
         lanes.latest[other] = self.torus.seen_from(rank, lanes.latest[kernel])
@@ -194,7 +207,10 @@ class Alike(Order):
 
 
 def _access(access: Access, rank: int) -> Access:
-    """Translate a remote access to the buffer coordinates of the rank that owns the memory."""
+    """Return the access to rank 0's memory that `rank` makes where rank 0 itself makes `access`.
+
+    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is an access to a buffer of rank 0.
+    """
     region = access.region
     offset: Any = region.offset
     if isinstance(offset, PerRank):

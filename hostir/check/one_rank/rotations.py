@@ -1,4 +1,10 @@
-"""Check that the memory and the flags that ranks use rotate with the ranks, so that rank 0 represents all ranks."""
+"""Check that the addresses and flags that ranks use rotate with the ranks, so that rank 0 represents all ranks.
+
+All ranks form a grid (see `hostir.check.one_rank.torus`). The *digit* of weight w of an address, along a grid axis with
+n ranks, is `address // w % n`. For example, if a buffer has one block of w elements for each rank, this digit is the
+number of the block. From one rank to the next along the axis, an address stays the same, or one of its digits rises by
+one modulo n.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +22,29 @@ from hostir.check.tracing.memory import Access
 from hostir.check.tracing.trace import RankTrace
 from hostir.ir.regions import Dims
 
-# For each axis of the grid: the weight of the digit that rises along the axis; 0 if no digit does.
+# For each axis of the grid: the weight of the digit that rises from rank to rank; 0 if the address stays the same.
 Steps = tuple[int, ...]
 
 
 class Rotations:
-    """Maps the addresses that a rank uses to the addresses that the next rank along an axis uses in the same way.
+    """Checks that the addresses of every rank are rotations of rank 0's addresses (see the module).
 
-    An address maps to itself, or its digit of weight `step` rises by one modulo the number of ranks along the axis.
-    So regions correspond from rank to rank, and overlap on every rank as they do on rank 0.
+    For each buffer and grid axis, the same digit must rise in the addresses of all accesses. Then two regions overlap
+    on every rank if they overlap on rank 0.
+
+    Fields:
+        steps: for each buffer and grid axis, the weight of the digit that rises. If no digit of a buffer's addresses
+            rises, the pair is left out.
     """
 
     def __init__(self, trace: RankTrace, torus: Torus) -> None:
         self.trace = trace
         self.shape = torus.shape
         self.places = torus.places(np.arange(prod(self.shape)))
-        self.steps: dict[tuple[str, int], int] = {}  # by buffer and axis; buffers left out do not rotate along the axis
+        self.steps: dict[tuple[str, int], int] = {}
 
     def check(self) -> None:
-        """Raise UnlikeError unless every address maps to the next rank's address along each axis."""
+        """Raise UnlikeError if some address or some slot of a flag does not rotate with the ranks."""
         computed = self.trace.by_blocks
         in_blocks = {id(event) for blocks in computed for event in (*blocks.parts, *blocks.units)}
         of_blocks = {id(flag) for blocks in computed for flag in (*blocks.waits, *blocks.signals)}
@@ -62,7 +72,14 @@ class Rotations:
                 raise UnlikeError
 
     def _weigh(self, moving: Sequence[tuple[Access, Steps]], going: Sequence[tuple[Flag, Steps]]) -> None:
-        """Record the weights of the digits that rise in addresses of accesses and in slots of flags."""
+        """Record in `steps` which digit of a buffer's addresses rises from rank to rank along each grid axis.
+
+        Raise UnlikeError if it is not the same digit in all addresses of the buffer.
+
+        Args:
+            moving: accesses, with the weight of the digit that rises along each grid axis.
+            going: flags, with the same data for their slots.
+        """
         weights = [(access.buffer.name, steps) for access, steps in moving]
         weights += [(flag.flags, steps) for flag, steps in going]
         for name, steps in dict.fromkeys(weights):
@@ -71,11 +88,14 @@ class Rotations:
                     raise UnlikeError
 
     def _moving(self, address: Any) -> Steps:
-        """Return the weight of the digit of an address that rises along each axis; 0 if the address stays the same."""
+        """Return, for each grid axis, the weight of the digit of an address that rises from rank to rank, or 0."""
         return _steps(address.numbers, self.shape) if isinstance(address, PerRank) else (0,) * len(self.shape)
 
     def _apart(self) -> None:
-        """Raise unless the digits of a buffer for different axes are disjoint, which makes rotations independent."""
+        """Raise UnlikeError if the digits of a buffer's addresses that rise along two grid axes overlap.
+
+        Rotations along the two axes would not be independent.
+        """
         digits: dict[str, list[tuple[int, int]]] = {}
         for (buffer, axis), step in self.steps.items():
             digits.setdefault(buffer, []).append((step, step * self.shape[axis]))
@@ -83,7 +103,10 @@ class Rotations:
             raise UnlikeError
 
     def _by_blocks(self, blocks: BlockEvents) -> tuple[list[tuple[Access, Steps]], list[tuple[Flag, Steps]]]:
-        """Return the accesses and flags of a computation, each with the weights of the digits that rise."""
+        """Return the accesses and the flags of a computation by blocks.
+
+        Each has the weights of the digits of its address that rise from rank to rank, one for each grid axis.
+        """
         turned, count = self._turned(blocks), len(blocks.units)
         units, ready, done = turned[:count] % count, blocks.ready, blocks.done
         if (turned % count != np.tile(units, (len(turned) // count, 1))).any():
@@ -114,7 +137,10 @@ class Rotations:
         return accesses, flags
 
     def _turned(self, blocks: BlockEvents) -> Any:
-        """Return, for each part of a computation on rank 0, the index of the corresponding part on each rank."""
+        """Find the parts of other ranks that correspond to the parts of a computation by blocks on rank 0.
+
+        Return an array. Row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
+        """
         count, ready, done = len(blocks.units), blocks.ready, blocks.done
         flags = [(ready.flags.buffer.name, ready.results)] if ready else []
         flags += [(done.flags.buffer.name, done.blocks)] if done else []
@@ -135,10 +161,14 @@ class Rotations:
         return parts
 
     def _columns(self, items: Sequence[Sequence[Access]], turned: Any) -> list[tuple[Access, Steps]]:
-        """Return the accesses of items, each with the weights of the digits that rise.
+        """Return the accesses of some parts of a computation by blocks.
 
-        Item n of rank 0 corresponds to item `turned[n]` of each rank. Items may begin with accesses that only some of
-        them have; these are left out.
+        Each has the weights of the digits of its address that rise from rank to rank, one for each grid axis. Some
+        parts begin with an access that other parts do not have. Such accesses are left out.
+
+        Args:
+            items: the accesses of each part.
+            turned: row n holds, for each rank, the number of the part that corresponds to rank 0's part n.
         """
         columns: list[tuple[Access, Steps]] = []
         common = min(map(len, items), default=0)
@@ -153,25 +183,31 @@ class Rotations:
         return columns
 
     def _of_ranks(self, number: Any) -> Any:
-        """Return the values of a number on all ranks."""
+        """Return an array of the values that a number has on all ranks."""
         return number.values if isinstance(number, PerRank) else np.full(prod(self.shape), number, dtype=np.int64)
 
 
 def _overlap(digits: Sequence[tuple[int, int]]) -> bool:
-    """Return True if any two digits overlap. A digit is given by its lowest weight and the weight above it."""
+    """Return True if any two digits overlap. A digit is a pair: its weight w, and w times the number of its values."""
     return any(higher % end for (_, end), (higher, _) in pairwise(sorted(digits)))
 
 
 @lru_cache(maxsize=1 << 12)
 def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
-    """Return for each axis the weight of the digit in which the addresses of ranks along it differ; 0 if they agree."""
+    """Return, for each grid axis, the weight of the digit of an address that rises from rank to rank; 0 without one.
+
+    Args:
+        numbers: one address on all ranks, as the bytes of an int64 array.
+        shape: the number of ranks along each grid axis.
+    """
     return _steps_of(np.frombuffer(numbers, dtype=np.int64), shape)[0]
 
 
 def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
-    """Do as `_steps` for several addresses: each row of `values` holds one address on all ranks.
+    """Return the result of `_steps` for several addresses. Each row of `values` holds one address on all ranks.
 
-    Raises UnlikeError unless this digit alone rises by one per rank, modulo the number of ranks along the axis.
+    Along each axis, an address may stay the same, or one digit may rise by one from rank to rank, modulo the number of
+    ranks along the axis. Raise UnlikeError for every other change.
     """
     values = values.reshape(-1, *shape)
     steps = []
@@ -187,14 +223,17 @@ def _steps_of(values: Any, shape: tuple[int, ...]) -> list[Steps]:
 
 @lru_cache(maxsize=1 << 16)
 def _one_place(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Return True if all elements of a region share the digit of weight `step`."""
+    """Return True if all elements of a region have the same digit of weight `step`, which has `count` values."""
     inner = sum((n - 1) * s for n, s in dims if s < step)
     return offset % step + inner < step and all(s < step or s % (step * count) == 0 for _, s in dims)
 
 
 @lru_cache(maxsize=1 << 16)
 def _all_places(offset: int, dims: Dims, step: int, count: int) -> bool:
-    """Return True if a region stays the same when this digit of its elements rises by one, modulo `count`."""
+    """Return True if a region stays the same when the digit of weight `step` of all its elements rises by one.
+
+    The digit rises modulo `count`.
+    """
     if offset // step % count:
         return False
     across, inner = 0, offset % step

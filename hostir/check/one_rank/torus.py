@@ -1,4 +1,4 @@
-"""All ranks as a grid, and integers with one value for each rank."""
+"""Arrange all ranks as a grid (`Torus`), and compute with integers that have one value for each rank (`PerRank`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from hostir.ir.program import Program
 
 
 class UnlikeError(Exception):
-    """Raised where ranks do different things, so that rank 0 cannot represent all ranks."""
+    """Raised if ranks do different things, so that rank 0 cannot represent all ranks."""
 
 
 class PerRank:
-    """An integer with one value for each rank. A comparison returns the answer if all ranks agree, else raises."""
+    """An integer with one value for each rank.
+
+    Arithmetic computes the values of all ranks. A comparison returns the answer that all ranks share, and raises
+    UnlikeError if their answers differ.
+    """
 
     __slots__ = ("numbers",)
 
@@ -30,7 +34,7 @@ class PerRank:
 
     @staticmethod
     def of(values: Any) -> Any:
-        """Return a number with these values, one for each rank; an int if they are all equal."""
+        """Return a PerRank with these values, one for each rank; return an int if they are all equal."""
         numbers = np.asarray(values, dtype=np.int64)
         return int(numbers[0]) if (numbers == numbers[0]).all() else PerRank(numbers.tobytes())
 
@@ -54,7 +58,11 @@ def _spread(number: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _computed(compute: Callable[[Any, Any], Any], a: bytes | int, b: bytes | int) -> PerRank | int:
-    """Compute for all ranks at once. Results are cached: loops repeat the same few numbers."""
+    """Return the result of an arithmetic operation on the numbers of all ranks.
+
+    Results are cached, because loops repeat the same few numbers. A number is the bytes of an int64 array if it differs
+    from rank to rank, else an int.
+    """
     if compute in (operator.floordiv, operator.mod) and not np.all(_spread(b)):
         raise ZeroDivisionError
     number: PerRank | int = PerRank.of(compute(_spread(a), _spread(b)))
@@ -70,7 +78,7 @@ def _compared(compare: Callable[[Any, Any], Any], a: bytes, b: bytes | int) -> b
 
 
 def _binary(compute: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """Return an operator on the numbers of all ranks, and its reflected form (operands exchanged)."""
+    """Return an arithmetic operator of PerRank and its reflected form, such as `__sub__` and `__rsub__`."""
     return (
         lambda a, b: _computed(compute, _plain(a), _plain(b)),
         lambda b, a: _computed(compute, _plain(a), _plain(b)),
@@ -91,16 +99,20 @@ for operation in (operator.lt, operator.le, operator.gt, operator.ge, operator.e
 
 @dataclass(frozen=True)
 class Torus:
-    """All ranks as a row-major grid that is a ring along each axis.
+    """All ranks as a row-major grid. Along each axis the ranks form a ring.
 
-    A rotation moves every rank by one along an axis.
+    Fields:
+        shape: the number of ranks along each axis.
     """
 
     shape: tuple[int, ...]
 
     @staticmethod
     def of(program: Program) -> Torus | None:
-        """Return the grid whose axes hold the teams of all meshes; None if there is no such grid."""
+        """Return the grid in which every team of the program's meshes lies along an axis or is the complete grid.
+
+        Return None if there is no such grid, or if the program has only one rank.
+        """
         ranks = tuple(range(program.ranks))
         if len(ranks) == 1 or any(mesh.devices != ranks for mesh in program.meshes):
             return None
@@ -109,30 +121,44 @@ class Torus:
         return Torus(shapes.pop()) if len(shapes) == 1 else None
 
     def places(self, ranks: Any) -> tuple[Any, ...]:
-        """Return the coordinates of each rank: one array for each axis."""
+        """Return the coordinates of these ranks in the grid: one array for each axis."""
         return np.unravel_index(ranks, self.shape)
 
     @cached_property
     def opposite(self) -> list[int]:
-        """For each rank, the rank at the opposite distance from rank 0: the coordinates are negated."""
+        """For each rank r, the rank with the negated coordinates.
+
+        If rank 0 accesses rank r, and all ranks do the same, then this rank accesses rank 0.
+        """
         places = [-along for along in self.places(np.arange(prod(self.shape)))]
         ranks: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
         return ranks
 
     def axes_of(self, team: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the axes along which a team of rank 0 lies; raise unless the team has all ranks along these axes."""
+        """Return the grid axes along which a team of rank 0 lies.
+
+        Raise UnlikeError if the team does not contain all ranks along these axes.
+        """
         axes = tuple(axis for axis, places in enumerate(self.places(team)) if places.any())
         if prod(self.shape[axis] for axis in axes) != len(team):
             raise UnlikeError
         return axes
 
     def peer(self, place: PerRank | int, count: int, stride: int) -> int:
-        """Return rank 0's peer at a place in its team of ranks `stride` apart; raise if distances to peers differ."""
+        """Return the peer of rank 0: the rank at a place in its team.
+
+        Raise UnlikeError if the distance from rank to peer along some grid axis is not the same on all ranks.
+
+        Args:
+            place: the position of the peer in its team. It may differ from rank to rank.
+            count: the number of ranks in a team.
+            stride: the difference between successive ranks of a team.
+        """
         return _peer(_plain(place), count, stride, self)
 
-    # Clocks of one event on several ranks. A clock lists the lanes of rank 0, then the lanes of rank 1, and so on.
+    # The next methods compute with vector clocks. A clock lists the lanes of rank 0, then the lanes of rank 1, ...
     def seen_from(self, rank: int, clock: Clock) -> Clock:
-        """Return the vector clock of an event on a rank, given the clock of the same event on rank 0."""
+        """Return the vector clock of an event on `rank`, given the vector clock of the same event on rank 0."""
         inner, places = len(clock), prod(self.shape)
         for extent in self.shape:
             inner, places = inner // extent, places // extent
@@ -142,13 +168,18 @@ class Torus:
         return clock
 
     def latest(self, axes: tuple[int, ...], clock: Clock) -> Clock:
-        """Return the clock of an event that follows one event on all ranks along some axes, given rank 0's clock."""
+        """Return the vector clock of rank 0's event that follows the same event on all ranks along some axes.
+
+        Args:
+            axes: the grid axes along which the team of ranks lies.
+            clock: the clock of the followed event on rank 0. The clocks on other ranks are rotations of it.
+        """
         by_place = clock.reshape(*self.shape, -1)
         return np.broadcast_to(by_place.max(axis=axes, keepdims=True), by_place.shape).reshape(-1)
 
 
 def at(number: Any, rank: int) -> int:
-    """Return the value of a number on a rank."""
+    """Return the value that a number has on `rank`. An int has the same value on all ranks."""
     return int(number.values[rank]) if isinstance(number, PerRank) else int(number)
 
 

@@ -1,1 +1,1 @@
-"""Order the events of all ranks, and find what the order leaves open: races, cyclic waits, held SMs."""
+"""Order the events of all ranks; find races, cyclic waits, and kernels that block each other by holding SMs."""

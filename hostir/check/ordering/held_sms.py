@@ -1,20 +1,21 @@
-"""Find kernels that hold all SMs of a rank while they wait for work that needs them.
+"""Find deadlocks of waiting kernels: a kernel holds all SMs of its rank while it waits for work that needs these SMs.
 
-The awaited signal needs these SMs, or follows an event that needs them.
+A waiting kernel waits for a signal. The deadlock occurs if the signal needs the SMs that the kernel holds, or if it
+happens after an event that needs them.
 
-A set of kernels, at most one on each rank, can run at one time if no kernel of the set ends before another starts.
-Then every start lies outside the future of every end. So there is a schedule that has done exactly the events before
-the starts.
+Consider a set of waiting kernels, at most one on each rank. They can run at the same time if no kernel of the set ends
+before another kernel of the set starts. Then there is a schedule in which exactly those events have happened that
+happen before the starts of the set.
 
-In such a set, kernel K *holds up* a signal if an event that needs SMs of K's rank comes before the signal, but not
-before any start of the set: this event cannot begin until K ends. There are two exceptions:
+At this point of the schedule, kernel K *holds up* a signal if some event happens before the signal, needs SMs of K's
+rank, and has not happened yet. This event cannot begin until K ends. There are two exceptions:
 - Copies that K may overlap already have their SMs.
-- Signals `by 1 sms` that were issued before K in its call get the SM that K leaves free, unless a *rival* may have
-  taken it. A rival is another waiting kernel of the rank, or a communication, that begins beside the set and stays,
-  because it cannot get the other SMs.
+- A signal `by 1 sms` that was issued before K in the same call gets the SM that K leaves free, unless a *rival* may
+  have taken this SM. A rival is another waiting kernel of the rank, or a communication, that begins while the set runs.
+  It keeps the SM, because it cannot get the other SMs.
 
-The set is stuck if each of its kernels waits for a signal that a kernel of the set holds up. Then each kernel waits
-for the kernel that holds up its signal, and so on in a cycle: the search looks for such cycles.
+The set is a deadlock if each of its kernels waits for a signal that a kernel of the set holds up. From each kernel, go
+to the kernel that holds up its signal. This path ends in a cycle. So the search looks for such cycles.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from hostir.check.ordering.order import Clock, Order
 from hostir.check.tracing.events import Event, WaitingKernel
 from hostir.check.tracing.trace import RankTrace
 
-MAX_PATHS = 20_000  # the most paths followed in a strongly connected set of kernels; a set with more counts as stuck
+MAX_PATHS = 20_000  # the most paths followed in one component of the graph; with more, it counts as a deadlock
 
 
 def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
-    """Yield the first cycle of kernels that block each other (a kernel may block itself)."""
+    """Yield the first deadlock of waiting kernels that hold SMs, if there is one. A kernel may also block itself."""
     kernels = [kernel for rank in order.ranks for kernel in rank.kernels]
     if not kernels:
         return
@@ -58,10 +59,11 @@ def kernels_in_the_way(order: Order) -> Iterator[Trouble]:
 
 
 def calls_needed(order: Order, ranks: int) -> int:
-    """Return the number of calls to check that shows every deadlock of any number of calls.
+    """Return the number of consecutive calls to check in order to find every deadlock of any number of calls.
 
-    Suppose that all events of one call that need SMs have ended when a kernel starts `apart` calls later. Then the
-    calls of successive kernels in a cycle differ by less than `apart`. docs/memory-model.md has the argument.
+    Suppose that the events of a call that need SMs have all ended when any waiting kernel starts `apart` calls later.
+    Then two successive kernels of a cycle belong to calls that differ by less than `apart`. A cycle has at most one
+    kernel on each rank. So `ranks * (apart - 1) + 2` calls are enough. docs/memory-model.md has the argument.
     """
     first = {rank.rank: [*_of_the_first_call(rank)] for rank in order.ranks if rank.kernels}
     calls = order.ranks[0].turn
@@ -74,15 +76,20 @@ def calls_needed(order: Order, ranks: int) -> int:
 
 
 def _of_the_first_call(rank: RankTrace) -> Iterator[Event]:
-    """Yield the events of a rank's first call that need SMs, and the ends of events that may keep holding SMs."""
+    """Yield events of a rank's first call: events that need SMs, and ends of waiting kernels and communications."""
     yield from (event for event in rank.events if event.sms and not event.call)
     yield from (end for _, end in rank.lasting() if not end.call)
 
 
 def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterator[list[WaitingKernel]]:
-    """Yield the cycles of a strongly connected set of kernels whose members can all run at one time.
+    """Yield the cycles of kernels that can all run at the same time. Yield each cycle once for each of its kernels.
 
-    Each cycle is yielded once for each of its kernels. The last cycle is empty if there are over `MAX_PATHS` paths.
+    If there are more than `MAX_PATHS` paths, the search stops, and the last cycle is empty.
+
+    Args:
+        order: the order of all events.
+        component: the kernels of one strongly connected component of the graph.
+        graph: an edge leads from each kernel to every kernel that may hold up its signal.
     """
     paths = [[kernel] for kernel in reversed(component)]
     inside = set(component)
@@ -99,7 +106,7 @@ def _cycles(order: Order, component: list[WaitingKernel], graph: Any) -> Iterato
 
 
 def together(order: Order, a: WaitingKernel, b: WaitingKernel) -> bool:
-    """Return True if two kernels are on different ranks, and neither ends before the other starts."""
+    """Return True if two kernels may run at the same time: on different ranks, and neither ends before the other."""
     ordered = order.known(a.end, order.clocks[b.start]) or order.known(b.end, order.clocks[a.start])
     return a.start.rank != b.start.rank and not ordered
 
@@ -110,7 +117,7 @@ def _signals(order: Order, kernel: WaitingKernel) -> list[Event]:
 
 
 class _Line:
-    """The events of one lane that need SMs, in order."""
+    """The events of one lane that need SMs, in order. A lane is a sequence of events, for example a stream's events."""
 
     def __init__(self, index: int, events: list[Event]) -> None:
         self.index = index
@@ -120,10 +127,10 @@ class _Line:
         self.large = [place for place, event in enumerate(self.events) if not event.small]
 
     def first_held(self, first: int, holder: Event, taken: int) -> int:
-        """Return the index of the first event, from `first` on, that gets no SM while `holder` runs.
+        """Return the index of the first event, from index `first` on, that gets no SM while `holder` runs.
 
-        Small events get the SM that `holder` leaves free if they were issued before it in its call, and if their tick
-        is not above `taken`, at which a rival may have taken that SM.
+        Only a small event can get an SM: the SM that `holder` leaves free. It gets this SM if it was issued before
+        `holder` in the same call, and if its tick is at most `taken`. After this tick a rival may have taken the SM.
         """
         if self.issued[first] < (holder.call, 0):
             return first
@@ -139,7 +146,14 @@ class _Line:
 
 
 class Lanes:
-    """The events that need SMs, by rank and lane."""
+    """All events that need SMs, by rank and lane; says which of them cannot begin while waiting kernels run.
+
+    Fields:
+        of: for each rank, its lanes with events that need SMs.
+        rivals: for each rank, the begins and ends of its waiting kernels and communications. They may take the SM that
+            another waiting kernel leaves free, and keep it.
+        latest: for each waiting kernel, the vector clock of all events that happen before a signal that it waits for.
+    """
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -150,10 +164,8 @@ class Lanes:
         self.of: dict[int, list[_Line]] = {}
         for (rank, index), events in lines.items():
             self.of.setdefault(rank, []).append(_Line(index, events))
-        # For each rank: begin and end of events that may take an SM and keep it while waiting kernels hold the others.
         self.rivals = {rank.rank: [*rank.lasting()] for rank in order.ranks}
         nothing = np.zeros(len(order.lanes), dtype=np.int32)
-        # The clock of everything that comes before any signal that a kernel waits for.
         self.latest: dict[WaitingKernel, Clock] = {
             kernel: np.maximum.reduce([nothing, *(order.needs[signal] for signal in _signals(order, kernel))])
             for rank in order.ranks
@@ -161,7 +173,10 @@ class Lanes:
         }
 
     def held(self, after: Clock, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> Event | None:
-        """Return an event before `after` that gets no SM of `holder`'s rank while `running` run; None without one."""
+        """Return an event that `holder` holds up while the kernels `running` run; return None if there is none.
+
+        The event is on `holder`'s rank, needs SMs, and is counted by the vector clock `after`.
+        """
         for line in self.of.get(holder.start.rank, ()):
             first = bisect_right(line.ticks, max(self.begun(kernel, line) for kernel in running))
             until = bisect_right(line.ticks, after[line.index])
@@ -175,7 +190,10 @@ class Lanes:
         return None
 
     def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
-        """Return the begin clocks of rivals: they may take the SM that `holder` leaves free while `running` run."""
+        """Return the vector clocks of the begins of rivals while the kernels `running` run.
+
+        A rival is a waiting kernel or a communication that may take the SM that `holder` leaves free.
+        """
         known, clocks = self.order.known, self.order.clocks
         return [
             clocks[begin]
@@ -185,7 +203,11 @@ class Lanes:
         ]
 
     def begun(self, kernel: WaitingKernel, line: _Line) -> int:
-        """Return the last tick of a lane up to which events do not need the SMs that a kernel takes."""
+        """Return the tick of the last event of a lane that needs no more SMs once a kernel has started.
+
+        The events up to this tick have ended when the kernel starts, or the kernel may overlap them. In the second
+        case they already have their SMs.
+        """
         overlapped = kernel.overlapped
         same_lane = (
             overlapped is not None and overlapped.lane is not None and self.order.lanes[overlapped.lane] == line.index
@@ -193,13 +215,13 @@ class Lanes:
         return max(int(self.order.clocks[kernel.start][line.index]), overlapped.tick if overlapped and same_lane else 0)
 
     def any_held(self, kernel: WaitingKernel, holder: WaitingKernel) -> bool:
-        """Return True if `holder` alone holds up a signal that `kernel` waits for; they may be the same kernel."""
+        """Return True if `holder`, running alone, holds up a signal that `kernel` waits for. Both may be one kernel."""
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, cycle: list[WaitingKernel], *, sure: bool = True) -> Trouble | None:
-        """Return the deadlock of a cycle if each kernel waits for a signal that one of them holds up.
+        """Return the deadlock of a cycle of kernels; return None if the cycle holds up no signal of some kernel in it.
 
-        Always, unless `sure`.
+        If `sure` is False, the search was given up. Then the first kernel is reported as a deadlock without this test.
         """
         troubles: list[Trouble] = []
         for kernel in cycle:

@@ -1,4 +1,4 @@
-"""Join the events of all ranks: the edges between ranks, and the statements in which ranks do not match."""
+"""Join the events of all ranks to one graph: add the edges between ranks, and find statements that do not match."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from hostir.check.tracing.events import Event, Flag, Lane, Side
 from hostir.check.tracing.trace import RankTrace
 from hostir.ir.machine import Move
 
-SIGNAL = "signal"  # the lane of one signal
+SIGNAL = "signal"  # the name of a lane that holds a single signal
 T = TypeVar("T")
 
 
 @dataclass
 class Trouble:
-    """A mismatch between the statements that ranks issue, or a deadlock. Neither depends on accesses to memory."""
+    """An error in the order of events that is not about memory: a deadlock, or statements that do not match.
+
+    Fields:
+        category: a key of `hostir.check.findings.TROUBLES`.
+        events: the events that are involved; None stands for an event that a rank lacks.
+        detail: text for the message, such as the ranks of the team or the epoch.
+    """
 
     category: str
     events: list[Event | None]
@@ -26,12 +32,14 @@ class Trouble:
 
 
 class JoinedRanks:
-    """The events of all ranks as a graph.
+    """The events of all ranks as a graph. The edges say which event directly happens before which.
 
     Fields:
-        troubles: the mismatches between ranks.
+        events: all events of all ranks.
+        lanes: the index of each lane in vector clocks. A lane is a sequence of events, such as a stream of a rank.
+        troubles: the statements of different ranks that do not match.
         sent: the signals of each flag.
-        partners: for each wait for a flag, the signal that ends it.
+        partners: for each wait for a flag, the signal that ends the wait.
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:
@@ -50,14 +58,21 @@ class JoinedRanks:
         self._join_flags()
 
     def _moment(self, after: list[Event], team: tuple[int, ...]) -> Event:
-        """Add an event that follows all of these events of a team. An edge to it replaces an edge to each of them."""
+        """Add and return an event that happens after all events in `after`.
+
+        An event that must follow all of them then needs only one edge, from the new event. `team` are the ranks that
+        have issued the events.
+        """
         first = after[0]
         moment = Event(first.rank, first.call, "meets", first.statement, first.rounds, first.stream, after=after)
         self.events.append(moment)
         return moment
 
     def _of_each(self, team: tuple[int, ...], issued: list[dict[tuple[int, ...], list[T]]]) -> list[list[T]]:
-        """Return, for each rank of a team, the items that it issued to the team."""
+        """Return, for each rank of a team, the items that the rank issued for this team.
+
+        `issued` holds the items of each rank by team.
+        """
         return [issued[rank].get(team, []) if rank < len(issued) else [] for rank in team]
 
     def _join_collectives(self) -> None:
@@ -70,7 +85,11 @@ class JoinedRanks:
                 self._join_sides(sides)
 
     def _join_sides(self, sides: Sequence[Side]) -> None:
-        """Order each side's end after the begin of its senders; its receivers may hold it up."""
+        """Add the edges between the sides of one collective: each rank's side is its part of the collective.
+
+        Each side ends after the sides that send to it have begun. On some machines a sender also waits until its
+        receivers have begun.
+        """
         if sides[0].exchange.moves is None:
             meeting = self._moment([side.begin for side in sides], sides[0].exchange.team)
             for side in sides:
@@ -125,22 +144,26 @@ class JoinedRanks:
         self._show_signals()
 
     def _show_signals(self) -> None:
-        """Give each signal of a kernel, which is on no lane, ticks that show that it was sent: its wait's ticks."""
+        """Give each signal that a kernel sends a tick, so that vector clocks can show that it was sent.
+
+        The signal is on no lane, so it takes the tick of the wait that it ends. If another kernel waits for it block by
+        block, this wait is on no lane either. Then the signal gets a lane for itself.
+        """
         for wait, signal in self.partners.items():
             if signal.lane is None and wait.event.lane is not None:
                 signal.ends += wait.event.ends
-            elif signal.lane is None:  # another kernel waits, block by block: the signal gets a lane for itself
+            elif signal.lane is None:
                 signal.lane, signal.tick = (signal.rank, SIGNAL, len(self.lanes)), 1
                 self.lanes[signal.lane] = len(self.lanes)
                 signal.ends.append((signal.lane, 1))
 
     def enough(self, wait: Flag) -> list[Flag]:
-        """Return the signals that can end a wait, by rising epoch."""
+        """Return the signals whose epochs are high enough to end a wait, the lowest epoch first."""
         same = [f for f in self.sent.get(wait.place, ()) if f.epoch >= wait.epoch and f.epoch[0] == wait.epoch[0]]
         return sorted(same, key=lambda f: (f.epoch, f.event.rank, f.event.number))
 
     def followers(self) -> dict[Event, list[Event]]:
-        """Return, for each event, the events that directly follow it or may be held up by it."""
+        """Return, for each event, the events that directly follow it, and the events that it may hold up."""
         followers: dict[Event, list[Event]] = {}
         for event in self.events:
             for before in (*event.after, *event.held):
@@ -149,7 +172,10 @@ class JoinedRanks:
 
 
 def _agree(sides: Sequence[Side | None]) -> bool:
-    """Return True if all ranks of a team issue the same collective."""
+    """Return True if all ranks of a team issue the same collective, with fitting shapes and dtypes.
+
+    `sides` holds each rank's side of the collective; None if the rank issues no collective.
+    """
     first = sides[0]
     if first is None or None in sides:
         return False
@@ -166,19 +192,19 @@ def _agree(sides: Sequence[Side | None]) -> bool:
 
 
 def _fits(move: Move, source: Side, target: Side) -> bool:
-    """Return True if both ends of a move have the same dtype and number of elements."""
+    """Return True if the source sends as many elements as the target receives, with the same dtype."""
     (taken, dtype), (stored, other) = _content(source, "x"), _content(target, "out")
     return dtype == other and 0 < taken * move.put[1] == stored * move.take[1]
 
 
 def _content(side: Side, which: str) -> tuple[int, object]:
-    """Return the number of elements that a side sends or receives, and their dtype."""
+    """Return the number of elements of a side's operand ("x") or result ("out"), and their dtype."""
     view = side.x if which == "x" else side.out
     return prod(view.shape) if view else 0, _dtype(side, which)
 
 
 def _form(side: Side) -> tuple[object, ...]:
-    """Return the shapes of a side's operand and result, then their dtypes."""
+    """Return the shapes of a side's operand and result, followed by their dtypes."""
     return (*(v and v.shape for v in (side.x, side.out)), _dtype(side, "x"), _dtype(side, "out"))
 
 

@@ -1,9 +1,10 @@
-"""Order the events of all ranks by vector clocks (happens-before).
+"""Order the events of all ranks by vector clocks.
 
-Every lane (a stream of a rank, a team's collectives on a rank, ...) counts its events. An event's clock holds, for
-each lane, the number of events of this lane that come before it: the maximum over the events that it follows. Then
-one look-up tells whether A comes before B (Mattern 1989), and the transitive closure is never computed. An event that
-is never reached waits in a cycle, or behind one.
+A *lane* is a sequence of events in order, such as a stream of a rank, or a team's collectives on a rank. The *tick* of
+an event is its position in its lane. The vector clock of an event holds, for each lane, the number of events of the
+lane that happen before the event. It is the maximum of the clocks of the events that it directly follows. Then one
+look-up tells whether A happens before B (Mattern 1989), and the transitive closure is never computed. An event that the
+walk never reaches is part of a cycle of waits, or comes after one.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from hostir.check.ordering.joining import JoinedRanks
 from hostir.check.tracing.events import Event, Lane
 from hostir.check.tracing.trace import RankTrace
 
-Clock = Any  # an array, by lane
+Clock = Any  # a vector clock: an array with one number for each lane
 
 
 class Order(JoinedRanks):
-    """The order of the events of all ranks.
+    """The order of the events of all ranks. `run` computes the vector clocks and keeps some of them.
 
     Fields:
-        clocks: the clocks of signals; if kernels wait, also of the events that begin work in `lasting`.
-        needs: the clocks of signals that also count events in `held`.
+        clocks: the vector clocks of signals. If the program has waiting kernels, it also holds the clocks of the begins
+            of waiting kernels and communications.
+        needs: other vector clocks of signals. They treat the events that may hold an event up (`Event.held`) as events
+            that happen before it.
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:
@@ -35,7 +38,10 @@ class Order(JoinedRanks):
         self.needs: dict[Event, Clock] = {}
 
     def run(self, visit: Callable[[Event, Clock], None]) -> list[Event]:
-        """Visit all events in an order that follows the edges; return the events that are never reached."""
+        """Visit all events with their vector clocks, each after the events that happen before it.
+
+        Return the events that are never reached, because they are in a cycle of waits or after one.
+        """
         keep = {flag.event for rank in self.ranks for flag in rank.signals}
         if not any(rank.kernels for rank in self.ranks):
             return self._walk(visit, keep, self.clocks)
@@ -54,7 +60,14 @@ class Order(JoinedRanks):
         kept: dict[Event, Clock],
         held: bool = False,
     ) -> list[Event]:
-        """Visit all events once. With `held`, clocks also count the events that may hold an event up."""
+        """Visit all events once, and return the events that are never reached.
+
+        Args:
+            visit: called with each event and its vector clock.
+            keep: the events whose clocks are kept.
+            kept: the dictionary that receives these clocks.
+            held: True if the clock of an event also counts the events that may hold it up.
+        """
         waiting = {event: len(event.after) + len(event.held) for event in self.events}
         followers = self.followers()
         clocks: dict[Event, Clock] = {}
@@ -82,7 +95,7 @@ class Order(JoinedRanks):
         return list(waiting)
 
     def known(self, event: Event, clock: Clock) -> bool:
-        """Return True if an event has ended for an observer with this clock."""
+        """Return True if an event has ended before the event that has this vector clock."""
         for lane, tick in event.ends:  # noqa: SIM110, as this is the hottest loop of the checker
             if clock[self.lanes[lane]] >= tick:
                 return True

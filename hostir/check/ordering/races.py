@@ -1,8 +1,9 @@
-"""Find unordered accesses to memory: races, use after free, reads of unwritten memory.
+"""Find wrong accesses to memory: races, uses after a free, reads of unwritten memory.
 
-Events are visited in an order that follows happens-before. So an access visited earlier is either ordered before a
-later one, or unordered with it. For each buffer, the accesses that a later one could still race with are kept, by
-region (as in FastTrack, Flanagan and Freund 2009: after an ordered write, earlier accesses need no further check).
+Each event is visited after all events that happen before it. So if access A is visited before access B, A happens
+before B, or the two are unordered. For each region of a buffer, only those accesses are kept that a later access could
+still race with. After a write that follows all earlier accesses to the region, the earlier accesses are dropped, as in
+FastTrack (Flanagan and Freund 2009).
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ class Touch:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two unordered accesses to a common element, in the order of issue; `first` is None if only one is involved.
+    """An error in the accesses to a buffer: a race, a use after a free, or a read of unwritten elements.
 
-    In an `unwritten` conflict, `second` reads elements that `first` left undefined.
+    Fields:
+        category: `race`, `use after free` or `unwritten`.
+        buffer: the buffer.
+        first: the access that is issued first. In an `unwritten` conflict, it is the access that left the elements
+            undefined; None if no access has written them.
+        second: the access that is issued second. In an `unwritten` conflict, it reads the elements.
     """
 
-    category: str  # race, use after free, unwritten
+    category: str
     buffer: Buffer
     first: Touch | None
     second: Touch
@@ -41,7 +47,10 @@ class Conflict:
 
 @dataclass(eq=False, slots=True)
 class AccessGroup:
-    """The accesses to one region of a buffer; `near` holds this group and the groups of all overlapping regions."""
+    """The accesses to one region of a buffer that later accesses could still race with.
+
+    `near` holds this group and the groups of all regions that overlap this region.
+    """
 
     reads: list[Touch] = field(default_factory=list)
     writes: list[Touch] = field(default_factory=list)
@@ -50,12 +59,19 @@ class AccessGroup:
 
 @dataclass(eq=False)
 class History:
-    """The accesses to one buffer so far."""
+    """The accesses to one buffer so far.
+
+    Fields:
+        groups: the accesses by region.
+        near: an index of the regions. It finds the regions that overlap a given region.
+        written: the regions that were written at any time.
+        undefined: for each region that an access left undefined, this access and the regions written since.
+        freed: the access that freed the buffer.
+    """
 
     groups: dict[Region, AccessGroup] = field(default_factory=dict)
     near: Near[AccessGroup] = field(default_factory=Near)
-    written: dict[Region, None] = field(default_factory=dict)  # regions written at any time so far
-    # By region: who left it undefined, and the regions written since.
+    written: dict[Region, None] = field(default_factory=dict)
     undefined: dict[Region, tuple[Touch, list[Region]]] = field(default_factory=dict)
     freed: Touch | None = None
 
@@ -71,7 +87,7 @@ class History:
         return group
 
     def add(self, touch: Touch, clean: bool) -> None:
-        """Record an access. `clean`: it is ordered after all accesses that it could race with."""
+        """Record an access. `clean` is True if it happens after all accesses that it could race with."""
         group, access = self.groups[touch.access.region], touch.access
         if access.writes:
             if clean:
@@ -99,7 +115,10 @@ class History:
                     del self.undefined[gone]
 
     def unwritten(self, region: Region) -> Iterator[Touch | None]:
-        """Yield the reasons not to read a region: an access that left a part undefined, or None if nothing wrote it."""
+        """Yield the reasons why a region must not be read.
+
+        A reason is an access that left a part of the region undefined, or None if nothing has written a part of it.
+        """
         if not self.undefined and region in self.written:
             return
         gaps = ((gone, *gap) for gone, gap in self.undefined.items() if gone.meets(region))
@@ -111,18 +130,26 @@ class History:
 
 @dataclass(eq=False, slots=True)
 class CallUses:
-    """The accesses of one call to a buffer, as ticks: they have ended for a clock that has reached all of them."""
+    """The events of one call that access a buffer, kept in a form that is quick to compare with a vector clock.
+
+    Fields:
+        ticks: for each lane, the tick of the last such event on the lane. A vector clock that has reached all these
+            ticks follows the events.
+        others: the events that have not exactly one tick. They are compared one by one.
+    """
 
     ticks: Clock
-    others: list[Event] = field(default_factory=list)  # events that end at any one of several ticks
+    others: list[Event] = field(default_factory=list)
 
 
 class RaceDetector:
-    """Checks the accesses of events, one event after another, against earlier accesses to the same memory.
+    """Checks the accesses of each visited event against earlier accesses to the same memory.
 
-    `conflicts` holds one conflict for each pair of statements and each buffer, with the number of its occurrences.
-    `resizable` is True if calls use each symmetric buffer one after another, whatever elements they access: then
-    buffers may have another size in every call.
+    Fields:
+        conflicts: for each pair of statements and each buffer, one conflict and the number of its occurrences.
+        resizable: True if each call ends its accesses to a symmetric buffer before the next call accesses the buffer,
+            whichever elements they access. Two reads need no order. If it is True, a symmetric buffer may have a
+            different size in each call.
     """
 
     def __init__(self, order: Order) -> None:
@@ -133,7 +160,7 @@ class RaceDetector:
         self.histories: dict[Buffer, History] = {}
         self.conflicts: dict[tuple[object, ...], tuple[Conflict, int]] = {}
         self.raced: set[Buffer] = set()
-        # Reads of memory unwritten so far, with the reason.
+        # Reads of memory that was unwritten when they were visited, with the reasons from `History.unwritten`.
         self.unsure: list[tuple[Touch, Buffer, History, Touch | None]] = []
 
     def visit(self, event: Event, clock: Clock) -> None:
@@ -158,7 +185,10 @@ class RaceDetector:
             history.add(touch, clean=not unordered)
 
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
-        """Return True if an access follows every access of other calls, unless both read, anywhere in the buffer."""
+        """Record an access; return True if it happens after all accesses of earlier calls to the buffer.
+
+        It does not matter which elements are accessed. If both are reads, they need no order.
+        """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():
             if call == event.call or not (writes or wrote):
@@ -189,19 +219,26 @@ class RaceDetector:
         return [other for other in others if other.event is not event and not known(other.event, clock)]
 
     def finish(self) -> None:
-        """Report reads of unwritten memory after all events, except in buffers where a race explains them."""
+        """Record a conflict for each read of unwritten memory. The caller calls this when all events were visited.
+
+        If there is a race on the same buffer, the race may explain the read. Then the read is left out.
+        """
         for touch, buffer, history, why in self.unsure:
             if buffer not in self.raced or (why is None and not covered(touch.access.region, history.written)):
                 self._note(Conflict("unwritten", buffer, why, touch))
 
     def most_specific(self) -> list[tuple[Conflict, int]]:
-        """Return the conflicts, without an `allocate` if another shows the same missing order between two streams."""
+        """Return the conflicts, each with the number of its occurrences.
+
+        A conflict with an `allocate` is left out if another conflict is about the same two streams: it has the same
+        cause, and its message is clearer.
+        """
         every = self.conflicts.values()
         streams = {_sides(c) for c, _ in every if c.first and not _of_new(c)}
         return [(c, n) for c, n in every if not (_of_new(c) and _sides(c) in streams)]
 
     def forget(self) -> None:
-        """Drop the cyclic links between groups, which would cost the garbage collector more time."""
+        """Clear the links between groups of accesses. They form cycles, which cost the garbage collector more time."""
         for history in self.histories.values():
             for group in history.groups.values():
                 group.near.clear()
@@ -214,10 +251,10 @@ class RaceDetector:
 
 
 def _implied_by_writer(a: Touch, b: Touch) -> bool:
-    """Return True if a conflict is a read that is not ordered after an allocation: another finding implies it.
+    """Return True if two unordered accesses are an allocation and a read. Such a conflict is not reported.
 
-    Either the write of these elements is not after the allocation, or the read is not after the write, or nothing
-    wrote them. Each of these is a finding.
+    Another finding shows the same error: the write of the elements does not follow the allocation, or the read does not
+    follow the write, or nothing writes the elements.
     """
     return any(one.event.verb == "allocates" and not other.access.writes for one, other in ((a, b), (b, a)))
 

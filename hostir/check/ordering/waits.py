@@ -1,4 +1,4 @@
-"""Find ranks that wait for each other in a cycle, and flags that are set out of order."""
+"""Find cycles of events that wait for each other, and flags that are set out of order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hostir.check.tracing.events import Event, Flag
 
 
 def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
-    """Yield one cycle of events that wait for each other, if some events were never reached (`left`).
+    """Yield one cycle of events that wait for each other, if there is one.
 
-    If a signal of a higher epoch would end one of the waits, report the signals of its flag as unordered instead.
+    `left` holds the events that `Order.run` did not reach. If one of them is a wait that a signal with a higher epoch
+    would end, yield a trouble about the signals of this flag instead: they are not ordered.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):
@@ -34,7 +35,10 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
 
 
 def _one_per_statement(cycle: list[Event]) -> list[Event | None]:
-    """Return one event for each statement and rank of a cycle, beginning with the first in program order."""
+    """Return a cycle of events with only one event for each statement, round and rank.
+
+    The first event belongs to the statement that comes first in the program.
+    """
     kept: dict[tuple[int, int, tuple[int, ...]], Event] = {}
     for event in reversed(cycle):
         if event.statement is not None:
@@ -50,7 +54,7 @@ def _place(event: Event) -> tuple[int, int, int, int]:
 
 
 def flags_out_of_order(order: Order) -> Iterator[Trouble]:
-    """Yield signals of one flag that are not ordered with rising epochs."""
+    """Yield a trouble for two successive signals of a flag if they are not ordered or their epochs do not rise."""
     for sent in order.sent.values():
         flags = sorted(sent, key=lambda f: (f.epoch, f.event.rank, f.event.number))
         # Events behind a deadlock have no clock.
@@ -68,7 +72,7 @@ def flags_out_of_order(order: Order) -> Iterator[Trouble]:
 
 
 def _epochs(a: Flag, b: Flag) -> list[str]:
-    """Return two epochs as text, with the calls if these differ."""
+    """Return the epochs of two signals as text. If the signals belong to different calls, the text names the calls."""
     return [f"{f.epoch[1]}" + (f" of call {f.epoch[0] + 1}" if a.epoch[0] != b.epoch[0] else "") for f in (a, b)]
 
 

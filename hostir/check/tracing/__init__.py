@@ -1,1 +1,1 @@
-"""Trace what each rank does as events: memory, streams, communications, flags."""
+"""Trace the events of each rank: accesses to memory, work on streams, communications, and flags."""

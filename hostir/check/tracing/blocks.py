@@ -1,4 +1,4 @@
-"""Trace computations by blocks of rows, which wait for flags block by block, or set them."""
+"""Trace computations by blocks of rows: kernels that wait for a flag before each block, or set one after it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,22 @@ def trace_by_blocks(
     ready: Ready | None,
     done: Done | None,
 ) -> None:
-    """Add a computation by blocks: a product, or a sum over an axis."""
+    """Add the events of a computation by blocks to a rank's trace.
+
+    Args:
+        trace: the trace of the rank.
+        out: the result.
+        operands: the operands. The rows of the first are cut into blocks.
+        axis: the axis of sources that a sum reduces; None for a matmul.
+        ready: the flags that the kernel waits for, if any.
+        done: the flags that the kernel sets, if any.
+    """
     pushing = trace.pushing.pop(trace.current, None) if ready else None  # the kernel may overlap these copies
     start = trace.step("starts", [], sms=True)
     blocks = _blocks(trace, start, out, operands, axis, ready, done)
     last = [flag.event for flag in blocks.signals] or blocks.units
     end = trace.step("ends", [], after=[*last, *([pushing.last] if pushing else [])])
-    for event in last:  # earlier events share this list
+    for event in last:  # the earlier events of the kernel share this list
         event.ends.append((end.lane or (), end.tick))
     trace.waits += blocks.waits
     trace.signals += blocks.signals
@@ -43,14 +52,14 @@ def _blocks(
     ready: Ready | None,
     done: Done | None,
 ) -> BlockEvents:
-    """Add the events of the blocks, between the start and the end of the kernel."""
+    """Add and return the events of the blocks. They happen between the start and the end of the kernel."""
     x, *others = [x for x in operands if x is not None]
     of_rows = ready.along if ready else done.along if done else ()
     cut_alike = [view for n, view in enumerate(operands) if view is not None and n in of_rows]
     sources, inner = [x], 1
     if axis is not None and ready is not None:
         sources = [x.select(axis, n) for n in range(x.shape[axis])]
-    elif axis is not None:  # sources need not be told apart
+    elif axis is not None:  # without flags to wait for, one event reads a block of rows of all sources
         sources, inner = [x.permute((*(n for n in range(len(x.shape)) if n != axis), axis))], 2
     count = lcm(ready.results if ready else 1, done.blocks if done else 1)
     uncut = [access(other, "reads") for other in others if other not in cut_alike]
@@ -86,7 +95,7 @@ def _blocks(
 
 
 def _one_by_one(blocks: BlockEvents, ready: Ready) -> None:
-    """Make each block of the result wait for the previous block: a machine may compute them in order."""
+    """Record that each block of the result may be held up by the previous one: a machine may compute them in order."""
     count = len(blocks.units)
     size, before = count // ready.results, list[Event]()
     for result in ready.order:
@@ -98,7 +107,7 @@ def _one_by_one(blocks: BlockEvents, ready: Ready) -> None:
 
 
 def _own(trace: RankTrace, ready: Ready, part: int, count: int) -> View:
-    """Return the rows of `own_rows` for a part of the operand; each source has `count` parts."""
+    """Return the rows of `ready.own_rows` that replace a part of the operand. Each source has `count` parts."""
     size = count // ready.results
     assert isinstance(ready.own_rows, View)
     return _rows(trace, ready.own_rows, part - ready.own_first * size, ready.own_blocks * size)

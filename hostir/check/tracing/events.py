@@ -1,4 +1,4 @@
-"""The events of the checker: moments in the run of one rank, and the sides of what several ranks do together."""
+"""The data of a trace: the events of one rank, and its sides of communications, signals and waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hostir.ir.machine import Done, Exchange, Ready
 from hostir.ir.op import Statement
 
 CALLER = "caller's stream"
-Lane = tuple[object, ...]  # a sequence whose events happen in order, such as a stream: (rank, stream)
-Ends = list[tuple[Lane, int]]  # ticks of lanes: once one of them is in a vector clock, the event has ended
+Lane = tuple[object, ...]  # a sequence of events that happen in order, such as a stream: (rank, stream)
+Ends = list[tuple[Lane, int]]  # lanes and ticks: an event has ended for a vector clock that has reached one of them
 
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would print all earlier events as well
@@ -20,17 +20,24 @@ class Event:
     """A moment in the run of one rank, such as the start or the end of a statement.
 
     Fields:
-        number: the number of events that its rank issued before it.
-        lane, tick: its lane, and its position there from 1; None and 0 if only its edges order it.
-        ends: ticks of lanes; any one of them shows that the event has ended. By default its tick.
-        after: the events that directly happen before it.
-        held: other events that it has to wait for on some machines or at some sizes. They can cause a deadlock, but
-            they order nothing.
-        verb: its action, for messages; `statement` is None for actions of the caller.
-        sms: True if it needs SMs.
-        small: True if one SM is enough: the SM that a waiting kernel leaves to events issued before the kernel.
-        seen: computes its vector clock, as a new array, from the clock of the event that it follows; None if the two
-            clocks are equal.
+        rank: the rank.
+        call: the number of the call, from 0.
+        verb: the action of the event, for messages.
+        statement: the statement that the event belongs to; None for actions of the caller.
+        rounds: the indices of the loops around the statement.
+        stream: the stream that was current when the event was issued.
+        number: the number of events that the rank issued before this event.
+        lane: the lane of the event, a sequence of events that happen in order; None if only edges order the event.
+        tick: the position of the event in its lane, from 1; 0 without a lane.
+        after: the events that directly happen before this event.
+        held: other events that this event waits for on some machines or at some sizes. Such a wait can cause a
+            deadlock, but it orders no accesses.
+        ends: lanes and ticks. A vector clock that has reached one of these ticks shows that the event has ended.
+        accesses: the accesses of the event to memory.
+        sms: True if the event needs SMs.
+        small: True if one SM is enough. A waiting kernel leaves one SM to small events that were issued before it.
+        seen: a function that computes the vector clock of this event from the clock of the event that it follows. It
+            returns a new array. None if the two clocks are equal.
     """
 
     rank: int
@@ -53,7 +60,15 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """One rank's side of a collective or message. Event `take` reads `x`, `give` writes `out`; they may be the same."""
+    """One rank's side of a collective or message.
+
+    Fields:
+        exchange: the communication.
+        x, out: the tensor that the rank sends and the tensor that it receives, if any.
+        begin, end: the events at which the communication begins and ends on this rank.
+        take: the event that reads `x`.
+        give: the event that writes `out`. It may be the same event as `take`.
+    """
 
     exchange: Exchange
     x: View | None
@@ -66,13 +81,16 @@ class Side:
 
 @dataclass(eq=False, slots=True)
 class Flag:
-    """A signal sent, or a wait for one, of the flag `slot` of the symmetric buffer `flags` at `rank`."""
+    """A signal of a flag, or a wait for a flag. The flag is element `slot` of the symmetric buffer `flags` at `rank`.
+
+    `epoch` holds the number of the call, and the epoch that the signal sets or that the wait needs.
+    """
 
     event: Event
     rank: int
     flags: str
     slot: int
-    epoch: tuple[int, int]  # call, epoch
+    epoch: tuple[int, int]
 
     @property
     def place(self) -> tuple[int, str, int]:
@@ -81,13 +99,13 @@ class Flag:
 
 @dataclass(eq=False, slots=True)
 class Pushing:
-    """The copies by SMs, and their signals, at the end of a stream so far.
+    """The copies by SMs, and their signals, that were issued last to a stream.
 
-    Rule 12 of docs/memory-model.md lets a waiting kernel overlap them.
+    A waiting kernel that is issued next may overlap them (rule 12 of docs/memory-model.md).
 
     Fields:
-        begin: the start of the first copy, after all earlier events of the stream.
-        last: the last copy or signal; they run one after the other.
+        begin: an event before the first copy. It happens after all earlier events of the stream.
+        last: the last copy or signal. The copies and signals happen one after another.
         signalled: True if `last` is a signal.
     """
 
@@ -98,7 +116,13 @@ class Pushing:
 
 @dataclass(eq=False, slots=True)
 class WaitingKernel:
-    """A computation that holds SMs while it waits for flags. `overlapped`: the last copy that it may overlap."""
+    """A kernel that holds SMs while it waits for flags.
+
+    Fields:
+        start, end: the events at which the kernel starts and ends.
+        overlapped: the last of the copies by SMs and their signals that the kernel may overlap; None without them.
+        waits: the flags that the kernel waits for.
+    """
 
     start: Event
     end: Event
@@ -108,12 +132,18 @@ class WaitingKernel:
 
 @dataclass(eq=False, slots=True)
 class BlockEvents:
-    """The events of a computation by blocks of rows. Each event lies in one block of `ready` and in one of `done`.
+    """The events of a computation by blocks of rows.
+
+    The events cut the rows so finely that each event lies in one block of `ready` and in one block of `done`.
 
     Fields:
+        ready: the flags that the computation waits for, if any.
+        done: the flags that the computation sets, if any.
         units: the events that write the result, in the order of its rows.
-        parts: the events that read the operand with awaited blocks, source by source; for a product, `units` itself.
-        waits, signals: the flags, in the order of parts and of units.
+        parts: the events that read the first operand, in the order of its rows. For a sum these are the rows of one
+            source after another. For a matmul, `parts` and `units` are the same events.
+        waits: the waits for flags, in the order of `parts`.
+        signals: the signals of flags, in the order of `units`.
     """
 
     ready: Ready | None

@@ -1,4 +1,4 @@
-"""The checker's model of memory: buffers of each rank, strided views of them, and accesses to views."""
+"""The checker's model of memory: the buffers of each rank, strided views of buffers, and accesses to views."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from hostir.ir.regions import Region
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A buffer of one rank. `persists`: the program need not free it (inputs, symmetric buffers, copies by `dense`)."""
+    """A buffer of one rank.
+
+    Fields:
+        rank: the rank that owns the memory.
+        name: the name of the buffer in the program.
+        elements: the number of elements.
+        value: the value in the program, for messages.
+        persists: True if the program need not free the buffer: an input, a symmetric buffer, or a copy by `dense`.
+    """
 
     rank: int
     name: str
@@ -22,7 +30,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A strided view of a buffer, in elements."""
+    """A strided view of a buffer. Offset and strides count elements."""
 
     buffer: Buffer
     offset: int
@@ -40,12 +48,12 @@ class View:
         return 0 in self.shape or all(n == 1 or s == p for n, s, p in pairs)
 
     def select(self, axis: int, index: int) -> View:
-        """Return the view at one index of an axis, without that axis."""
+        """Return the view at one index of an axis. The result does not have this axis."""
         shape, strides = (each[:axis] + each[axis + 1 :] for each in (self.shape, self.strides))
         return View(self.buffer, self.offset + index * self.strides[axis], shape, strides)
 
     def permute(self, axes: tuple[int, ...]) -> View:
-        """Return the view with its axes in another order."""
+        """Return the view with its axes permuted: axis i of the result is axis `axes[i]` of this view."""
         return View(self.buffer, self.offset, tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes))
 
     def equals(self, other: View) -> bool:
@@ -60,9 +68,14 @@ Does = Literal["reads", "writes", "undefines", "frees"]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access to memory: to this rank's `buffer` if `rank` is -1, else to the peer `rank`'s buffer of the same name.
+    """An access to a region of a buffer.
 
-    An access that `undefines` elements leaves them undefined: nothing may read them before something writes them.
+    Fields:
+        buffer: the buffer of the accessing rank.
+        region: the accessed elements.
+        does: the kind of access. After an access that `undefines` elements, nothing may read them until something
+            writes them.
+        rank: -1 if the access is to `buffer` itself. Otherwise it is to the buffer of the same name of peer `rank`.
     """
 
     buffer: Buffer
@@ -72,12 +85,12 @@ class Access:
 
     @property
     def writes(self) -> bool:
-        """True if the access may change bytes, so that every other access must be ordered with it."""
+        """True if the access may change bytes. Then it must be ordered with every other access to these bytes."""
         return self.does != "reads"
 
 
 def access(view: View, does: Does, rank: int = -1) -> Access:
-    """Return an access to a view. `rank` owns the memory that is accessed; -1 for the view's rank."""
+    """Return an access to the elements of a view, in the memory of `rank`. -1 stands for the rank of the view."""
     peer = rank if rank not in (-1, view.buffer.rank) else -1
     return Access(view.buffer, view.region, does, peer)
 
@@ -88,7 +101,7 @@ def access_all(buffer: Buffer, does: Does) -> Access:
 
 
 def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor."""
+    """Return the strides of a dense tensor of this shape."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -97,15 +110,16 @@ def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
-    """Return a dense view of all elements of a buffer."""
+    """Return a dense view, of this shape, of all elements of a buffer."""
     return View(buffer, 0, shape, packed(shape))
 
 
 def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
-    """Return one of `blocks` equal blocks of the rows of `x`, or None if the block is not a view.
+    """Return block number `block` of the rows of `x`, which are cut into `blocks` equal blocks.
 
-    Rows span all axes but the last `inner` axes. Blocks cut the first of the row axes; or they cut the second within
-    each index of the first, and so on. Axes that merge count as one.
+    The last `inner` axes form a row, and the axes before them number the rows. Adjacent axes of rows are merged where
+    strides allow. Then the blocks cut the first axis, or each index of the first axis holds several blocks, which cut
+    the second axis, and so on. Return None if a block would cut several axes: then it is not a view.
     """
     last = max(len(x.shape) - inner, 0)
     offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))
@@ -125,7 +139,7 @@ def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
 
 
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return extents and strides of axes: adjacent axes are merged where possible, axes of extent 1 are dropped."""
+    """Merge adjacent axes where strides allow, and drop axes of extent 1; return the extent and stride of each axis."""
     merged: list[tuple[int, int]] = []
     for n, s in zip(shape, strides, strict=True):
         if n != 1 and merged and merged[-1][1] == n * s:
@@ -136,7 +150,7 @@ def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int
 
 
 def strides_in(x: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a view reshaped to `shape`, or None if that needs a copy."""
+    """Return the strides of the view `x` reshaped to `shape`; return None if the reshape needs a copy."""
     if 0 in x.shape:
         return packed(shape)
     merged = [*_merged(x.shape, x.strides)]

@@ -1,4 +1,4 @@
-"""Misuse of buffers and handles that shows while one rank is traced."""
+"""Find misuse of buffers and handles while one rank is traced."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from hostir.ir.source import Diagnostic, Span
 
 
 class Misuse:
-    """The misuse by one rank so far, and the buffers and handles that tell it.
+    """Collects the misuse of buffers and handles by one rank. The tracer reports each use of them.
+
+    A handle is the event at which a communication ends.
 
     Fields:
         problems: the findings, by statement and message, in the order of issue.
         allocated: the buffers that the current call has allocated.
-        freed: the statement that frees a buffer.
-        in_flight: the communications that are not yet waited for, by their end.
-        waited: the statement that waits for a communication.
+        freed: for each freed buffer, the statement that frees it.
+        in_flight: for each communication that nothing has waited for, the statement that starts it, by handle.
+        waited: for each communication that a statement has waited for, this statement, by handle.
     """
 
     def __init__(self, trace: RankTrace) -> None:
@@ -39,13 +41,16 @@ class Misuse:
         hint: str = "",
         notes: tuple[tuple[Span | None, str], ...] = (),
     ) -> None:
-        """Record a misuse by the current statement, once for all its rounds."""
+        """Record a finding about the current statement. The same finding in another round is not recorded again."""
         s = self.trace.statement
         span = at or (s.span if s else None)
         self.problems.setdefault((id(s), message), Diagnostic(message, span, expected, hint, notes))
 
     def use(self, out: View | None, *reads: View | None) -> None:
-        """Report a freed buffer that the current statement reads or writes."""
+        """Record a finding if the current statement reads or writes a freed buffer.
+
+        `out` is the view that it writes, and `reads` are the views that it reads.
+        """
         s, read = self.trace.statement, [x for x in reads if x is not None]
         if s is None or not self.freed:
             return
@@ -56,7 +61,11 @@ class Misuse:
                 self.refuse(f"{value} is used after {what}", notes=((freed.span, "freed here"),))
 
     def overwrite(self, out: View | None, *reads: View | None) -> None:
-        """Report an overlap between the view that the current statement writes and the views that it reads."""
+        """Record a finding if the current statement writes memory that it also reads.
+
+        `out` is the view that it writes, and `reads` are the views that it reads. An elementwise statement and an
+        allreduce may write exactly the view that they read.
+        """
         s = self.trace.statement
         read = [x for x in reads if x is not None]
         if s is None or out is None or all(x.buffer is not out.buffer for x in read):
@@ -77,7 +86,10 @@ class Misuse:
             return
 
     def free(self, buffer: Buffer) -> bool:
-        """Record that the current statement frees a buffer; return False, and report it, if it is freed already."""
+        """Record that the current statement frees a buffer.
+
+        If the buffer is already freed, record a finding and return False.
+        """
         if (before := self.freed.get(buffer)) is not None:
             self.refuse(f"%{buffer.name} is freed twice", hint="free it once", notes=((before.span, "first here"),))
             return False
@@ -86,12 +98,15 @@ class Misuse:
         return True
 
     def start(self, handle: Event) -> None:
-        """Record that the current statement starts a communication."""
+        """Record that the current statement starts the communication with this handle."""
         assert self.trace.statement is not None
         self.in_flight[handle] = self.trace.statement
 
     def wait(self, handle: Event) -> bool:
-        """Record a wait for a communication; return False, and report it, if one has waited for it already."""
+        """Record that the current statement waits for a communication.
+
+        If a statement has already waited for it, record a finding and return False.
+        """
         s = self.trace.statement
         assert s is not None
         if handle in self.waited:
@@ -104,7 +119,7 @@ class Misuse:
         return True
 
     def end_call(self, outputs: Iterable[tuple[Value, View | None]]) -> None:
-        """Report communications that nobody waited for and outputs that were freed; record the leaked buffers."""
+        """End a call: record a finding for each communication without a wait and each freed output, and find leaks."""
         for statement in self.in_flight.values():
             self.trace.statement, handle = statement, statement.defines(Phase.HOST)
             self.refuse(f"{handle} is never waited for", hint=f"add 'wait {handle}' before its result is used")

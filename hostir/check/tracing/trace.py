@@ -1,4 +1,4 @@
-"""The events that one rank issues, on its lanes, and the edges between them."""
+"""Record the events that one rank issues, the lanes that they are on, and the edges between them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from hostir.ir.source import HostIRError, error
 class RankTrace(Observer):
     """The events of one rank over all calls, in the order of issue.
 
-    `hostir.check.ordering.joining` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with other ranks.
+    A lane is a sequence of events that happen in order, such as the events of a stream.
+    `hostir.check.ordering.joining` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with those of
+    other ranks.
 
     Fields:
         sizes: the values of all symbols.
         turn: the number of the current call, from 0.
         current: the current stream.
-        statement, rounds: the current statement, None for the caller, and the indices of the loops around it.
+        statement: the current statement; None during actions of the caller.
+        rounds: the indices of the loops around the current statement.
         tails: the last event of each lane.
-        pushing: the copies by SMs at the end of each stream.
+        pushing: for each stream, the copies by SMs that were issued last to it.
+        collectives, messages, barriers: what the rank has issued for each team.
+        kernels: the kernels that wait for flags.
+        by_blocks: the computations that wait for flags or set flags.
         kept: the symmetric buffers, by name.
-        leaked: buffers that are neither freed nor outputs when their call ends.
+        leaked: the buffers that were neither freed nor outputs when their call ended.
     """
 
     def __init__(self, rank: int, sizes: Mapping[str, int]) -> None:
@@ -51,11 +57,18 @@ class RankTrace(Observer):
         self.statement, self.rounds = statement, rounds
 
     def at_caller(self) -> None:
-        """Go to the caller's stream: the next events are actions of the caller."""
+        """Make the caller's stream current. The next events are actions of the caller."""
         self.statement, self.rounds, self.current = None, (), CALLER
 
     def event(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """Add an event of the current statement, without putting it on a lane."""
+        """Add and return an event of the current statement. The event is not on a lane.
+
+        Args:
+            verb: the action of the event, for messages.
+            accesses: its accesses to memory. Accesses without elements are dropped.
+            after: the events that directly happen before it.
+            sms: True if it needs SMs.
+        """
         event = Event(self.rank, self.turn, verb, self.statement, self.rounds, self.current, len(self.events))
         event.accesses = [a for a in accesses if not a.region.empty]
         event.after, event.sms = list(after), sms
@@ -63,16 +76,16 @@ class RankTrace(Observer):
         return event
 
     def tail(self, *lane: object) -> list[Event]:
-        """Return the last event of a lane, if any."""
+        """Return a list with the last event of a lane; the list is empty if the lane has no events."""
         last = self.tails.get((self.rank, *lane))
         return [last] if last else []
 
     def issued(self, stream: str) -> list[Event]:
-        """Return the last events of a stream: once they have ended, everything issued to it so far has ended."""
+        """Return events of a stream: if they have ended, everything that was issued to the stream has ended."""
         return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
 
     def follow(self, event: Event, *lane: object) -> Event:
-        """Put an event at the end of a lane."""
+        """Put an event at the end of a lane of this rank, and return the event."""
         key = (self.rank, *lane)
         before = self.tails.get(key)
         if before is not None:
@@ -83,13 +96,19 @@ class RankTrace(Observer):
         return event
 
     def step(self, verb: str, accesses: list[Access], after: Sequence[Event] = (), sms: bool = False) -> Event:
-        """Add an event on the current stream, after everything issued to it so far."""
+        """Add and return an event on the current stream, after everything that was issued to the stream.
+
+        The arguments are those of `event`.
+        """
         pushing = self.pushing.pop(self.current, None)
         earlier = [*after, pushing.last] if pushing else after
         return self.follow(self.event(verb, accesses, earlier, sms), self.current)
 
     def push(self, verb: str, accesses: list[Access]) -> Event:
-        """Add a copy by SMs, or the signal directly after one: a waiting kernel may overlap it."""
+        """Add and return the event of a copy by SMs, or of the signal directly after such a copy.
+
+        A waiting kernel that is issued next may overlap it. A signal has no accesses.
+        """
         pushing = self.pushing.get(self.current)
         if pushing is None:
             begin = self.step("begins", [])
@@ -101,7 +120,10 @@ class RankTrace(Observer):
     def collective(
         self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
     ) -> Event:
-        """Add the events of a collective, which may use its memory once this rank's stream reaches it (rule 3)."""
+        """Add the events of this rank's side of a collective, and return the event at which it ends.
+
+        The collective may access its memory as soon as this rank's stream reaches it (rule 3 of docs/memory-model.md).
+        """
         team = tuple(sorted(exchange.team))
         sides = self.collectives.setdefault(team, [])
         moves = self.event("moves", [*reads, *writes], self.issued(self.current))
@@ -115,7 +137,11 @@ class RankTrace(Observer):
     def message(
         self, exchange: Exchange, x: View | None, out: View | None, reads: list[Access], writes: list[Access]
     ) -> Event:
-        """Add the events of a message: it reads after earlier sends and writes after earlier receives of its team."""
+        """Add the events of this rank's side of a message, and return the event at which it ends.
+
+        The message reads its operand after this rank's earlier sends to the team. It writes its result after this
+        rank's earlier receives.
+        """
         team = exchange.team
         begin = self.event("begins", [], [*self.issued(self.current), *self.tail("messages", team)])
         take = self.follow(self.event("reads", reads, [begin], sms=True), "sends", team)
@@ -125,12 +151,15 @@ class RankTrace(Observer):
         return end
 
     def lasting(self) -> Iterator[tuple[Event, Event]]:
-        """Yield start and end of work that may hold SMs until other ranks act: waiting kernels and communications."""
+        """Yield the start and the end of each waiting kernel and each communication.
+
+        They may hold SMs until other ranks act.
+        """
         yield from ((kernel.start, kernel.end) for kernel in self.kernels)
         for sides in (*self.collectives.values(), *self.messages.values()):
             yield from ((side.begin, side.end) for side in sides)
 
     def fail(self, message: str, *, expected: str = "", hint: str = "") -> HostIRError:
-        """Return the error that the current statement cannot be traced."""
+        """Return an error at the current statement that says why it cannot be traced."""
         span = self.statement.span if self.statement else None
         return error(f"rank {self.rank}: {message}", span, expected=expected, hint=hint)

@@ -1,4 +1,4 @@
-"""Trace the work of each rank as events: their memory accesses, and the happens-before edges within the rank."""
+"""Trace the work of a rank as events, with their accesses to memory and the order of the events within the rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hostir.ir.types import DType, bind_shape
 
 
 class Tracer(OptionalMethods):
-    """A machine that executes nothing: it traces one rank. Each `call` adds the events that the rank issues to `trace`.
+    """A machine that executes nothing, but records the events that one rank issues.
 
-    A statement is evaluated as on every machine, and the tracer records its reads, writes and waits. Tensors are views
-    of buffers.
+    Each `call` evaluates the statements of the program as on every machine, and adds the events of the rank to `trace`.
+    Tensors are views of buffers.
     """
 
     frame: ClassVar[type[Frame]] = Frame
@@ -43,9 +43,10 @@ class Tracer(OptionalMethods):
         return dense(Buffer(self.rank, value.name, prod(shape), value, persists=True), shape)
 
     def call(self) -> None:
-        """Trace one call of the program.
+        """Trace one call of the program, with the actions of its caller.
 
-        On its stream the caller first writes the inputs; at the end it reads the outputs, then overwrites both.
+        The caller first writes the inputs. After the program it reads the outputs. Then it overwrites inputs and
+        outputs. It does all this on the caller's stream.
         """
         trace = self.trace
         trace.at_caller()
@@ -64,8 +65,8 @@ class Tracer(OptionalMethods):
         if not symmetric:
             buffer = Buffer(self.rank, name, prod(shape), value)
             self.misuse.allocated.append(buffer)
-            # In stream order, as the previous owner of the memory may still use it there. Not by `step`: a waiting
-            # kernel may overlap copies by SMs even if an `allocate` comes between them.
+            # The event is on the stream, because the memory's previous user may still use it there. It is not added by
+            # `step`: a waiting kernel may overlap copies by SMs even if an `allocate` comes between them.
             self.trace.follow(self.trace.event("allocates", [access_all(buffer, "undefines")]), self.trace.current)
             return dense(buffer, shape)
         buffer = Buffer(self.rank, name, prod(shape), value, persists=True)
@@ -94,10 +95,11 @@ class Tracer(OptionalMethods):
         return x.permute(axes)
 
     def dense(self, x: View) -> View:
-        """Return a copy, which the caller overwrites at the end of the call, like the input."""
+        """Return a copy of an input. The caller overwrites the copy at the end of the call, as it does the input."""
         value = self.trace.statement.defines(Phase.HOST) if self.trace.statement else None
         copy = dense(Buffer(self.rank, value.name if value else "copy", prod(x.shape), value, persists=True), x.shape)
-        # Not by `step`: for a dense input nothing is issued, and a waiting kernel may overlap copies by SMs before it.
+        # The event is not added by `step`: nothing is issued for a dense input, and then a waiting kernel may overlap
+        # copies by SMs before the `dense`.
         self.trace.follow(
             self.trace.event("copies", [access(x, "reads"), access(copy, "writes")], sms=True), self.trace.current
         )
