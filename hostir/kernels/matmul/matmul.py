@@ -175,7 +175,9 @@ def multiply(
         launch = _loaded(call, options)
         if launch is None:
             if not adds:
-                _write_empty_product(out, bias, pushed)
+                _write_empty_product(out, bias)
+            if pushed is not None:
+                pushed(out)
             return None
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
@@ -190,14 +192,12 @@ def multiply(
     return None if wide or moved else again
 
 
-def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None, pushed: PushKernel | None) -> None:
-    """Write the result of a matmul that needs no kernel: zeros or the bias. Then make the copies of `pushed`."""
+def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Write the result of a matmul that needs no kernel: zeros or the bias."""
     if bias is None:
         out.zero_()
     else:
         out.copy_(bias.expand_as(out))
-    if pushed is not None:
-        pushed(out)
 
 
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:

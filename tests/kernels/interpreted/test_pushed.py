@@ -75,6 +75,12 @@ def test_if_the_matmul_cannot_copy_another_kernel_does() -> None:
         PUSHED["matmul_pushed"](out, a, b, pushed=peers.push)
         torch.testing.assert_close(out, a @ b)
         peers.check(out)
+    out, kept = filled([4, 6], torch.float32).contiguous(), torch.empty(4, 6)
+    kept.copy_(out)
+    peers = Peers.of(out, [0, 2], 2)
+    multiply(torch.empty(4, 0), torch.empty(0, 6), out, adds=True, pushed=peers.push)  # adds nothing
+    assert torch.equal(out, kept)
+    peers.check(out)
     out = torch.full((4, 6), math.nan)
     peers = Peers.of(out, [2], 2)
     x, weight, bias = filled([4, 5], torch.float32), filled([6, 5], torch.float32), filled([6], torch.float32)
