@@ -269,5 +269,5 @@ def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Pa
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size
-    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts], joined.groups.whole())
+    dist.all_gather_object(gathered, [None if x is None else x.cpu() for x in parts], joined.groups.all_ranks())
     return [[None if x is None else x.to(joined.device) for x in theirs] for theirs in gathered]

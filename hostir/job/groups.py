@@ -51,7 +51,7 @@ class Groups:
         exchange: posts a text under a key, and returns the texts of all ranks.
         store: the store in which the ranks of a team find each other; None for a rank alone.
         timeout: how long ranks wait for each other, and how long a communication may take.
-        whole: returns the registered group of all ranks, which torch's symmetric memory needs.
+        all_ranks: returns the registered group of all ranks, which torch's symmetric memory needs.
         made: the group of each team.
         memory: the symmetric memory; None until a machine asks for it.
         streams: the worker streams of each program with symmetric memory, by the digest of the program. Executors that
@@ -69,7 +69,7 @@ class Groups:
     exchange: ExchangeTexts = _alone
     store: Any = None
     timeout: timedelta = default_pg_timeout
-    whole: Callable[[], Any] = world
+    all_ranks: Callable[[], Any] = world
     made: dict[tuple[int, ...], Any] = field(default_factory=dict)
     memory: SymmetricMemory | None = None
     streams: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,9 @@ class Groups:
         with self.lock:
             if self._messages is None:
                 store = None if self.store is None else PrefixStore("messages", self.store)
-                self._messages = Groups(self.rank, self.device, store=store, timeout=self.timeout, whole=self.whole)
+                self._messages = Groups(
+                    self.rank, self.device, store=store, timeout=self.timeout, all_ranks=self.all_ranks
+                )
             return self._messages
 
     def renew(self, seconds: float) -> None:
@@ -202,7 +204,7 @@ class Groups:
         rank, size = team.index(self.rank), len(team)
         if self.device.type == "cpu":
             return ProcessGroupGloo(store, rank, size, timeout=self.timeout)
-        everyone = dist.get_process_group_ranks(self.whole())
+        everyone = dist.get_process_group_ranks(self.all_ranks())
         options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout
         options.global_ranks_in_group = [everyone[member] for member in team]  # torch's messages show them

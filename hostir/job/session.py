@@ -122,17 +122,17 @@ class Session:
         whose = "hostir's own" if self.owner else "the program's"
         LOG.info("joined a job of %d ranks on %s, in %s process group", self.size, device, whose)
 
-    def _share(self, watchdog: type[Watchdog], patience: timedelta, whole: Callable[[], Any] = world) -> None:
+    def _share(self, watchdog: type[Watchdog], patience: timedelta, all_ranks: Callable[[], Any] = world) -> None:
         """Set up the state that the ranks share. `rank`, `size` and `store` must be set.
 
         Args:
             watchdog: the class of the watchdog.
             patience: the timeout of the process groups.
-            whole: returns the registered process group of all ranks.
+            all_ranks: returns the registered process group of all ranks.
         """
         teams = PrefixStore("teams", self.store.clone())  # a separate connection: joining a group blocks it
         teams.set_timeout(patience)
-        self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, whole)
+        self.groups = Groups(self.rank, self.device, self.exchange, teams, patience, all_ranks)
         report = lambda why: self.watchdog.misalign(why)  # noqa: E731  # the watchdog does not exist yet
         self.calls = Calls(self.store, self.rank, range(self.size), self.timeout, self.check_following, report)
         self.meetings = Meetings(self)

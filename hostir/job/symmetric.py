@@ -160,7 +160,7 @@ class SharedMemory:
         number: the number of the rendezvous at which the memory was allocated, the same on all ranks.
         offers: the offers of all ranks at this rendezvous.
         rooms: the number of bytes of each buffer.
-        whole: for each buffer and rank, all elements for which there is room.
+        flat: for each buffer and rank, all elements for which there is room, along one axis.
         buffers: for each buffer and rank, the elements that the sizes at the rendezvous use.
         read: the buffers that a peer reads, with the rank that owns them.
         plans: the plans that use the memory.
@@ -181,24 +181,24 @@ class SharedMemory:
         self.used, self.calls = 0.0, 0
         self.gone = False
         self.kept: dict[Hashable, Any] = {}
-        self.whole: dict[tuple[BufferPlace, int], torch.Tensor] = {}
+        self.flat: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         self.buffers: dict[tuple[BufferPlace, int], torch.Tensor] = {}
         for rank, memory in maps.items():
             at = 0
             for buffer in offers[rank].buffers:
-                whole = self.whole[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.torch_dtype)
-                self.buffers[buffer.place, rank] = whole[: prod(buffer.shape)].view(buffer.shape)
+                flat = self.flat[buffer.place, rank] = memory[at : at + buffer.bytes].view(buffer.torch_dtype)
+                self.buffers[buffer.place, rank] = flat[: prod(buffer.shape)].view(buffer.shape)
                 at += buffer.bytes
 
     def buffer(self, op: SymmetricOp) -> torch.Tensor:
         """Return the symmetric buffer of an operation, with the shape that the sizes of the call need."""
         place = (op.name, op.rounds), op.rank
         buffer = self.buffers[place]
-        return buffer if buffer.shape == op.shape else self.whole[place][: prod(op.shape)].view(op.shape)
+        return buffer if buffer.shape == op.shape else self.flat[place][: prod(op.shape)].view(op.shape)
 
     def clear(self, rank: int) -> None:
         """Fill the buffers of a rank with their first contents: NaN for floating-point numbers, 0 for flags."""
-        for (_, owner), buffer in self.whole.items():
+        for (_, owner), buffer in self.flat.items():
             if owner == rank:
                 buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
 
@@ -211,7 +211,7 @@ class SharedMemory:
             rank: the rank whose buffers are overwritten.
             page: a uint8 tensor in pinned memory.
         """
-        for (_, owner), buffer in self.whole.items():
+        for (_, owner), buffer in self.flat.items():
             if owner == rank and buffer.is_floating_point():
                 for part in buffer.view(torch.uint8).split(len(page)):
                     part.copy_(page[: len(part)], non_blocking=True)

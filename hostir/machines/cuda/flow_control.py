@@ -188,7 +188,7 @@ def raised_flags(rank: int, memories: Sequence[SharedMemory]) -> list[MemoryOp]:
     flags = [
         buffer
         for memory in memories
-        for (_, owner), buffer in memory.whole.items()
+        for (_, owner), buffer in memory.flat.items()
         if owner == rank and buffer.dtype == torch_dtype(FLAG)
     ]
     return [write(row.data_ptr() + i * row.itemsize, ALWAYS_RAISED) for row in flags for i in range(row.numel())]

@@ -66,7 +66,7 @@ class CudaMachine:
         self.groups = groups
         self.timeouts = Timeouts(groups.rank)
         self.words = Words(device, MAX_PLANS + 1)  # one more: an executor makes a plan before it drops the oldest
-        self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.whole))
+        self.symmetric = groups.symmetric(lambda: PeerMemory(device, groups.rank, groups.all_ranks))
         self.messages = groups.messages
         self.teams = [team for team in message_teams_of(program) if groups.rank in team]
         self.streams = workers(device, program.streams)

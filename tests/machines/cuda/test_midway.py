@@ -233,10 +233,10 @@ def test_a_rank_overwrites_its_own_rows_and_no_flags(gpus: Gpus, monkeypatch: py
     job = Job(LOWERED["row_parallel by push"], gpus, monkeypatch)
     memory = job.plans[0][0].memory
     assert memory is not None
-    for buffer in memory.whole.values():
+    for buffer in memory.flat.values():
         buffer.fill_(1)
     memory.overwrite(1, torch.full((7,), 0xFF, dtype=torch.uint8))  # no buffer is a multiple of this page
-    for (_, owner), buffer in memory.whole.items():
+    for (_, owner), buffer in memory.flat.items():
         overwritten = owner == 1 and buffer.is_floating_point()
         assert buffer.isnan().all() if overwritten else (buffer == 1).all()
-    assert {owner for _, owner in memory.whole} == {0, 1, 2}
+    assert {owner for _, owner in memory.flat} == {0, 1, 2}
