@@ -56,7 +56,7 @@ class Meetings:
 
     Fields:
         number: the number of the next meeting.
-        refusal: the refusal that this rank has written for the next meeting; empty if there is none.
+        refusal: the refusal that this rank has written for the next meeting, or an empty string.
     """
 
     def __init__(self, session: SessionRanks) -> None:

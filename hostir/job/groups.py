@@ -60,7 +60,7 @@ class Groups:
         broken: the reason why this rank runs nothing more; empty if it may. Either it could not connect to another
             rank, or a call was interrupted on this rank with gloo. In the second case, data that peers still send for
             this call would be received in the next call.
-        abandoned: the failure of a call that ended midway on some rank; empty if there is none. It is set when this
+        abandoned: the failure of a call that ended midway on some rank; else empty. It is set when this
             rank's caller has got an error about the call. Before their next calls, the ranks renew their shared state.
     """
 

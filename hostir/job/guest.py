@@ -144,7 +144,7 @@ def resolved(group: object) -> ProcessGroup:
 
 
 def registered(name: Any) -> ProcessGroup | None:
-    """Return the process group that torch has registered under a name; return None if there is none."""
+    """Return the process group that torch has registered under a name, or None."""
     try:
         return _resolve_process_group(name)
     except (RuntimeError, ValueError):

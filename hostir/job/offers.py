@@ -15,7 +15,7 @@ from hostir.ir.source import HostIRError, Span, error
 from hostir.kernels.dtypes import TORCH
 
 # The name of the buffers that hold a team's flags for barriers: one flag for each barrier of a call and each rank. The
-# team takes the place of the rounds of such a buffer.
+# team takes the place of the rounds of these buffers.
 BARRIERS = ""
 
 

@@ -383,7 +383,7 @@ def _session(device: str, timeout: float) -> Iterator[Session | None]:
 
 
 def joined(device: str | None = None) -> Session:
-    """Return the session of this process. If there is none, open a session that lasts until the process ends."""
+    """Return the open session of this process, or open a session that lasts until the process ends."""
     with _opening:
         if _current is None:
             refuse_in_child()

@@ -35,7 +35,7 @@ def common_name(thread: threading.Thread) -> str:
 
 
 def running(name: str) -> threading.Thread | None:
-    """Return the running thread with this common name; return None if there is none."""
+    """Return the running thread with this common name, or None."""
     return next((thread for thread in threading.enumerate() if common_name(thread) == name), None)
 
 

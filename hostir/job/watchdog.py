@@ -62,7 +62,7 @@ class Watched(Protocol):
         """Return a value that changes whenever the run makes progress; return None if progress cannot be observed."""
 
     def reported_problem(self) -> str:
-        """Return the errors that the device has reported and no call has raised; empty if there are none."""
+        """Return the errors that the device has reported and no call has raised, or an empty string."""
 
     def give_up(self, problem: HostIRError) -> None:
         """Raise this error in the current run, where it waits for a peer. Work on a device cannot be stopped."""
@@ -94,7 +94,7 @@ class Watchdog:
         failed: the ranks that have failed since then.
         away: the ranks that have not made another call since then.
         since: the clock at the first failure.
-        misaligned: the first report that the calls of the ranks differ; empty if there is none.
+        misaligned: the first report that the calls of the ranks differ; else empty.
         disturbed: True if this rank's next call must look at an event before it runs.
         renewals: the number of times that the ranks have renewed their shared state.
         abandoned: the event of a rank that has abandoned a call since the latest renewal.

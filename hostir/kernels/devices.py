@@ -271,7 +271,7 @@ class StandIn(torch.Tensor):
         """Return a stand-in for the meta tensor `x`, the result of an operation on the stand-ins `known`.
 
         `known` has the operands by their storage. If `x` is a view of an operand, it gets the operand's origin, else
-        address 0. The device is that of the first operand.
+        address 0. It gets the device of the first operand.
         """
         standin, other = x.as_subclass(cls), known.get(_storage(x))
         standin.place = next(iter(known.values())).place

@@ -74,7 +74,7 @@ class Op:
         frees: the register of the buffer that it frees.
         reads, writes: the registers of the tensors that it reads and writes. A communication may access its tensors
             until a stream has waited for it.
-        joins: the stream that its stream waits for; None if there is none.
+        joins: the stream that its stream waits for, or None.
         starts: the handle of the communication that it starts.
         awaits: the handle of the communication that it waits for.
         raised_flags: the flags that it sets.

@@ -88,7 +88,7 @@ class Outline:
     Fields:
         statements: all statements with their places, in program order.
         places: the place of each statement, by the identity of the statement.
-        callers_stream: the value that names the caller's stream; None if there is none.
+        callers_stream: the value that names the caller's stream, or None.
     """
 
     def __init__(self, program: Program) -> None:
@@ -167,7 +167,7 @@ def _closes(s: Statement) -> bool:
 
 
 def callers_stream(program: Program) -> Value | None:
-    """Return the value that names the caller's stream; return None if there is none.
+    """Return the value that names the caller's stream, or None.
 
     It is defined by a `current_stream` that comes before every statement that may change the stream.
     """

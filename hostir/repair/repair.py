@@ -92,7 +92,7 @@ class Repairer:
         return after
 
     def search(self, start: RepairCandidate) -> RepairCandidate | None:
-        """Search for candidates without findings, from `start` on; return the cheapest, or None if there is none."""
+        """Search for candidates without findings, from `start` on; return the cheapest, or None."""
         best, turn, budget = None, count(), MAX_CANDIDATES
         todo = [(start.severity, start.cost, next(turn), start)]
         seen = {start.program}

@@ -15,7 +15,7 @@ from hostir.repair.places import Block, BodyPosition, Edit, Edits, Outline, call
 
 
 def with_callers_stream(program: Program) -> Program:
-    """Return a program in which a value names the caller's stream; insert a `current_stream` if there is none."""
+    """Return a program in which a value names the caller's stream. Insert a `current_stream` where it is missing."""
     if callers_stream(program) is not None:
         return program
     return program.with_body((CurrentStream(out=Value(Names.of(program).fresh("user"), Kind.STREAM)), *program.body))

@@ -27,7 +27,7 @@ def backend_with(graph_pass: Callable[[torch.fx.Graph], Any]) -> Any:
 
 
 def configured_pass(graph: torch.fx.Graph) -> None:
-    """Run the pass that Inductor is configured to run last on a graph; do nothing if there is none."""
+    """Run the pass that Inductor is configured to run last on a graph, if it is configured to run one."""
     if (last := inductor.post_grad_custom_post_pass) is not None:
         last(graph)
 

@@ -173,7 +173,7 @@ class Lanes:
         }
 
     def held(self, after: Clock, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> Event | None:
-        """Return an event that `holder` holds up while the kernels `running` run; return None if there is none.
+        """Return an event that `holder` holds up while the kernels `running` run, or None.
 
         The event is on `holder`'s rank, needs SMs, and is counted by the vector clock `after`.
         """

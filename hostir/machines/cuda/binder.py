@@ -115,7 +115,7 @@ class CudaBinder:
         launches: the steps that only launch Triton kernels, with their operations.
         current: the stream that is current after the last step.
         freed_later: the frees between a pushed product and its copies. They are bound after the kernel that carries out
-            the product and the copies. None outside of such a pair.
+            the product and the copies. None elsewhere.
         awaited_at_once: the handles of collectives that may run on the caller's stream.
         inlined: the handles of collectives that run on the caller's stream.
         marks: the handles that are events of a stream, not Works of a process group.

@@ -301,7 +301,7 @@ class CudaPlan:
         """Do nothing: work that was issued cannot be stopped."""
 
     def problem(self) -> HostIRError | None:
-        """Return an error for the timeouts that the device has reported so far; None if there are none.
+        """Return an error for the timeouts that the device has reported so far, or None.
 
         This does not wait for the device. Every call and the watchdog's thread call this. If a kernel has given up
         waiting, a late signal of a peer would count for the next call. So this also marks the groups as abandoned: the

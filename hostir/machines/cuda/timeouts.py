@@ -43,7 +43,7 @@ class Timeouts:
         return self.words[key][2]
 
     def problem(self) -> HostIRError | None:
-        """Return one error for the timeouts reported since the last call, and clear them; None if there are none."""
+        """Return one error for the timeouts reported since the last call, and clear them, or None."""
         for words, zeros in self.read:
             if words.tobytes() != zeros:
                 return self._take()

@@ -71,7 +71,7 @@ class GlooMachine:
         return GlooPlan(self, unrolled, trace, sizes_key, limit)
 
     def queue(self, key: LaneKey) -> Jobs:
-        """Return the job queue of the thread that runs a lane; start the thread if there is none."""
+        """Return the job queue of the thread that runs a lane; start the thread if it does not run."""
         if key not in self.queues:
             jobs = self.queues[key] = SimpleQueue()
             self.threads.append(threading.Thread(target=_work, args=(jobs,), name=f"hostir {key}", daemon=True))
