@@ -1,1 +1,1 @@
-"""Calls: executors, admission of a caller's tensors, parts of sharded tensors, bound and started calls."""
+"""Executors and their calls: checks of the caller's tensors, parts of sharded tensors, bound and started calls."""
