@@ -129,7 +129,7 @@ UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # raised by 
 
 
 def cache_key(tensors: Sequence[Any]) -> TensorsKey | None:
-    """Return a key of shapes, strides, dtypes and devices, by which plans are cached; None if a tensor is unsupported."""
+    """Return the key by which plans are cached: shapes, strides, dtypes, devices. None if a tensor is unsupported."""
     grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:
         within = functorch.peek_interpreter_stack() is not None  # torch.vmap and similar transforms

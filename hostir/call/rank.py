@@ -171,7 +171,7 @@ class RankExecutor(Executor):
         return self._side.start(self, inputs, out)
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        """Run the program once on this rank's machine, and return the outputs. The caller holds the lock of the calls."""
+        """Run the program once on this rank's machine, and return its outputs. The caller holds `calls.lock`."""
         if self.watchdog is not None and self.watchdog.disturbed:
             self._resume()
         outs = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
@@ -348,7 +348,7 @@ class RankExecutor(Executor):
             raise
 
     def _begin_anew(self, session: Session) -> None:
-        """Raise HostIRError for a call that a rank has abandoned. Once every rank has raised, renew the shared state."""
+        """Raise HostIRError for a call that a rank has abandoned. If all ranks have raised, renew the shared state."""
         if session.has_lost_call:
             raise session.lost_call()
         if not (abandoned := self._machine.groups.abandoned):
