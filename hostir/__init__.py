@@ -1,4 +1,8 @@
-"""Compile sharded tensor programs to host programs of streams, collectives and matmuls: text that can be run again."""
+"""A compiler from sharded tensor programs to host programs.
+
+A host program is a schedule of streams, collectives and matmuls. It is a text that can be read, changed, checked and
+run.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
     from hostir.lower.strategies import Watcher
     from hostir.machines.trace import Trace
 
-# Names that are loaded at first use: from the choice of a strategy, the runtime (which loads torch) and the DSL.
+# The module of each name that is loaded at its first use. Some of these modules load torch.
 _LAZY = {
     "dsl": "hostir.dsl",
     **dict.fromkeys(("Choice", "FallbackWarning", "Ranges", "compile"), "hostir.choice"),
@@ -68,7 +72,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _unknown(name: str) -> str:
-    """Return the message for an unknown name. It is short for private names, which `hasattr` and tools look up."""
+    """Return the error message for a name that hostir does not have.
+
+    The message lists the public names, unless the unknown name is private: tools often look up private names.
+    """
     message = f"module 'hostir' has no attribute '{name}'"
     if name.startswith("_"):
         return message
@@ -83,9 +90,9 @@ def __dir__() -> list[str]:
 
 
 def parse(text: str, file: str = "<text>") -> Program:
-    """Parse the text of a program, as `print(program)` writes it; error messages name `file`.
+    """Parse the text that `print(program)` writes, and return the program.
 
-    Raises HostIRError with file:line:col, a caret and what was expected.
+    Raises HostIRError with file:line:col, a caret and what was expected. The message names `file`.
     """
     if not isinstance(text, str):
         raise error(f"not a text: {described(text)}", user_span(), expected="a string, such as path.read_text()")
@@ -113,10 +120,10 @@ def lower(
             replace an allgather of the rows of a matmul by copies, and slice nothing else: `ring` copies from one peer
             after another and multiplies each shard. With `fused` and `push`, every rank copies its shard to the others,
             and one matmul starts on each shard when it arrives; copy engines copy in `fused`, a few SMs in `push`.
-            `auto` is the fastest strategy; it is chosen as by `compile`.
+            `auto` takes the fastest strategy, as `compile` does.
         streams: the maximum number of worker streams; 4 by default. Leave it out with `auto`, which chooses it.
         watch: called after each pass with the name of the pass and the program that it returned.
-        sizes: values of the fusion's symbols. `auto` chooses for these sizes.
+        sizes: values of the fusion's symbols, for which `auto` chooses.
     """
     from hostir.lower.strategies import AUTO, STREAMS, check_strategy, fusion_of
     from hostir.lower.strategies import lower as lower_by
@@ -142,7 +149,9 @@ def check(
     sizes: Mapping[str, int] | None = None,
     calls: int | None = None,
 ) -> list[Diagnostic]:
-    """Return all findings about a fusion or a program: in program order, warnings last. A correct program has none.
+    """Return all findings about a fusion or a program, in program order, with warnings last.
+
+    The list is empty for a correct program.
 
     A host program is also checked for races, deadlocks and misuse of memory (docs/memory-model.md). A host program
     without findings gives the same result in every order in which its streams and ranks may run.

@@ -4,10 +4,10 @@ Exit codes:
 
 - 0: success
 - 1: a finding, or a result that differs from its reference
-- 2: wrong usage, input that cannot be read or has an unsound structure, output that cannot be written, or too little
-  memory
+- 2: wrong usage, input that cannot be read, a program that breaks the rules of the language, output that cannot be
+  written, or too little memory
 - 130: interrupted
-- 141: the reader of the output has gone
+- 141: the reader of the output has closed the pipe
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMANDS = {
     "explain": "hostir.cli.explain:main",
     "ops": "hostir.cli.ops:main",
 }
-FORMAT_WARNING = warnings.formatwarning  # the function of Python
+FORMAT_WARNING = warnings.formatwarning  # Python's function, which `_run_command` replaces by `_formatted`
 KERNELS = "auto, triton, cublas or aten (default: HOSTIR_KERNELS, or auto)"
 
 
@@ -55,7 +55,7 @@ UNWRITABLE = (
     errno.EBADF,
 )  # errors that writing raises, and hardly anything else
 INTERRUPTED, UNREAD = 130, 141  # the exit codes of shells for SIGINT and SIGPIPE
-LISTENING = 5.0  # seconds in which rank 0 prints its error; a launcher ends all ranks when the first one exits
+LISTENING = 5.0  # seconds that ranks wait while rank 0 prints: a launcher ends all ranks when the first one exits
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,7 +185,7 @@ def _ops_options(parser: _Parser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Every mistake is printed as one message."""
+    """Run one command and return its exit code. Print every mistake of the user as one message."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the process ends
@@ -229,7 +229,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
 def _formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format a warning, without file and line if these are not in the user's code but in this command."""
+    """Return the text of a warning. It has a file and a line only if these are in the user's code."""
     return (
         f"{message}\n"
         if filename in ("sys", __file__, sys.argv[0])
@@ -238,10 +238,10 @@ def _formatted(
 
 
 def _report(problem: HostIRError) -> int:
-    """Print an error, only once if several processes raise the same error; return the exit code."""
+    """Print an error, and return the exit code. If several ranks raise the same error, only one rank prints it."""
     findings = all(diagnostic.category for diagnostic in problem.diagnostics)
     rank = os.environ.get("RANK", "0")
-    if findings or not _joined_a_job():  # all ranks find the same; other errors may differ from host to host
+    if findings or not _joined_a_job():  # all ranks have the same findings; other errors may differ between hosts
         rank = rank if findings else os.environ.get("LOCAL_RANK", rank)
         if rank != "0":
             time.sleep(LISTENING if "WORLD_SIZE" in os.environ else 0)
@@ -252,7 +252,10 @@ def _report(problem: HostIRError) -> int:
 
 
 def _joined_a_job() -> bool:
-    """Return True if this rank has begun to join a job. Before that all ranks read the same files and fail alike."""
+    """Return True if this rank has begun to join a job.
+
+    Before it joins, every rank of a host reads the same files, and so raises the same errors.
+    """
     session = sys.modules.get("hostir.job.session")
     return session is not None and session.begun
 
@@ -266,7 +269,7 @@ def _print_error(text: str) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Discard the unwritten rest of a stream; otherwise Python would fail to write it at exit."""
+    """Redirect a stream to /dev/null. Otherwise Python would fail at exit, when it writes what is still buffered."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -1,7 +1,6 @@
 """Knobs: every environment variable that hostir reads.
 
-The value of a knob is the argument of a call; without an argument, the value of a surrounding
-``with knobs.scope(...)``; without a scope, the environment variable::
+An argument of a call overrides a surrounding ``with knobs.scope(...)``. A scope overrides the environment variable::
 
     with knobs.scope(spec=2):
         program = hostir.lower(fusion)  # checks as HOSTIR_SPEC=2 would
@@ -49,7 +48,7 @@ PREFIX = "HOSTIR_"
 
 
 class UnknownVariableWarning(UserWarning):
-    """Warning: a variable HOSTIR_... is ignored, because hostir has no knob of this name."""
+    """Warning: an environment variable HOSTIR_... is ignored, because hostir has no knob of this name."""
 
 
 _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")
@@ -79,9 +78,10 @@ class Knob(Generic[T]):
         return self.name.removeprefix(PREFIX).lower()
 
     def get(self, argument: T | str | None = None) -> T:
-        """Return the value: the argument unless it is None, else the innermost scope's, else the environment's.
+        """Return the knob's value: from `argument`, else from the innermost scope, else from the environment.
 
-        Raises HostIRError for an invalid value.
+        An argument of None sets nothing. If nothing sets the knob, return its default. Raises HostIRError for an
+        invalid value.
         """
         if argument is not None:
             return self.check(argument, self.keyword, user_span())
@@ -91,7 +91,9 @@ class Knob(Generic[T]):
         return self.check(os.environ.get(self.name), self.name)
 
     def check(self, value: object, source: str, span: Span | None = None) -> T:
-        """Return the typed value. None and empty text mean the default, as in ``HOSTIR_SPEC= hostir ...``.
+        """Convert a value to the knob's type, and return it.
+
+        None and an empty text, as in ``HOSTIR_SPEC= hostir ...``, give the default.
 
         Raises HostIRError for an invalid value. The message names ``source``: a keyword, or the environment variable.
         """
@@ -151,8 +153,8 @@ SPEC: Knob[int] = Knob(
     1,
     "0, 1 or 2",
     _level,
-    "What lowering verifies: 0 the finished program, 1 the program after every pass, 2 also that each program prints, "
-    "parses back equal, and verifies again.",
+    "What lowering verifies. 0: the finished program. 1: the program after every pass. 2: also that the text of each "
+    "program parses back to an equal program, which verifies again.",
 )
 TIMEOUT: Knob[float] = Knob(
     "HOSTIR_TIMEOUT",
@@ -174,8 +176,10 @@ KERNELS: Knob[str] = Knob(
     "auto",
     "auto, triton, cublas or aten",
     _one_of("auto", "triton", "cublas", "aten"),
-    "The kernels that compute: Triton; cuBLAS with sums in Triton (cublas); ATen; or (auto) the kernels for the "
-    "device: ATen on a CPU. ATen always computes f64.",
+    "The kernels that compute. triton: matmuls and sums in Triton, the rest in ATen. cublas: matmuls by cuBLAS, sums "
+    "in Triton, the rest in ATen. aten: all in ATen. auto on a CPU: as aten. auto on a GPU: as cublas, but matmuls "
+    "that wait for flags or raise them are in Triton. With auto, the strategy `auto` on GPUs tries the kernels cublas "
+    "and triton, and takes the faster ones. ATen always computes f64.",
 )
 CACHE: Knob[Path | None] = Knob(
     "HOSTIR_CACHE",
@@ -190,10 +194,10 @@ SYMMETRIC_LIMIT: Knob[int | None] = Knob(
     None,
     "a number of bytes",
     _bytes,
-    "The most bytes of symmetric memory on a rank for all programs of the job, or of a process group. To stay within "
-    "the limit, programs that were not used for the longest time release their memory. A program that needs more by "
-    "itself is refused; the strategy `auto` takes the fastest program within the limit. If unset, there is no limit, "
-    "and each program keeps up to 4 GiB.",
+    "The most bytes of symmetric memory that all programs of the job, or of a process group, take on a rank. To stay "
+    "within the limit, the least recently used programs release their memory. A program that alone needs more is "
+    "refused. The strategy `auto` takes the fastest program within the limit. If unset, there is no limit, and each "
+    "program keeps up to 4 GiB for all its sizes together.",
 )
 
 COMPARE_CALLS: Knob[bool] = Knob(
@@ -201,8 +205,8 @@ COMPARE_CALLS: Knob[bool] = Knob(
     False,
     "1 or 0",
     _truth,
-    "1: ranks on CUDA compare each call before it runs, and the thread that makes it, as ranks on CPUs always do. "
-    "Calls that differ between ranks are then errors instead of wrong results. It costs about 50 us a call.",
+    "1: before each call, ranks on CUDA compare the calls that they make and the threads that make them. Ranks on CPUs "
+    "always do. Calls that differ between ranks are then errors instead of wrong results. It costs about 50 us a call.",
 )
 
 NATIVE: Knob[bool] = Knob(
@@ -220,10 +224,10 @@ KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Kn
 
 
 def check_environment() -> None:
-    """Raise HostIRError for an environment variable with an invalid value; warn of unknown variables HOSTIR_...
+    """Raise HostIRError for an environment variable with an invalid value, and warn of unknown variables HOSTIR_...
 
-    Executors and the command line call it first, so that a mistake is reported before a knob is read. An unknown
-    variable is only a warning: it may belong to another version, or to another program.
+    Executors and the command line call it first. So a mistake is reported even if its knob is never read. An unknown
+    variable causes only a warning, because another version or another program may use it.
     """
     names = [knob.name for knob in KNOBS]
     for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names):
@@ -237,8 +241,8 @@ def check_environment() -> None:
 def scope(**values: object) -> AbstractContextManager[None]:
     """Set knobs for the calls inside the block: `with hi.knobs.scope(spec=2, kernels="aten")`.
 
-    The names are the names in docs/environment.md without HOSTIR_, in lower case. None means the default. Raises
-    HostIRError for an unknown name or an invalid value; then no knob is set.
+    The keyword of a knob is the name of its variable in docs/environment.md, in lower case and without HOSTIR_. None
+    sets the default. Raises HostIRError for an unknown keyword or an invalid value, and then sets no knob.
     """
     knobs = {knob.keyword: knob for knob in KNOBS}
     for keyword, value in values.items():
@@ -259,7 +263,7 @@ def _set(values: Mapping[str, object]) -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """A knob as a row of the documentation."""
+    """The row of a knob in the table of docs/environment.md."""
 
     name: str
     expected: str
@@ -268,12 +272,12 @@ class Row(NamedTuple):
 
 
 def table() -> list[Row]:
-    """Return one row for each knob, in the order in which they are documented."""
+    """Return the rows of the table in docs/environment.md, one for each knob."""
     return [Row(knob.name, knob.expected, _default(knob.default), knob.doc) for knob in KNOBS]
 
 
 def _default(value: object) -> str:
-    """Return the text of a default, as a user would type it."""
+    """Return the text of a default, as a user would type it; `unset` for None."""
     if isinstance(value, bool):
         return str(int(value))
     return "unset" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Calls: executors, admission of a caller's tensors, parts of sharded tensors, bound and started calls."""
+"""Executors and their calls: checks of the caller's tensors, parts of sharded tensors, bound and started calls."""
 
 from hostir.call.executor import Executor
 from hostir.call.local import LocalExecutor

@@ -1,6 +1,6 @@
-"""Checks of the tensors that a caller passes as inputs or as `out=`, and cache keys for them.
+"""Checks of the tensors that a caller passes as inputs or as `out=`, and cache keys for these tensors.
 
-Inputs must not require gradients. If the program writes an input, that input must not overlap another in memory.
+Inputs must not require gradients. An input that the program writes must not share memory with another input.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def written_inputs(program: Program) -> frozenset[str]:
 def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any]) -> None:
     """Raise HostIRError if an input in `written` overlaps itself or another input of the same rank.
 
-    The proof of the program assumes that inputs do not overlap. Values without tensor memory pass here: other checks
-    refuse them.
+    The proof of the program assumes that inputs do not overlap. This function ignores inputs without plain tensor
+    memory: other checks refuse them.
     """
     pairs = list(zip(program.inputs, inputs, strict=False))
     held = [(v, x) for v, x in pairs if isinstance(x, torch.Tensor) and without_plain_memory(x) is None]
@@ -78,7 +78,7 @@ def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
 def check_local(program: Program, written: Collection[str], inputs: Sequence[Any], sizes: Mapping[str, int]) -> None:
     """Refuse inputs of simulated ranks that real ranks would refuse, and warn of copies that real ranks would make.
 
-    Simulated ranks themselves compute on dense copies without gradients, and accept any inputs.
+    The simulation itself could run with any inputs, because it computes on dense copies without gradients.
     """
     parts = [x if isinstance(x, list | tuple) else [x] for x in inputs]
     ranks = list(enumerate(zip(*parts, strict=False)))
@@ -106,9 +106,9 @@ def warn_of_copies(unrolled: UnrolledProgram) -> None:
 
 
 def sizes_of(program: Program, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Mapping[str, int] | None:
-    """Return all sizes of a call on simulated ranks, given some of them.
+    """Return the values of all symbols for a call on simulated ranks. `sizes` has the values that are known already.
 
-    None if the inputs are neither all unsharded tensors nor all lists of parts.
+    Return None if the inputs are neither all unsharded tensors nor all lists of parts.
     """
     if all(isinstance(x, torch.Tensor) for x in inputs):
         return bind_sizes(program, inputs, sizes, device="cpu")
@@ -129,7 +129,7 @@ UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # raised by 
 
 
 def cache_key(tensors: Sequence[Any]) -> TensorsKey | None:
-    """Return the cache key of tensors: shapes, strides, dtypes, devices; None if a tensor is unsupported."""
+    """Return the key by which plans are cached: shapes, strides, dtypes, devices. None if a tensor is unsupported."""
     grad, functorch = torch.is_grad_enabled(), torch._C._functorch
     try:
         within = functorch.peek_interpreter_stack() is not None  # torch.vmap and similar transforms
@@ -146,7 +146,7 @@ def _tensor_key(x: torch.Tensor, grad: bool) -> tuple[Any, ...]:
 
 
 def addresses(tensors: Iterable[Any]) -> list[int]:
-    """Return the addresses of tensors; an empty list if one has no memory, which the checks report."""
+    """Return the addresses of tensors, with 0 for None; an empty list if a tensor has no memory."""
     try:
         return [0 if x is None else x.data_ptr() for x in tensors]
     except UNREADABLE:
@@ -154,20 +154,26 @@ def addresses(tensors: Iterable[Any]) -> list[int]:
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:
-    """Return True if a tensor was made in inference mode and this code runs outside it: torch then refuses writes."""
+    """Return True if torch would refuse to write a tensor: made in inference mode, it is now used outside that mode."""
     outside = not torch.is_inference_mode_enabled()
     return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
 
 
 def check_out(unrolled: UnrolledProgram, outs: Sequence[Part], inputs: Sequence[Part], device: torch.device) -> None:
-    """Raise HostIRError unless the tensors `outs` fit this rank's outputs and device, and overlap no other tensor."""
+    """Raise HostIRError unless the tensors `outs`, passed as `out=`, can hold this rank's outputs.
+
+    They must have the right shapes and dtypes and be on `device`. They must share no memory with inputs or each other.
+    """
     program, rank = unrolled.program, unrolled.rank
     check_out_tensors(program, rank, outs, expected_parts(program, rank, unrolled.sizes), device)
     check_out_apart(program, outs, inputs)
 
 
 def expected_parts(program: Program, rank: int, sizes: Mapping[str, int]) -> list[Part]:
-    """Return a meta tensor for each output that a rank holds, with its shape and dtype; None for the other outputs."""
+    """Return one entry for each output: a meta tensor with the shape and dtype of the rank's part, or None.
+
+    None stands for an output of which the rank holds no part.
+    """
     held = [v.tensor.mesh is None or rank in v.tensor.mesh.devices for v in program.outputs]
     return [_like(v, sizes) if here else None for v, here in zip(program.outputs, held, strict=True)]
 
@@ -178,7 +184,7 @@ def _like(value: Value, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def sequence_of(out: Any) -> tuple[Any, ...]:
-    """Return the tensors of `out=` as a tuple: the caller passes one tensor or a sequence of them."""
+    """Return the argument `out`, which is one tensor or a sequence of tensors, as a tuple."""
     if isinstance(out, torch.Tensor):
         return (out,)
     if not isinstance(out, list | tuple):
@@ -189,7 +195,11 @@ def sequence_of(out: Any) -> tuple[Any, ...]:
 def check_out_tensors(
     program: Program, rank: int, outs: Sequence[Part], expected: Sequence[Part], device: torch.device
 ) -> None:
-    """Raise HostIRError unless one rank's `out=` tensors have the shapes and dtypes of `expected`, on `device`."""
+    """Raise HostIRError unless the tensors of `out=` can hold the outputs of one rank.
+
+    They must have the shapes and dtypes of the tensors in `expected`, be contiguous, and be on `device`. Where
+    `expected` has None, `out=` must have None.
+    """
     if len(outs) != len(program.outputs):
         names = ", ".join(map(str, program.outputs))
         raise error(f"out= of @{program.name} has {len(outs)} tensors", expected=f"{len(program.outputs)}: {names}")
@@ -228,7 +238,7 @@ def _check(value: Value, rank: int, x: Part, like: torch.Tensor, device: torch.d
 def check_out_apart(program: Program, outs: Sequence[Part], inputs: Sequence[Part]) -> None:
     """Raise HostIRError if a tensor of `out=` shares memory with an input or with another tensor of `out=`.
 
-    `outs` and `inputs` belong to one rank, or to several ranks one after another.
+    `outs` and `inputs` hold the tensors of one rank, or the tensors of several ranks, one rank after another.
     """
     others = [(f"input {value}", x) for value, x in _held(program.inputs, inputs)]
     for value, x in _held(program.outputs, outs):

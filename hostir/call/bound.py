@@ -1,4 +1,7 @@
-"""Bound calls, the data of a warm call with known tensors; and a mark that keeps torch.compile out of executors.
+"""Bound calls, and a mark that keeps torch.compile out of executors.
+
+A bound call keeps what later calls with similar tensors need: the checks that they must pass, the plan, and the CUDA
+graph if there is one.
 
 Dynamo, the tracer of torch.compile, must not trace executors: hostir has already compiled what they run.
 `torch.compiler.disable` has the same effect, but it imports all of torch.compile, and its wrapper costs about 2 us a
@@ -25,32 +28,32 @@ WHY = "an executor runs a program that hostir has compiled"
 
 
 def untraced(function: F) -> F:
-    """Mark a function so that Dynamo breaks the graph at its calls, and compiles neither it nor its callees."""
+    """Mark a function for Dynamo, and return it. Dynamo breaks the graph at its calls, and does not trace into them."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
 Plan = CudaPlan | GlooPlan
-MAX_BOUND = 256  # bound calls that an executor keeps: the most recently used ones
+MAX_BOUND = 256  # an executor keeps so many bound calls: the most recently used ones
 
 
 class BoundCall:
-    """A call that was checked and has a plan, for later calls with tensors of the same layouts.
+    """A plan for calls with tensors of certain layouts, which were checked once.
 
     Args:
-        plan: the plan that it runs.
-        tensors: its inputs, and the tensors of `out=`.
-        where: the addresses of `tensors`, if later calls must use the same ones; None if any addresses fit.
+        plan: the plan.
+        tensors: the inputs of the first such call, and its tensors of `out=`.
+        where: the addresses of `tensors`, if later calls must use the same addresses; None if any addresses fit.
         digest: the digest of the program's text; empty for a rank without a session.
 
     Fields:
-        graph: its CUDA graph, if it has one.
-        allocations: the caller's allocations that copies of the graph are bound to; None if it has no copies.
-        eager: how often it was issued statement by statement since its last capture.
-        captures: how often it was captured.
-        checksum: a hash of its program and sizes, the same on all ranks.
-        without_gradients: True if a tensor requires gradients, so that the call needs `torch.no_grad()`.
+        graph: the CUDA graph that replays the call; None if there is no graph.
+        allocations: the allocations of the caller that the graph's copies read or write; None without such copies.
+        eager: the number of times that the call was issued statement by statement since its last capture.
+        captures: the number of times that the call was captured.
+        checksum: a hash of the program and the sizes. It is the same on all ranks.
+        without_gradients: True if a tensor requires gradients. Later calls must then be under `torch.no_grad()`.
     """
 
     def __init__(self, plan: Plan, tensors: Sequence[Part], where: list[int] | None, digest: str) -> None:
@@ -69,7 +72,7 @@ class BoundCall:
         )
 
     def fits(self, tensors: Sequence[Any]) -> bool:
-        """Return True if this bound call can run these arguments, of any type. After False, `_bind` decides."""
+        """Return True if a call with these arguments, of any type, can run this plan without further checks."""
         try:  # the guards would crash on nested tensors
             where = [x.is_nested or x.data_ptr() for x in tensors]
         except Exception:  # not a tensor, or one without memory
@@ -82,5 +85,5 @@ class BoundCall:
 
 
 def _never(*tensors: Any) -> bool:
-    """Return False. It stands for the guards, which accept only tensors, in calls that have a None for a part."""
+    """Return False. It takes the place of the guards if an argument is None, because guards accept only tensors."""
     return False

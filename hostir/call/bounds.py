@@ -1,19 +1,21 @@
 """The error of a result relative to the unsharded reference, and the largest error that is allowed.
 
-The reference is computed in float64. The yardstick is the plain computation: unsharded torch code in the program's own
-dtypes, on the same inputs. The allowed error is the product of two factors.
+The reference is computed in float64. The *plain computation* is unsharded torch code in the program's own dtypes, on
+the same inputs. The allowed error is
 
-- The first factor is 1.1 times the error of the plain computation, plus a slack.
-- The second factor accounts for sums over ranks: sqrt(1 + s), where each sum over R ranks adds to s. A sum rounds every
-  partial sum to the dtype. Rounding errors are independent, so their squares add up. A sum that is computed in f32, as
-  on the CPU, adds 1. NCCL's ring also rounds every sum of the first j partial sums, of size sqrt(j/R), and so adds
-  (R + 1) / 2.
-- The slack has two parts. Half a unit of f32 allows for another order of summation. For n elements, 1.5/sqrt(n) units
-  of the dtype allow for chance, because the norm over a few elements varies.
+    (1.1 * error of the plain computation + slack) * sqrt(1 + s)
 
-If a program computes only in f64, the reference is as inexact as the results, and the plain computation mostly equals
-it bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. Sums of 16,000 products stay within
-64 units; a step that rounds to f32 does not.
+- The slack has two parts. A unit is the machine epsilon of a dtype. Half a unit of f32 allows for another order of
+  summation. For n elements, 1.5/sqrt(n) units of the dtype allow for chance, because the norm over a few elements
+  varies.
+- s accounts for sums over ranks: every sum over R ranks adds to s. A sum rounds every partial sum to the dtype.
+  Rounding errors are independent, so their squares add up. A sum that is computed in f32, as on the CPU, adds 1 to s.
+  NCCL's ring also rounds the sum of the first j partial sums, for every j. Such a sum has the size sqrt(j/R). So NCCL
+  adds (R + 1) / 2 to s.
+
+If a program computes only in f64, the reference is as inexact as the results, and is mostly equal to the plain
+computation bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. Sums of 16,000 products stay
+within 64 units. A step that rounds to f32 does not.
 
 If an output is a partial sum, its parts are added in float64 without another rounding, and the sum is compared. When
 the parts nearly cancel, their rounding errors are large relative to the sum. A bound that allowed for this would miss
@@ -42,7 +44,7 @@ CHANCE = 1.5  # units in the last place by which the rounding of one element may
 
 @dataclass(frozen=True)
 class Comparison:
-    """The error of one output relative to the reference's norm, and the largest that is allowed."""
+    """The error of one output, and the largest allowed error, both relative to the norm of the reference."""
 
     output: str
     error: float
@@ -58,9 +60,9 @@ class Comparison:
 
 
 def of_single_ranks(source: Program) -> bool:
-    """Return True if a program has statements for single ranks: unsharded tensors then do not define its results.
+    """Return True if a program has statements for single ranks. Its results are then not defined on unsharded tensors.
 
-    The results of a fusion never depend on ranks, however it is lowered.
+    A fusion has no such statements.
     """
     return any(s.one_sided or s.per_rank for s in source.walk())
 
@@ -73,9 +75,9 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def reductions(program: Program, *, ring: bool = False) -> float:
-    """Return the growth of the squared error by a host program's sums over ranks, in units of one squared rounding.
+    """Return the `s` of this module's docstring for a host program: the squared error that its sums over ranks add.
 
-    `ring`: True if NCCL computes the sums in the dtype, hop by hop.
+    The unit is the square of one rounding error. `ring`: True if NCCL computes the sums in the dtype, hop by hop.
     """
     return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in program.walk() if s.addends)
 
@@ -83,10 +85,15 @@ def reductions(program: Program, *, ring: bool = False) -> float:
 def bound(
     plain: torch.Tensor, expected: torch.Tensor, sums: float, dtype: torch.dtype | None = None, *, exact: bool = False
 ) -> float:
-    """Return the largest error allowed; `plain` is the unsharded computation in the program's own dtypes.
+    """Return the largest allowed error of a result, relative to the norm of the reference.
 
-    `dtype` is the dtype of the result; None for the dtype of `plain`. They may differ if `plain` is a sum of partial
-    sums. `exact`: True if every step that leads to the result is in f64.
+    Args:
+        plain: the result of the plain computation.
+        expected: the reference.
+        sums: the return value of `reductions`.
+        dtype: the dtype of the result; None for the dtype of `plain`. They may differ if `plain` is a sum of partial
+            sums.
+        exact: True if every step that leads to the result is in f64.
     """
     chance = CHANCE * torch.finfo(dtype or plain.dtype).eps / sqrt(max(plain.numel(), 1))
     slack = chance + (64 * torch.finfo(torch.float64).eps if exact else torch.finfo(torch.float32).eps / 2)
@@ -102,9 +109,15 @@ def compare(
     ring: bool = False,
     summed: bool = False,
 ) -> list[Comparison]:
-    """Compare the unsharded outputs of a host program with the reference; sums of partial sums are not rounded.
+    """Compare the unsharded outputs of a host program with the reference. Return one comparison for each output.
 
-    `ring` is as for `reductions`. `summed`: True if the sums over ranks in `plain` were rounded too, as on a CPU.
+    Args:
+        program: the host program.
+        got: its outputs. An output that is a partial sum was summed over the ranks without rounding.
+        plain: the results of the plain computation.
+        expected: the reference.
+        ring: as for `reductions`.
+        summed: True if the plain computation rounds its sums over ranks too, as on a CPU.
     """
     sums = reductions(program, ring=ring)
     if summed:

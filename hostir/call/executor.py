@@ -39,7 +39,7 @@ MACHINES = "local", "gloo", "cuda"
 
 
 def _without_self(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a method without `self`, as its callers see it."""
+    """Return the signature of a method as its callers see it: without `self`."""
     signature = inspect.signature(function)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -50,14 +50,17 @@ class Executor:
         executor = Executor(program)
         outputs = executor(a, b)
 
-    Under torchrun, `a` and `b` are this rank's parts of the inputs, and `outputs` its parts of the outputs; a part is
-    None if the rank holds none. On the local machine each is a list of parts, one for each simulated rank. On CUDA a
-    call returns when everything is issued, and may be captured into a CUDA graph after a first call with tensors of the
-    same shapes; on CPU it returns when everything is done. The calls of the same ranks come from one thread at a time.
+    Under torchrun, `a` and `b` are this rank's parts of the inputs, and `outputs` has its parts of the outputs. A part
+    is None if the rank holds no part. On the local machine, each input and output is a list with the part of every
+    simulated rank.
 
-    The caller owns the outputs. With `out=` they are the caller's own tensors, one or a sequence: contiguous, and they
-    share no memory with the inputs or each other. On CUDA, the third and later such calls with the same addresses are
-    replayed from a CUDA graph; docs/calls.md has the details.
+    On a CPU a call returns when everything is done. On CUDA it returns when everything is issued. After a first call
+    with tensors of the same shapes, calls on CUDA may be captured into a CUDA graph. Only one thread at a time may make
+    calls of the same ranks.
+
+    The caller owns the outputs. With `out=`, a tensor or a sequence of tensors, the call writes into the caller's
+    tensors. They must be contiguous, and must share no memory with the inputs or each other. On CUDA, the third and
+    later calls with `out=` at the same addresses are replayed from a CUDA graph; docs/calls.md has the details.
 
     Symmetric buffers and flags last from call to call. Sizes of one kind share them: the buffers have room for the
     largest sizes so far, so that smaller sizes need no rendezvous. docs/memory-model.md defines the kinds of sizes.
@@ -68,22 +71,23 @@ class Executor:
     must be contiguous.
 
     Args:
-        program: a host program, which fixes the number of ranks. Further ranks of the job pass and get None.
+        program: a host program, which fixes the number of ranks. Ranks of the job beyond this number pass None for
+            every input, and get None for every output.
         sizes: values for symbols that do not follow from the shapes of the inputs.
         kernels: the kernels that compute: `auto`, `triton`, `cublas` or `aten`; see the knob HOSTIR_KERNELS.
         machine: `local`, `gloo` or `cuda`. The default is `gloo` or `cuda` under torchrun, by the session's device, and
             `local` elsewhere. Outside torchrun `gloo` and `cuda` run programs of one rank.
         group: the ranks that run the program, numbered as in the group: a torch process group, its name, or a
             DeviceMesh of one dimension. The default is all ranks of the job. Only members make the executor and calls.
-        seed: selects one of the orders that the rules allow, on the local machine; 0 is program order.
+        seed: on the local machine, selects one of the orders that the memory model allows; 0 is program order.
         trace: receives an event for each statement of each run. On CUDA each call then waits for the device.
         check: True to refuse a program that is not proved free of races, deadlocks and misuse of memory. The proof is
             made at once if all sizes are known, else before the first call with new sizes.
         timeout: seconds that `synchronize` waits. The default is the timeout of `group`; without a group, the knob
             HOSTIR_TIMEOUT.
         graphs: True if calls with `out=` may be replayed from CUDA graphs. An executor with a trace captures no graphs.
-        compare_calls: True if ranks compare each call, and the thread that makes it, before it runs. On gloo they
-            always do. See the knob HOSTIR_COMPARE_CALLS.
+        compare_calls: True if the ranks compare their calls, and the threads that make them, before each call runs. On
+            gloo they always do. See the knob HOSTIR_COMPARE_CALLS.
         symmetric_limit: the most bytes of symmetric memory that the program may take on a rank; see the knob
             HOSTIR_SYMMETRIC_LIMIT.
 
@@ -180,7 +184,7 @@ class Executor:
 
     @untraced
     def start(self, *inputs: Any, out: Any = None) -> Started:
-        """Start a call that runs beside the caller's own work; `.wait()` on the returned handle gives the outputs.
+        """Start a call that runs beside the caller's other work. `wait()` of the returned handle gives the outputs.
 
             started = executor.start(x)
             y = w @ v  # meanwhile
@@ -199,8 +203,9 @@ class Executor:
     def places(self, *inputs: Any) -> tuple[Part, ...]:
         """Return the symmetric buffer that the program copies each input to; None for an input that it does not copy.
 
-        If a call's input is the returned tensor itself, the copy is left out. So compute inputs in place. The memory
-        belongs to the executor. It keeps the caller's data until the program overwrites it. All ranks must call this.
+        A call makes no copy of an input that is the returned tensor itself. So compute this input in the returned
+        tensor. The memory belongs to the executor. It keeps the caller's data until the program overwrites it. All
+        ranks must call this method.
         """
         raise NotImplementedError
 
@@ -208,8 +213,8 @@ class Executor:
     def symmetric_bytes(self) -> int | None:
         """The bytes of symmetric memory that the program takes on this rank, for the sizes of the latest call.
 
-        Before the first call, and on simulated ranks, for the sizes that the executor was made with; None unless it was
-        made with all of them.
+        Before the first call, and on simulated ranks, the sizes that were passed to the executor count instead. The
+        value is None if one of the sizes was not passed.
         """
         if self.latest is not None:
             return self.latest.plan.unrolled.memory[1]
@@ -224,14 +229,15 @@ class Executor:
 
     @untraced
     def synchronize(self) -> None:
-        """Wait for everything issued so far; on CUDA at most `timeout` seconds.
+        """Wait until everything that was issued so far has ended; on CUDA at most `timeout` seconds.
 
-        Raises HostIRError if a kernel reports a problem, and after `timeout`, naming the unfinished communications.
+        Raises HostIRError if a kernel reports a problem. Raises it also after `timeout` seconds, and then names the
+        unfinished communications.
         """
         raise NotImplementedError
 
     def _check_limit(self, needed: int, sizes: Mapping[str, int]) -> None:
-        """Raise if the program takes more symmetric memory than its limit."""
+        """Raise HostIRError if `needed` bytes of symmetric memory exceed the limit. The message names the sizes."""
         if self.symmetric_limit is None or needed <= self.symmetric_limit:
             return
         bound = "".join(f", {name}={size}" for name, size in sorted(sizes.items()))
@@ -265,7 +271,7 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
 
 
 def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
-    """Gather the parts of all ranks of a job on every rank; `[parts]` without a session."""
+    """Return every rank's parts, in the order of the ranks; `[parts]` without a session. All ranks call it."""
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size

@@ -24,7 +24,7 @@ from hostir.machines.simulated.rank import Parts
 from hostir.machines.trace import Trace
 from hostir.plan.unroll import unroll
 
-Inputs = Sequence[torch.Tensor | Parts]  # of one call: unsharded tensors, or for each input the parts of all ranks
+Inputs = Sequence[torch.Tensor | Parts]  # a call's inputs: unsharded tensors, or for each input the parts of all ranks
 
 
 def rehearse(
@@ -36,12 +36,12 @@ def rehearse(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LocalMachine:
-    """Plan consecutive calls of a host program on a simulated machine; its method `run(seed)` executes them.
+    """Return a simulated machine with a plan for consecutive calls of a host program; `run(seed)` executes them.
 
     Args:
         program: a host program that passes the checks.
         calls: the inputs of each call: unsharded tensors, or for each input a list with the part of every rank (None
-            for a rank without a part). All calls use the same memory of the caller, so their shapes are equal.
+            for a rank without a part). All calls use the same memory of the caller. So the shapes must be equal.
         sizes: values of symbols that do not follow from the inputs' shapes.
         kernels: the kernels that compute: `auto`, `aten`, or `triton` (under TRITON_INTERPRET=1); or a kernel table.
         dtype: the dtype of all tensors except flags; None for the dtypes that the program declares.
@@ -199,7 +199,7 @@ class LocalExecutor(Executor):
         """Return at once: calls on simulated ranks have ended when they return."""
 
     def _check_local(self, sizes: Mapping[str, int]) -> None:
-        """Raise if the program has no proof for these sizes, or takes more symmetric memory than its limit."""
+        """Raise HostIRError if the proof fails for these sizes, or if symmetric memory exceeds its limit."""
         if self.check:
             prove(self.program, sizes)
         if self.symmetric_limit is not None:

@@ -1,4 +1,4 @@
-"""Parts of sharded tensors: cut a tensor into parts, and assemble it from them."""
+"""Parts of sharded tensors: cut a tensor into the parts of the ranks, and assemble it from the parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostir.kernels.dtypes import BITS
 def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
     """Return a contiguous copy of one rank's part of an unsharded tensor; None for a rank outside the mesh.
 
-    For a partial sum, each of the n ranks along a partial axis gets every n-th element, and zeros elsewhere. So the
+    For a partial sum over a mesh axis of n ranks, each of them gets every n-th element, and zeros elsewhere. So the
     parts add up to `tensor` without rounding.
     """
     mesh = type.mesh
@@ -40,9 +40,9 @@ def assemble(
 ) -> torch.Tensor:
     """Return the unsharded tensor from every rank's part (`parts[rank]`): the inverse of `shard`.
 
-    Partial sums are added in float64, in the order of the ranks. With `rounded` the sum is rounded once to the parts'
-    dtype; else the result is float64. Raises HostIRError if a part is missing or has the wrong shape, or if parts that
-    must be copies of each other differ in a bit.
+    Partial sums are added in float64, in the order of the ranks. If `rounded`, the sum is rounded once to the dtype of
+    the parts. Otherwise it stays in float64. Raises HostIRError if a part is missing or has the wrong shape, or if
+    parts that must be copies of each other differ in a bit.
     """
     mesh = type.mesh
     if mesh is None:
@@ -80,7 +80,11 @@ def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]
 def _split(
     type: TensorType, mesh: Mesh, sizes: Mapping[str, int], coordinate: Callable[[str], int]
 ) -> tuple[list[int], tuple[int | slice, ...]]:
-    """Return the shape with each sharded factor split into (ranks, elements of a rank), and a rank's index in it."""
+    """Return a shape to view the unsharded tensor in, and the index of one rank's part in this view.
+
+    In the shape, each sharded factor is split into two axes: ranks, and elements of a rank. `coordinate` returns the
+    rank's place on a mesh axis.
+    """
     shape: list[int] = []
     at: list[int | slice] = []
     for axis in type.axes:
@@ -124,7 +128,7 @@ def _added(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _agree(ranks: Sequence[int], held: Mapping[int, torch.Tensor], type: TensorType) -> None:
-    """Raise HostIRError unless these ranks hold the same bits; equal NaNs count as equal."""
+    """Raise HostIRError unless the parts of these ranks have the same bits. NaNs with the same bits are equal."""
     bits = BITS[held[ranks[0]].element_size()]
     first = held[ranks[0]].contiguous().view(bits)
     if odd := [rank for rank in ranks[1:] if not torch.equal(held[rank].contiguous().view(bits), first)]:

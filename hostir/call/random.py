@@ -16,10 +16,11 @@ from hostir.machines.simulated.scheduler import check_seed
 def random_inputs(
     program: Program, sizes: Mapping[str, int], seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """Return unsharded random inputs, normal with mean 0; equal for the same seed and device type.
+    """Return unsharded random inputs of a normal distribution. The same seed and device type give the same inputs.
 
-    Their standard deviation is 1. It is 1/sqrt(K) for an input that becomes the right side of a matmul or linear with K
-    contracted elements: the products then have a standard deviation of about 1, and f16 does not overflow.
+    The mean is 0, and the standard deviation is 1. For an input that becomes the right side of a matmul or linear with
+    K contracted elements, it is 1/sqrt(K). Then the products have a standard deviation of about 1, and f16 does not
+    overflow.
     """
     generator = torch.Generator(device).manual_seed(check_seed(seed) % (1 << 64))  # torch takes 64 bits
     scales = _scales(program, sizes)
@@ -35,8 +36,11 @@ def random_inputs(
 
 
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the standard deviations, by name, of inputs that become the right side of a contraction."""
-    origin: dict[str, str] = {}  # by name: the value that it is a view of, or the only value that it is computed from
+    """Return the standard deviation of each value that becomes the right side of a contraction, by its name.
+
+    Views and values that are computed from a single value count as that value.
+    """
+    origin: dict[str, str] = {}  # by name of a value: the value that it views, or the only one it is computed from
     scales: dict[str, float] = {}
 
     def root(name: str) -> str:

@@ -62,7 +62,7 @@ DEVICES = {"gloo": "cpu", "cuda": "cuda"}
 
 
 class RankExecutor(Executor):
-    """An executor on this process's rank, of a job, of a process group, or alone."""
+    """An executor of one rank: this process, as a rank of a job or of a process group, or alone."""
 
     @untraced
     def __init__(
@@ -79,12 +79,12 @@ class RankExecutor(Executor):
         super().__init__(program, machine=machine, group=group, trace=trace, timeout=timeout, graphs=graphs, **options)
         self.bound: OrderedDict[tuple[Any, ...], BoundCall] = OrderedDict()  # the most recently used last
         self._graphs: Graphs | None = None
-        self._order: CallOrder | None = None  # orders its calls on any streams
+        self._order: CallOrder | None = None  # orders the calls of this executor on different streams
         self._communicates = bool(teams_of(program) or message_teams_of(program)) or shares_memory(program)
         self._side: SideStreams | None = None
         self._captured: set[Plan] = set()  # kept alive: graphs that the caller captured use the plans' memory
-        self._ended = ""  # the reason why it makes no more calls; empty while it may
-        self._agreement = Agreement(None, program, self.kernels, False)  # with no other rank, unless it joins a job
+        self._ended = ""  # the reason why this executor refuses calls; empty while it accepts them
+        self._agreement = Agreement(None, program, self.kernels, False)  # without other ranks; `_join` may replace it
         self._machine = self._join(machine, group, timeout)
         self.calls = self._agreement.calls
         self._compare = self._agreement.compare
@@ -99,7 +99,10 @@ class RankExecutor(Executor):
                 self._graphs = self._make_graphs()
 
     def _join(self, machine: str | None, group: object, timeout: float | None) -> CudaMachine | GlooMachine:
-        """Join the group or the job, if there is one, and create this rank's machine; raise if it has too few ranks."""
+        """Join the group or the job if there is one, and return this rank's machine.
+
+        Raises HostIRError if there are fewer ranks than the program needs.
+        """
         size = 1
         device = torch.device("cpu" if machine == "gloo" else "cuda")
         self.session = session_of(group, DEVICES[machine] if machine else None)
@@ -126,8 +129,8 @@ class RankExecutor(Executor):
             )
         table = kernel_table(self.kernels, device.type)
         groups = self.session.groups if self.session else Groups(0, device)
-        # The agreement refers to no executor. So an executor is destroyed with its last reference, without the garbage
-        # collector: its graphs must not be destroyed at some point within a capture.
+        # The agreement must not refer to the executor. Then the last reference to an executor destroys it, and not the
+        # garbage collector, which could destroy its CUDA graphs during a capture.
         compare = self.compare_calls or device.type == "cpu"
         self._agreement = Agreement(self.session, self.program, self.kernels, compare)
         if device.type == "cuda":
@@ -142,8 +145,8 @@ class RankExecutor(Executor):
 
     @untraced
     def __call__(self, *inputs: Any, out: Any = None) -> tuple[Any, ...]:
-        # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. The last one reads the words to
-        # which kernels report timeouts, orders the call after the last one, and calls Graphs.launch or CudaPlan.run.
+        # The path of a warm call on CUDA is __call__, _call, BoundCall.fits, _issue. `_issue` reads the words to which
+        # kernels report timeouts, orders the call after the previous call, and calls Graphs.replay or CudaPlan.run.
         calls, thread = self.calls, threading.current_thread()
         entered = calls.entered
         if (other := calls.inside) is not None:
@@ -168,12 +171,12 @@ class RankExecutor(Executor):
         return self._side.start(self, inputs, out)
 
     def _call(self, inputs: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        """Run the program once on this rank's machine; the caller holds the lock of the calls."""
+        """Run the program once on this rank's machine, and return its outputs. The caller holds `calls.lock`."""
         if self.watchdog is not None and self.watchdog.disturbed:
             self._resume()
-        given = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        outs = None if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         call = self.latest
-        if call is None or not call.fits(inputs if given is None else (*inputs, *given)):
+        if call is None or not call.fits(inputs if outs is None else (*inputs, *outs)):
             call = self._bind(inputs, out)
         elif self._compare:
             self._agreement.begin(call.plan.unrolled.sizes, planned=True)
@@ -181,7 +184,7 @@ class RankExecutor(Executor):
         try:
             if gradients:
                 torch._C._set_grad_enabled(False)  # torch.no_grad() would take 1 us longer
-            outputs = self._issue(call, inputs, given)
+            outputs = self._issue(call, inputs, outs)
         except HostIRError as failure:
             raise self._blamed(failure) from failure.__cause__
         except BaseException:
@@ -195,13 +198,17 @@ class RankExecutor(Executor):
             self.calls.went(call.checksum)
         return outputs
 
-    def _issue(self, call: BoundCall, inputs: tuple[Part, ...], given: tuple[Part, ...] | None) -> tuple[Part, ...]:
-        """Run a call on CPU; on CUDA issue it: as one graph, or statement by statement, always so in a capture."""
+    def _issue(self, call: BoundCall, inputs: tuple[Part, ...], outs: tuple[Part, ...] | None) -> tuple[Part, ...]:
+        """Run a call on a CPU, or issue it on CUDA; return the outputs.
+
+        On CUDA the call is issued as one CUDA graph or statement by statement. While the caller captures, it is always
+        issued statement by statement.
+        """
         plan, watchdog = call.plan, self.watchdog
         if isinstance(plan, GlooPlan):
             if watchdog is not None:
                 watchdog.observe(plan)
-            return plan.run(inputs, given)
+            return plan.run(inputs, outs)
         if (problem := plan.problem()) is not None:
             raise self._noted(problem)
         graphs, capturing = self._graphs, torch._C._cuda_isCurrentStreamCapturing()
@@ -216,11 +223,11 @@ class RankExecutor(Executor):
                 communication_order(self._machine.device).follow_in_capture()
         elif self._order is not None:
             self._order.follow()
-        if call.graph is not None and graphs is not None and given is not None and graphs.replay(call):
-            return given
-        if graphs is not None and given is not None and graphs.capture_when_due(call, inputs, given):
-            return given
-        outputs = plan.run(inputs, given, capturing)
+        if call.graph is not None and graphs is not None and outs is not None and graphs.replay(call):
+            return outs
+        if graphs is not None and outs is not None and graphs.capture_when_due(call, inputs, outs):
+            return outs
+        outputs = plan.run(inputs, outs, capturing)
         if plan.timeline is not None:
             plan.timeline.collect()
         return outputs
@@ -239,7 +246,7 @@ class RankExecutor(Executor):
                 raise
             if plan.memory is not None:
                 plan.memory.used = time.monotonic()  # the caller will use it: do not release it next to make room
-            # The call may be on another stream than this one, to which a new plan issues copies.
+            # A new plan has issued copies to the current stream. The caller may make its call on another stream.
             if self.machine == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._machine.device).synchronize()
         registers = places(plan.unrolled, plan.memory)
@@ -277,7 +284,10 @@ class RankExecutor(Executor):
         self._raise_problem()
 
     def _raise_problem(self) -> None:
-        """Raise the device's error report, or an error if a call was abandoned, for which the device may wait."""
+        """Raise HostIRError if a kernel has reported a problem, or if a call was abandoned.
+
+        After an abandoned call the device may wait for a peer for ever.
+        """
         if self.session is not None and self.session.has_lost_call:
             raise self.session.lost_call()
         if abandoned := self._machine.groups.abandoned:
@@ -288,13 +298,16 @@ class RankExecutor(Executor):
             raise self._blamed(self._noted(problem))
 
     def _noted(self, late: HostIRError) -> HostIRError:
-        """Add notes with other possible causes to the error of a wait that took too long."""
+        """Return the error of a wait that took too long, with notes on other possible causes."""
         first, *others = late.diagnostics
         notes = self.session.crossing() if self.session is not None else ()
         return HostIRError(replace(first, notes=(*first.notes, *notes)), *others)
 
     def _blamed(self, failure: HostIRError) -> HostIRError:
-        """Report a failure to the other ranks; return the error to raise. A rank alone renews its memory at once."""
+        """Report a failure of a call to the other ranks, and return the error to raise.
+
+        Without a watchdog, no rank waits for a report: if the call was abandoned, renew the memory at once.
+        """
         groups = self._machine.groups
         if self.watchdog is not None:
             return self.watchdog.blame(failure, bool(groups.abandoned))
@@ -304,19 +317,25 @@ class RankExecutor(Executor):
         return failure
 
     def _interrupted(self, problem: BaseException) -> None:
-        """Report to ranks that may run this call that an exception other than HostIRError has ended it here."""
+        """Report to the other ranks that an exception other than HostIRError has ended the call on this rank.
+
+        Report nothing if no other rank can know of the call.
+        """
         calls, groups = self.calls, self._machine.groups
         if calls.broken or not calls.visible:
             return
         what = f"rank {self.rank} was interrupted in @{self.program.name} by {headline(problem)}"
-        if groups.broken:  # its threads may still run
+        if groups.broken:  # threads of the call may still run
             calls.end(what)
             return
         groups.abandoned = groups.abandoned or what
         self._blamed(error(what))
 
     def _resume(self) -> None:
-        """Begin the call on this rank, and return the plan for inputs with this key; make it if it is missing."""
+        """Do before a call what another rank or an earlier failure asks for: raise an error, or begin anew.
+
+        The watchdog has set `disturbed`. It is set again if this method raises.
+        """
         assert self.session is not None
         assert self.watchdog is not None
         self.calls.broken = self.calls.broken or self.watchdog.misaligned
@@ -325,11 +344,11 @@ class RankExecutor(Executor):
         try:
             self._begin_anew(self.session)
         except BaseException:
-            self.watchdog.disturbed = True  # the next call comes here again
+            self.watchdog.disturbed = True  # the next call calls this method again
             raise
 
     def _begin_anew(self, session: Session) -> None:
-        """Raise for a call that another rank has abandoned; if all ranks have raised, renew their shared state."""
+        """Raise HostIRError for a call that a rank has abandoned. If all ranks have raised, renew the shared state."""
         if session.has_lost_call:
             raise session.lost_call()
         if not (abandoned := self._machine.groups.abandoned):
@@ -343,6 +362,7 @@ class RankExecutor(Executor):
             raise self._blamed(refused) from refused.__cause__
 
     def _stuck(self) -> HostIRError:
+        """Return the error for a device that is not done after the timeout. It names the unfinished communications."""
         plan = next(reversed(self.plans.values()), None)
         late = f"the device has not finished @{self.program.name} after {self.timeout:g} s"
         hint = "HOSTIR_TIMEOUT sets how many seconds it may take"
@@ -355,7 +375,7 @@ class RankExecutor(Executor):
         return error(f"rank {self.rank}, {first}; {late}", span, hint=hint, notes=tuple(others))
 
     def _bind(self, inputs: tuple[Any, ...], out: Any) -> BoundCall:
-        """Begin the call on this rank, and return the bound call for these tensors; make one if it is missing."""
+        """Begin a call with these tensors on this rank, and return its bound call. Make a missing bound call."""
         outs = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
         tensors, tensors_key, outs_key = (*inputs, *outs), cache_key(inputs), cache_key(outs)
         where = addresses(tensors) if out is not None or self._written else None
@@ -384,7 +404,11 @@ class RankExecutor(Executor):
     def _choose(
         self, tensors_key: TensorsKey | None, inputs: Sequence[Part], out: Any = None, places: bool = False
     ) -> Plan:
-        """Begin the call on this rank, and return the plan for inputs with this key; make a missing plan."""
+        """Begin a call with these inputs on this rank, and return its plan. Make a missing plan.
+
+        `tensors_key` is the key of the inputs; None if no key exists, and then the plan is not kept. `places`: True for
+        a call of the method `places`.
+        """
         self._refuse_elsewhere()
         plan = self.plans.get(tensors_key) if tensors_key is not None else None
         if plan is None:
@@ -424,23 +448,23 @@ class RankExecutor(Executor):
             del self.bound[name]
 
     def _drop_stale(self) -> None:
-        """Drop the plans whose symmetric memory was released, at a rendezvous of this executor or another."""
+        """Drop the plans whose symmetric memory was released. A rendezvous of any executor may release it."""
         self._drop(is_stale)
 
     def _renew(self) -> None:
-        """Drop all plans, and agree anew on the next call of each kind: the ranks begin anew after a failure."""
+        """Drop all plans, and forget which calls the ranks have agreed on: they begin anew after a failure."""
         self._end_plans()
         self._agreement.restart()
 
     def _leave(self, reason: str) -> None:
-        """Make no more calls, and refuse later ones for this reason. Drop the plans, which hold process groups."""
+        """Refuse all later calls for this reason, and drop the plans, because they hold process groups."""
         self._ended = reason
         if self._graphs is not None:
             self._graphs.release(reason)
         self._end_plans()
 
     def _end_plans(self) -> None:
-        """Drop all plans, and end the threads that run them on CPU."""
+        """Drop all plans. On a CPU, end the threads that run them."""
         for plan in self.plans.values():
             if isinstance(plan, GlooPlan):
                 plan.end()
@@ -449,7 +473,7 @@ class RankExecutor(Executor):
             self._machine.end()
 
     def _refuse_elsewhere(self) -> None:
-        """Raise in a forked child, and after the end of the session."""
+        """Raise HostIRError in a child that was forked from this rank, and after the end of the session."""
         if self._process != os.getpid():
             raise forked_from(self.rank)
         if self._ended:
@@ -460,6 +484,7 @@ class RankExecutor(Executor):
             )
 
     def _refuse_in_capture(self) -> None:
+        """Raise HostIRError in a capture: a plan cannot be made there."""
         if self.machine == "cuda" and torch.cuda.is_current_stream_capturing():
             raise error(
                 f"@{self.program.name} runs with these shapes for the first time inside a CUDA graph capture",
@@ -467,12 +492,16 @@ class RankExecutor(Executor):
             )
 
     def _check(self, unrolled: UnrolledProgram, inputs: Sequence[Part], out: Any) -> None:
-        """Raise if tensors of a call share memory, or cannot hold the outputs, before any rank begins the call."""
+        """Raise HostIRError if inputs share memory, or if the tensors of `out` cannot hold the outputs.
+
+        This check comes before any rank begins the call.
+        """
         check_apart(self.program, self._written, inputs)
         if out is not None:
             check_out(unrolled, sequence_of(out), inputs, self._machine.device)
 
     def _make(self, inputs: Sequence[Part], out: Any, places: bool) -> Plan:
+        """Begin the first call with inputs like these, and return a new plan for such calls."""
         machine = self._machine
         try:
             sizes = bind_sizes(self.program, inputs, self.sizes, rank=self.rank, device=machine.device)
@@ -490,17 +519,17 @@ class RankExecutor(Executor):
         self._agreement.begin(sizes, planned=sizes_class in self._agreement.agreed, places=places)
         self._agreement.reach(sizes, sizes_class)
         warn_of_copies(unrolled)
-        # Ranks that measure candidates have no watchdog during a first call: they tell each other of its refusal.
+        # Ranks that measure candidates have no watchdog during a first call: they report refusals to each other.
         together = self.session is not None and self.watchdog is not None and self.session.size > 1
         if waited_for := self._communicates and together:
-            self.calls.visible = True  # the others ask this rank nothing more
+            self.calls.visible = True  # the other ranks may now run the call, and wait for this rank
         try:
             return self._plan(unrolled, sizes_class if proof is not None and proof.resizable else None, inputs)
         except (AlikeError, MisalignedError):
             raise
         except HostIRError as failure:
             groups = machine.groups
-            if not waited_for or groups.abandoned:  # the others know this failure
+            if not waited_for or groups.abandoned:  # no rank waits, or the other ranks already know this failure
                 raise
             groups.abandoned = headline(failure)
             raise self._blamed(failure) from failure.__cause__
@@ -508,10 +537,10 @@ class RankExecutor(Executor):
     def _plan(self, unrolled: UnrolledProgram, sizes_class: KindOfSizes, inputs: Sequence[Part]) -> Plan:
         """Bind an unrolled program to this rank's machine.
 
-        `sizes_class`: sizes of this class share symmetric memory; None if these sizes share it with no others.
+        `sizes_class`: sizes of this class share symmetric memory; None if these sizes share it with no other sizes.
         """
         if self._order is not None:
-            self._order.follow()  # new tables may reuse the memory of dropped plans, which calls may still read
+            self._order.follow()  # the plan's tables may reuse memory of dropped plans, which earlier calls still read
         with torch.inference_mode(False):  # tensors that a plan holds are used by calls in any mode
             machine = self._machine
             if isinstance(machine, GlooMachine):
@@ -520,7 +549,7 @@ class RankExecutor(Executor):
             return machine.plan(unrolled, timeline, sizes_class, self.symmetric_limit, inputs)
 
     def _log(self, plan: Plan, seconds: float) -> None:
-        """Log a new plan, and the reason if no CUDA graph of it is captured."""
+        """Log a new plan and the seconds that it took. If no CUDA graph of it is captured, log the reason."""
         if not LOG.isEnabledFor(logging.INFO):
             return
         unrolled, name = plan.unrolled, self.program.name
@@ -535,7 +564,7 @@ class RankExecutor(Executor):
             LOG.info("@%s: no CUDA graph is captured: %s", name, plan.eager_only or self.graph_refusal)
 
     def _refuse_shared_queues(self, sizes: Mapping[str, int]) -> None:
-        """Refuse a program that would deadlock because the device has fewer queues than it has streams."""
+        """Raise HostIRError if the program would deadlock because it has more streams than the device has queues."""
         if self.machine == "cuda" and self.program.streams >= queues():  # the caller's stream needs one as well
             from hostir.check.proof import shared_queues
 
@@ -554,7 +583,7 @@ _with_threads: weakref.WeakSet[RankExecutor] = (
 
 
 def _forked() -> None:
-    """Make the next call of each executor in a forked child take the slow path, which refuses it there."""
+    """Prepare executors for a forked child: drop what lets a call skip the check that refuses it there."""
     for executor in _with_threads:
         executor.latest = None
     for calls in {executor.calls for executor in _with_threads}:

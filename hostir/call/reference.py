@@ -1,7 +1,7 @@
 """The reference results of a program: its statements run one after another on unsharded tensors.
 
-A sharded axis is a plain axis here, a partial sum is the sum, and every communication is a copy. Results do not depend
-on ranks, streams or order, so all other machines can be compared with them.
+A sharded axis is a plain axis here, a partial sum is the complete sum, and every communication is a copy. So the
+results do not depend on ranks, streams or order, and the results of all other machines can be compared with them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from hostir.kernels.dtypes import torch_dtype
 
 
 class Whole:
-    """A tensor with memory of its own."""
+    """An unsharded tensor that is not a view."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     def get(self) -> torch.Tensor:
-        """Return its elements, perhaps in shared memory: they must not be written."""
+        """Return the elements. Do not write to them: other tensors may share their memory."""
         return self.tensor
 
     def put(self, elements: torch.Tensor) -> None:
-        """Replace its elements."""
+        """Replace the elements."""
         self.tensor = elements
 
 
 @dataclass(frozen=True)
 class WholeView:
-    """Part of a tensor: the elements of `part(parent)`, a strided view, in the shape `shape`.
+    """A view of an unsharded tensor: `part` returns a strided view of the parent, which is then reshaped to `shape`.
 
-    A piece of a sharded axis is some rows of every rank's part: not one strided view, but two steps.
+    The reshape is a separate step, because a piece of a sharded axis has rows of every rank's part: no single strided
+    view of the parent has its shape.
     """
 
     parent: Whole | WholeView
@@ -48,11 +49,11 @@ class WholeView:
     shape: tuple[int, ...]
 
     def get(self) -> torch.Tensor:
-        """Return its elements, perhaps in shared memory: they must not be written."""
+        """Return the elements. Do not write to them: other tensors may share their memory."""
         return self.part(self.parent.get()).reshape(self.shape)
 
     def put(self, elements: torch.Tensor) -> None:
-        """Replace its elements in the parent."""
+        """Replace the elements in the parent."""
         whole = self.parent.get().clone()
         part = self.part(whole)
         part.copy_(elements.reshape(part.shape))
@@ -63,9 +64,9 @@ WholeHandle = Whole | WholeView
 
 
 class Reference(OptionalMethods):
-    """The machine that holds whole tensors, on one device.
+    """The machine that computes on unsharded tensors, on one device.
 
-    `dtype` is what it computes in; None stands for what programs declare.
+    `dtype` is the dtype of all tensors; None for the dtypes that the program declares.
     """
 
     rank: int | None = None
@@ -117,16 +118,16 @@ class Reference(OptionalMethods):
     ) -> None:
         result = torch.empty_like(out.get(), memory_format=torch.contiguous_format)
         assert done is None
-        assert ready is None  # whole tensors have no flags: to allocate some is refused
+        assert ready is None  # there are no flags: `allocate` refuses them
         KERNELS[computation](result, *(None if x is None else x.get() for x in operands), **options)
         out.put(result)
 
     def communicate(self, exchange: Exchange, x: WholeHandle | None, out: WholeHandle | None) -> None:
-        if x is not None and out is not None:  # as they always are: whole tensors lie on every mesh
+        if x is not None and out is not None:  # always true here: an unsharded tensor is on every mesh
             out.put(x.get().reshape(out.get().shape))
 
     def wait(self, handle: None) -> None:
-        """Do nothing: communications have ended when they are issued."""
+        """Do nothing: a communication has ended when `communicate` returns."""
 
     def current_stream(self) -> int:
         return 0
@@ -135,7 +136,7 @@ class Reference(OptionalMethods):
         """Do nothing: there is one stream."""
 
     def synchronize(self, stream: int) -> None:
-        """Do nothing: statements have ended when they are issued."""
+        """Do nothing: every statement has ended before the next one runs."""
 
     def copy(self, x: WholeHandle, out: WholeHandle, source: int, target: int, sms: int = 0) -> None:
         raise _no_ranks()
@@ -151,7 +152,7 @@ class Reference(OptionalMethods):
 
 
 def _no_ranks() -> HostIRError:
-    """Fail: programs with statements that name ranks are refused before."""
+    """Return the error for a statement that names ranks: the reference has no ranks."""
     return error("whole tensors have no ranks", hint="run the program on simulated or real ranks")
 
 
@@ -162,10 +163,10 @@ def reference(
     sizes: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the whole outputs of a fusion or a host program, from whole inputs.
+    """Run a fusion or a host program on unsharded inputs, and return its unsharded outputs.
 
-    Computes in `dtype`, or in the program's own dtypes where it is None, on the device of the inputs. `sizes` need name
-    only the symbols that do not follow from the inputs' shapes. Raises HostIRError for inputs that do not fit.
+    It computes in `dtype`, or in the program's dtypes if `dtype` is None, on the device of the inputs. `sizes` must
+    have the symbols that do not follow from the shapes of the inputs. Raises HostIRError for inputs that do not fit.
     """
     bound = bind_sizes(program, inputs, sizes)
     handles = [Whole(x.to(dtype or x.dtype)) for x in inputs]

@@ -1,4 +1,4 @@
-"""The memory that a program needs, the memory that the host has, and the error if it is too small."""
+"""The memory that a program needs, the memory that the host has, and the error if the host has too little."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 class Room:
-    """The bytes that a host program takes for some sizes: the bytes of its unsharded inputs, and of each rank.
+    """The memory that a host program takes for one set of sizes.
 
     A rank holds its parts of the inputs, and the buffers that are not freed yet. Simulated ranks (`frees=False`) keep
     all buffers, and two copies of the inputs. Copies by `dense` are not counted: they depend on the caller's strides.
+
+    Fields:
+        inputs: the bytes of the unsharded inputs.
+        ranks: the most bytes that each rank holds at once, by rank.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], *, frees: bool = True) -> None:
@@ -31,12 +35,16 @@ class Room:
         self.frees = frees
         self.inputs = sum(prod(bind_shape(v.tensor.shape, sizes)) * v.tensor.dtype.bytes for v in program.inputs)
         meshes = [mesh.devices for mesh in program.meshes]
-        of_meshes = cache(lambda mine: self._of_rank(program, mine))  # ranks of the same meshes hold as much
+        of_meshes = cache(lambda mine: self._of_rank(program, mine))  # ranks of the same meshes hold equally many
         self.ranks = [of_meshes(tuple(rank in devices for devices in meshes)) for rank in range(program.ranks)]
         self.name = program.name
 
     def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
-        """Raise HostIRError if `total` bytes are more than are `there`; `has` describes the memory for the message."""
+        """Raise HostIRError if `total` bytes are more than the `there` bytes that are available.
+
+        `where`, `has` and `whole` are parts of the message: who takes the bytes, who has the available bytes, and a
+        remark on the unsharded inputs.
+        """
         if total <= there:
             return
         raise error(
@@ -58,7 +66,7 @@ class Room:
         return prod(bind_shape(type.local_shape, self.sizes)) * type.dtype.bytes
 
     def _most(self, body: tuple[Statement, ...], meshes: set[str]) -> tuple[int, int]:
-        """Return the largest number of bytes that a body's buffers take at once, and the bytes left at its end."""
+        """Return the most bytes that the buffers of a body take at once, and the bytes that they take at its end."""
         most = now = 0
         for s in body:
             if s.buffer is not None:
@@ -75,12 +83,12 @@ class Room:
 
 
 def of_host() -> int:
-    """Return the bytes of memory that this host or container has."""
+    """Return the bytes of memory of this host, or of this container if it has a lower limit."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
 
 
 def free_here() -> int:
-    """Return the bytes of memory that are free on this host, counting what it can swap out."""
+    """Return the bytes of memory that are free on this host, including free swap space."""
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         left = sum(int(rows[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
@@ -91,24 +99,24 @@ def free_here() -> int:
 
 def _limits() -> Iterator[int]:
     for file in LIMITS:
-        with suppress(OSError, ValueError):  # the file holds a word: there is no limit
+        with suppress(OSError, ValueError):  # without a limit, the file holds a word instead of a number
             yield int(Path(file).read_text())
 
 
 def lacks_memory(problem: BaseException) -> bool:
-    """Return True if an exception of Python or torch means that an allocation failed."""
+    """Return True if an exception, raised by Python or torch, means that an allocation failed."""
     return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in SIGNS)
 
 
 def out_of_memory(problem: BaseException, what: str = "it") -> HostIRError:
-    """Return the diagnostic for an exception for which `lacks_memory` is true."""
+    """Return the error to report for a failed allocation. `what` is the thing that needs the memory."""
     reason = f": {str(problem).splitlines()[0]}" if str(problem) else ""
     return error(f"there is not enough memory for {what}{reason}", hint=SMALLER)
 
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise a HostIRError if the block cannot allocate."""
+    """Turn a failed allocation in the block into a HostIRError, which names `what`."""
     try:
         yield
     except (MemoryError, RuntimeError) as problem:

@@ -1,4 +1,4 @@
-"""Sizes of a program, solved from the shapes of its inputs."""
+"""Find the sizes of a program's symbols from the shapes of its inputs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Return the value of every symbol of the program, from the shapes of a call's inputs and the sizes `given`.
 
-    `inputs` are this rank's parts, or unsharded tensors if `rank` is None. Raises HostIRError for an input of the wrong
-    number, shape, dtype or device (`device` None: any), and for a symbol that neither inputs nor `given` bind.
+    `inputs` are this rank's parts, or unsharded tensors if `rank` is None. They must be on `device`, unless it is None.
+    Raises HostIRError for a wrong number of inputs, for an input of the wrong shape, dtype or device, and for a symbol
+    that neither the inputs nor `given` bind.
     """
     sizes = solve_sizes(program, inputs, program.given_sizes(given), rank=rank, device=device)
     program.check_sizes(sizes)
@@ -41,7 +42,7 @@ def solve_sizes(
     rank: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """Do as `bind_sizes`, but leave symbols unbound that occur only in inputs that this rank does not hold."""
+    """Return what `bind_sizes` returns, but without the symbols that occur only in inputs that this rank lacks."""
     if len(inputs) != len(program.inputs):
         names = ", ".join(map(str, program.inputs))
         message = f"@{program.name} was given {counted(len(inputs), 'input')}"
@@ -66,7 +67,11 @@ def _shape(value: Value, rank: int | None) -> tuple[Size, ...]:
 def _check_input(
     value: Value, tensor: torch.Tensor | None, rank: int | None, device: torch.device | str | None
 ) -> bool:
-    """Return True if the rank holds the input; raise for an input that does not fit, apart from its extents."""
+    """Return True if the rank holds a part of the input.
+
+    Raises HostIRError for a tensor of the wrong type, memory, dtype, device or number of axes. Extents are not checked
+    here.
+    """
     type, mesh = value.tensor, value.tensor.mesh
     if rank is not None and mesh is not None and rank not in mesh.devices:
         if tensor is not None:
@@ -92,7 +97,10 @@ def _same_device(got: torch.device, expected: torch.device) -> bool:
 
 
 def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the only unbound symbol of `size` and its value if `size` is `extent`; None if it has 0 or several."""
+    """Solve `size == extent` for the only unbound symbol of `size`, and return the symbol and its value.
+
+    Return None if `size` has no unbound symbol, or several, or if any value is a solution.
+    """
     unbound = [(name, power) for name, power in size.symbols if name not in sizes]
     if len(unbound) != 1 or unbound[0][1] < 1:
         return None

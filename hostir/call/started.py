@@ -1,8 +1,9 @@
-"""Calls that run beside the caller's own work: handles to wait for, and on CUDA the streams that they run on.
+"""Calls that run beside the caller's other work: handles to wait for, and on CUDA the streams that they run on.
 
-A call forks from the caller's stream to a stream of the executor's own, and `wait` joins the two again. The caller's
-allocator knows nothing of that stream. So the handle keeps the tensors that the call uses until a wait has ordered the
-caller's stream behind it; where no wait did, the allocator is told of the other stream when the handle goes.
+A started call runs on a side stream of the executor. The side stream first waits for the caller's stream, and `wait`
+makes the caller's stream wait for the side stream. torch's allocator does not know that the side stream uses the
+caller's tensors. So the handle keeps references to them until the caller's stream has waited. If it never waits, the
+handle reports the side stream to the allocator (`record_stream`) when it is destroyed.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ class Started:
         self._outputs = outputs
 
     def wait(self) -> tuple[Any, ...]:
-        """Return the outputs, as the call itself would; on CUDA the current stream waits for them, the host does not.
+        """Return the outputs of the call. On CUDA the current stream waits for them, but the host does not.
 
-        Later waits return the same tensors; on another stream, that one waits too. A call that was started within a
-        capture into a CUDA graph is waited for within it, any other outside. Raises HostIRError otherwise.
+        A later `wait` returns the same tensors. If it is made on another stream, that stream waits as well. If the call
+        was started within a capture into a CUDA graph, wait for it within the same capture. Wait for any other call
+        outside captures. Raises HostIRError otherwise.
         """
         return self._outputs
 
 
 class StartedCall(Started):
-    """A call on a stream beside the caller's.
+    """A started call on CUDA.
 
     Args:
         outputs: the outputs of the call.
         device: the device of the streams.
-        caller, side: the stream that it was started on, and the stream that it runs on.
+        caller: the stream that the call was started on.
+        side: the stream that the call runs on.
         done: an event that is recorded after the call.
-        held: the tensors of the caller that it uses.
-        allocated: the outputs that it has allocated.
+        held: the caller's tensors that the call uses.
+        allocated: the outputs that the call has allocated.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class StartedCall(Started):
         super().__init__(outputs)
         self._device, self._caller, self._side, self._done = device, caller, side, done
         self._held, self._allocated = held, allocated
-        self._capture = _capture(caller)  # its number; 0 if outside
+        self._capture = _capture(caller)  # the number of the capture; 0 outside captures
         self._waiting: torch.cuda.Stream | None = None  # the stream that waited last
 
     def wait(self) -> tuple[Any, ...]:
@@ -67,14 +70,14 @@ class StartedCall(Started):
         if now == self._waiting:
             return self._outputs
         if self._capture != _capture(now):
-            if self._capture and self._waiting is not None:  # its graph has joined it
+            if self._capture and self._waiting is not None:  # a stream of the captured graph has waited for it
                 return self._outputs
             where = "outside the capture that it was started in"
             where = where if self._capture else "within a capture, and was started outside"
             inside = "within that capture" if self._capture else "outside any capture"
             raise error(f"a started call is waited for {where}", user_span(), expected=f"a wait {inside}")
         self._done.wait(now)
-        for x in self._allocated:  # in the allocator's memory for the side stream
+        for x in self._allocated:  # the allocator knows only that the side stream uses them
             x.record_stream(now)
         if now == self._caller:
             self._held = ()
@@ -86,7 +89,7 @@ class StartedCall(Started):
             return
         with contextlib.suppress(Exception):  # CUDA may have ended
             if self._waiting is None and self._capture and capture_id(self._caller) == self._capture:
-                self._done.wait(self._caller)  # else the capture could not end
+                self._done.wait(self._caller)  # a capture can end only after all its streams have joined
             for x in self._held:
                 x.record_stream(self._side)
 
@@ -97,9 +100,9 @@ def _capture(now: torch.cuda.Stream) -> int:
 
 
 class SideStreams:
-    """The streams on which an executor's started calls run: one within captures, one outside.
+    """The two side streams of an executor's started calls: one for calls within captures, one for all other calls.
 
-    What is issued to a stream that is part of a capture is captured, whichever thread issues it.
+    One stream is not enough: during a capture, all work on its streams is captured, also the work of other threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,7 +118,7 @@ class SideStreams:
         return own_stream(self, self.device, priority=0)
 
     def start(self, call: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], out: Any) -> Started:
-        """Make a call on a stream that waits for the current one."""
+        """Make a call on a side stream, which first waits for the current stream. Return the handle of the call."""
         caller = current(self.device)
         capturing = torch.cuda.is_current_stream_capturing()
         side = self.inside if capturing else self.outside
@@ -126,7 +129,7 @@ class SideStreams:
             outputs = call(*inputs, out=out)
             done.record(side)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # what was issued uses the caller's tensors
+            with contextlib.suppress(RuntimeError):  # work that was already issued uses the caller's tensors
                 caller.wait_stream(side)
             raise
         finally:

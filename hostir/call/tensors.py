@@ -1,4 +1,4 @@
-"""Tests for tensors that hostir cannot use: without plain strided memory, or overlapping in memory."""
+"""Checks for tensors that hostir cannot use: their memory is not plain and strided, or overlaps."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hostir.ir.regions import Region
 
 
 class Odd(NamedTuple):
-    """A kind of unsupported tensor, and a hint for the user."""
+    """A kind of unsupported tensor, as the end of a sentence "x is ...", and a hint for the user."""
 
     what: str
     hint: str
 
 
 def without_plain_memory(x: torch.Tensor) -> Odd | None:
-    """Return the kind of a tensor whose elements are not in plain strided memory; None for all others."""
+    """Return None if the elements of a tensor are in plain strided memory; otherwise the kind of the tensor."""
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a wrapper of other tensors
         hint = "pass what this rank has of it, .to_local()" if hasattr(x, "to_local") else "pass a plain one"
         return Odd(f"a {type(x).__name__}", hint)
@@ -46,7 +46,10 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Return True if elements may share memory: a stride is not longer than the reach of all shorter strides."""
+    """Return True if elements of a tensor may share memory.
+
+    They may if the stride of an axis is not longer than the span of all axes with shorter strides.
+    """
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach and x.numel():
@@ -56,7 +59,10 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _stretch(x: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and past its last; equal ones if it has no elements."""
+    """Return the address of a tensor's first byte, and the address after its last byte.
+
+    The two are equal if the tensor has no elements.
+    """
     start = x.data_ptr()
     if not x.numel():
         return start, start

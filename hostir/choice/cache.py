@@ -1,7 +1,8 @@
-"""Measurements on disk: one JSON file for each fusion, its sizes and a platform, in the folder HOSTIR_CACHE.
+"""Measurements on disk, in the folder HOSTIR_CACHE.
 
-A file is replaced atomically. Writers hold a lock and keep what other jobs have measured meanwhile. Files that cannot
-be read, or that another version has written, are ignored with one warning.
+There is one JSON file for each fusion at certain sizes on a platform. A file is replaced atomically. Writers hold a
+lock, and keep the measurements that other jobs have added meanwhile. A file that cannot be read, or that another
+version has written, is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Entries = Mapping[Candidate, Entry]
 
 
 def folder() -> Path:
-    """Return the folder of the measurements: in HOSTIR_CACHE if that is set, else in the user's folder for caches."""
+    """Return the folder of the measurements. It is in HOSTIR_CACHE if that is set, else in the user's cache folder."""
     directory = CACHE.get()
     if directory is not None:
         return directory / "tuning"
@@ -57,7 +58,7 @@ def folder() -> Path:
 
 
 def key_of(fusion: Program, sizes: Mapping[str, int], platform: Platform) -> dict[str, Any]:
-    """Return the key of a measurement: the fusion, sizes and platform that it is valid for."""
+    """Return the key of measurements: the fusion, the sizes and the platform that they are valid for."""
     return {"fusion": fusion.digest, "sizes": dict(sorted(sizes.items())), **platform.identity}
 
 
@@ -145,7 +146,7 @@ def _replace(path: Path, key: Mapping[str, Any], name: str, entries: Entries) ->
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock file of the cache: only one writer of all jobs at a time."""
+    """Hold the lock file of the cache, so that only one process at a time writes to the cache."""
     # Open for reading as well: opening a FIFO for writing only would wait for a reader.
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -41,7 +41,7 @@ def uses_peers(program: Program) -> bool:
 def candidates_of(
     fusion: Program, platform: Platform, kernels: str | Sequence[str] = "auto", *, for_testing: bool = False
 ) -> Candidates:
-    """Lower a fusion by every strategy that a platform allows.
+    """Lower a fusion by every strategy that a platform allows, and return the candidates.
 
     Args:
         fusion: a program in the fusion phase.
@@ -62,7 +62,7 @@ def candidates_of(
         if equal:
             impossible.append(Impossible(candidate, _equal_reason(program, equal[0])))
         elif candidate.kernels in ("aten", "cublas") and _signals_by_sms(program):
-            continue  # always slower: cuBLAS's matmuls leave the signals no SM, so they wait for a wave of tiles
+            continue  # always slower: cuBLAS takes all SMs, so kernels that signal wait until a wave of tiles has ended
         elif uses_peers(program) and platform.refuses and not (for_testing and platform.runs_all):
             impossible.append(Impossible(candidate, platform.refuses, warn=True))
         else:
@@ -71,7 +71,7 @@ def candidates_of(
 
 
 def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
-    """Return a clause for each communication that no program overlaps, apart from the sequential programs."""
+    """Return a clause for each communication that no program overlaps. Sequential programs do not count."""
     clauses = [not_overlapped(p) for c, p in programs.items() if c.strategy != SEQUENTIAL]
     if not clauses:
         return ()
@@ -79,7 +79,10 @@ def _never_overlapped(programs: Mapping[Candidate, Program]) -> tuple[str, ...]:
 
 
 def not_overlapped(program: Program) -> dict[tuple[str, Span | None], str]:
-    """Return a clause for each communication that is not overlapped, by its keyword and source line: it says why."""
+    """Return a clause for each communication that a program does not overlap. The clause says why.
+
+    The keys are the keyword and the source line of the communication.
+    """
     start = f"{NOT_OVERLAPPED}: "
     statements = [s for s in program.walk() if s.note.startswith(start)]
     return {(s.keyword(), s.span): _clause(s, s.note.removeprefix(start)) for s in statements}
@@ -122,16 +125,17 @@ def _signals_by_sms(program: Program) -> bool:
 
 
 def _equal_reason(program: Program, strategy: str) -> str:
-    """Return the reason against a candidate with the same program as an earlier candidate of another strategy."""
+    """Return why a candidate is dropped that has the same program as an earlier candidate, which has this strategy."""
     if strategy == SEQUENTIAL:
         return next(iter(not_overlapped(program).values()), NOTHING_TO_OVERLAP)
     return f"it lowers to the same program as '{strategy}'"
 
 
 def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate for a strategy that the caller asked for, and notes on what its program does not overlap.
+    """Return the candidate for a strategy that the caller asked for, and notes on communications without overlap.
 
-    If the program uses neither worker streams nor peers' memory, the candidate's strategy is `sequential`.
+    If `program`, which the strategy returned, uses neither worker streams nor peers' memory, the candidate has the
+    strategy `sequential`.
     """
     if strategy == SEQUENTIAL:
         return Candidate(SEQUENTIAL, 1, kernels), ()
@@ -143,7 +147,7 @@ def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate,
 
 
 def _one_a_reason(impossible: Sequence[Impossible]) -> Iterable[Impossible]:
-    """Return the first impossible candidate for each strategy and reason; others differ in streams or kernels only."""
+    """Return one impossible candidate for each strategy and reason. The others differ only in streams or kernels."""
     first: dict[tuple[str, str], Impossible] = {}
     for refused in impossible:
         first.setdefault((refused.candidate.strategy, refused.reason), refused)

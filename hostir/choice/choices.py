@@ -1,4 +1,4 @@
-"""A choice and its reasons, as plain data that an executor holds and the cache keeps."""
+"""The choice of a candidate and its reasons, as plain data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one call of a candidate, in microseconds, and its symmetric memory.
+    """The time of one call of a candidate, in microseconds, and the symmetric memory that the candidate uses.
 
     Fields:
         us: the time that candidates are ranked by: `eager` or `graph`, depending on `calls` (see `hostir.lower.CALLS`).
@@ -49,9 +49,9 @@ class Timing:
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
-    """Return the time that candidates are ranked by for this value of `calls`; None if it is unknown.
+    """Return the time that candidates are ranked by for this value of `calls`: `eager` or `graph`; None if unknown.
 
-    `captured_by_caller`: with `calls="out"` the executor captures no graph of the program; only its caller can.
+    `captured_by_caller`: True if only the caller can capture a graph of the program, because executors do not.
     """
     replayed = calls == "graph" or (calls == "out" and not captured_by_caller)
     return graph if replayed and graph is not None else eager
@@ -62,7 +62,7 @@ class Impossible:
     """A candidate that cannot be chosen, and the reason.
 
     `warn` is True if the reason is the machine or the sizes: on another machine or for other sizes the candidate may
-    be possible. It is False if the reason is what the fusion computes.
+    be possible. It is False if the fusion itself is the reason.
     """
 
     candidate: Candidate
@@ -107,7 +107,7 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The clauses of a fallback warning: for each reason, the strategies that it makes impossible here."""
+        """The clauses of a fallback warning: one for each reason, with the strategies that are impossible for it."""
         strategies: dict[str, dict[str, None]] = {}
         for impossible in self.impossible:
             if impossible.warn or self.source == FALLBACK:

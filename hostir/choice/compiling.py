@@ -1,4 +1,4 @@
-"""Compile a fusion to an executor, with the caller's strategy or with the chosen one."""
+"""Compile a fusion to an executor, with the caller's strategy or with the strategy that `auto` chooses."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ def compile(
 ) -> Executor:
     """Compile a fusion into an executor. Its field `choice` says which strategy it runs, and why.
 
-    The strategy `auto` is the fastest one: as measured, if `hostir tune` has filled the cache of this machine; else as
-    a cost model estimates. Under torchrun rank 0 chooses for all ranks. A `hostir.FallbackWarning` names, once, the
-    strategies and overlaps that are not possible on this machine or for these sizes.
+    The strategy `auto` takes the fastest strategy. If `hostir tune` has filled the cache of this machine, measurements
+    decide which strategy is the fastest. Otherwise a cost model estimates it. Under torchrun rank 0 chooses for all
+    ranks. A `hostir.FallbackWarning` names, once, the strategies and overlaps that are not possible on this machine or
+    for these sizes.
 
-    If the fusion has symbols that are not in `sizes`, `auto` chooses a program for each range of their values when a
-    call first needs it; then `choice` has the ranges.
+    If the fusion has symbols that are not in `sizes`, `auto` chooses a program for each range of their values, when a
+    call first needs it. Then `choice` has the ranges.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
         strategy: `auto`, or a strategy of `lower`.
         streams: as for `lower`. Leave it out with `auto`, which chooses the number of streams as well.
-        sizes: values of the fusion's symbols. The choice is made for them. Calls may have other sizes if those follow
-            from the shapes of the inputs. Symbols that are left out follow from the shapes as well.
+        sizes: values of the fusion's symbols, for which the choice is made. In calls, symbols in the shapes of inputs
+            may have other values. Symbols that are left out must be in the shapes of inputs.
         kernels, machine, group: as for `Executor`. `auto` chooses the kernels as well, unless `kernels` names them.
         calls: the way in which calls are made on CUDA, which decides the times that are compared. `out`: with `out=`,
             so that programs of one-sided copies are replayed from a CUDA graph. `eager`: without `out=`. `graph`:
@@ -106,7 +107,10 @@ def compiled(
     options: Mapping[str, Any] = MappingProxyType({}),
     warn: bool = True,
 ) -> Executor:
-    """Compile as `compile` does, with the same arguments. Without `warn` there are no fallback warnings."""
+    """Compile as `compile` does, with the same arguments. If `warn` is False, there are no fallback warnings.
+
+    `options` are further options of `Executor`.
+    """
     from hostir.call.executor import Executor
 
     program = fusion_of(fusion)
@@ -174,6 +178,6 @@ def _refuse_streams(streams: int | None) -> None:
 
 
 def _sizes_without_inputs(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that follow from no input's shape; the executor reads the others from each call's inputs."""
+    """Return the sizes that are in no input's shape. Executors take all other sizes from the inputs of each call."""
     in_shapes = {name for value in program.inputs for name in value.tensor.names}
     return {name: size for name, size in sizes.items() if name in program.size_names - in_shapes}

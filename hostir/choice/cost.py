@@ -45,15 +45,15 @@ F32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Nothing:
-    """No work: a stream only waits for another task."""
+    """No work: the task only waits for other tasks."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A fixed time on a stream: a `delay`, or a signal if `sender` says what sends it.
+    """A fixed time on a stream: a `delay`, or a signal if `sender` is not empty.
 
-    Senders are `stream` (the stream itself, or a computation), `kernel` (a kernel that does nothing else), and `copies`
-    (the kernel of the copies before the signal, which takes no extra time for it).
+    Senders of a signal are `stream` (the stream itself, or a computation), `kernel` (a kernel that does nothing else),
+    and `copies` (the kernel that makes the copies before the signal; the signal takes no extra time).
     """
 
     microseconds: float = 0.0
@@ -67,7 +67,7 @@ class Traffic:
     Fields:
         bytes: the bytes that one kernel reads and writes for it.
         aten_kernels: the number of kernels in which ATen computes it.
-        aten_bytes: the bytes that these kernels read and write; 0 if they are as many as `bytes`.
+        aten_bytes: the bytes that these kernels read and write; 0 stands for the number in `bytes`.
     """
 
     bytes: int
@@ -133,7 +133,7 @@ class CostTask:
         raises: for a computation that raises flags: its signals, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
-        launches: the operations that the host issues for it, and before it after the previous task: their number, by
+        launches: the operations that the host issues between the previous task and the next one: their number, by
             name (a key of `Hardware.launch`).
     """
 
@@ -175,13 +175,13 @@ class Registers:
         return sum([self.bytes[register] for register in registers])
 
     def flag(self, flags: int, slot: int) -> FlagKey:
-        """Return the key of a flag; all ranks use the same key."""
+        """Return the key of flag `slot` in the register `flags`. All ranks use the same key for it."""
         row = self.unrolled.layouts[flags]
         home = self.unrolled.symmetric[row.buffer]
         return home.rank, home.home, row.offset + slot * row.strides[0]
 
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
-        """Return the matmul of an operation. Its `local_rows` are stored apart from the rows of other ranks."""
+        """Return an operation's matmul. `local_rows`: the number of rows that are apart from other ranks' rows."""
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
         dtype, result = self.gemm_dtype(op), self.unrolled.dtypes[out.buffer].bytes
@@ -194,7 +194,8 @@ class Registers:
     def traffic(self, op: ComputeOp) -> Traffic:
         """Return the traffic of a computation that is not a matmul.
 
-        ATen sums in f32 with one kernel for each source, if this rank's rows are stored apart or an operand is added.
+        ATen computes some sums in f32, with one kernel for each addend: sums with an activation or further operands,
+        and sums of which this rank's rows are stored apart.
         """
         bytes_once = self.total((op.out, *op.operands))
         local_apart = op.ready is not None and op.ready.own_rows is not None
@@ -255,14 +256,17 @@ class RankTasks:
         return task
 
     def meet(self, task: CostTask, *key: Any) -> None:
-        """Make a task begin together with the tasks that other ranks issue for the same collective or barrier."""
+        """Make a task begin together with the tasks of other ranks for the same collective or barrier.
+
+        `key` names the kind of task and the team.
+        """
         self.counts[key] += 1
         partners = self.shared.meetings.setdefault((*key, self.counts[key]), [])
         partners.append(task)
         task.partners = partners
 
     def launch(self, operation: str) -> None:
-        """Count an operation that the host issues before the next task, or for it."""
+        """Count an operation that the host issues for the next task, or between the latest task and the next one."""
         self.launches[operation] = self.launches.get(operation, 0) + 1
 
     def allocate(self, op: AllocateOp) -> None:
@@ -282,7 +286,7 @@ class RankTasks:
         contracts, ready = op.place.statement.contracts, op.ready
         local = NONE if ready is None or ready.own_rows is None else ready.own_rows
         local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
-        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # the kernel copies so few rows to the other rows
+        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # Triton copies so few rows to the other rows first
             self.issue(op.stream, Traffic(2 * self.registers.bytes[local]), launch="compute")
         work = self.registers.gemm(op, local_rows) if contracts else self.registers.traffic(op)
         task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
@@ -402,7 +406,10 @@ TASKS: dict[type[Op], Callable[[RankTasks, Any], None]] = {
 
 @uncollected()
 def tasks_of(program: Program, sizes: Mapping[str, int]) -> list[CostTask]:
-    """Return the tasks of all ranks, each rank's in issue order. Raises HostIRError if sizes do not fit the program."""
+    """Return the tasks of all ranks, rank by rank, in the order in which a rank issues them.
+
+    Raises HostIRError if the sizes do not fit the program.
+    """
     shared = Shared()
     tasks = [t for rank in range(program.ranks) for t in RankTasks(unroll(program, rank, sizes), shared).tasks]
     for waiter, turn, flag, epoch in shared.waits:

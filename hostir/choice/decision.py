@@ -57,7 +57,7 @@ def choose(
     symmetric_limit: int | None = None,
     warn: bool = True,
 ) -> Choice:
-    """Choose how to run a fusion on this machine. Under torchrun rank 0 of the group chooses for all ranks.
+    """Choose a candidate to run a fusion on this machine. Under torchrun rank 0 of the group chooses for all ranks.
 
     Args:
         fusion: a `hostir.Fusion`, or a program in the fusion phase.
@@ -97,7 +97,7 @@ def check_ranks(fusion: Program, platform: Platform) -> None:
 
 
 def check_sizes(fusion: Program, sizes: dict[str, int]) -> None:
-    """Raise HostIRError unless every size of the fusion has a valid value: a choice is made for given sizes."""
+    """Raise HostIRError unless every size of the fusion has a valid value."""
     if missing := sorted(fusion.size_names - sizes.keys()):
         raise error(
             f"the fastest strategy depends on the size '{missing[0]}' of @{fusion.name}, which is not bound",
@@ -128,9 +128,10 @@ def decider_for(
 
 
 def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return the result of `decide` on rank 0 of the group, and True on the rank that warns and logs for all.
+    """Call `decide` on rank 0 of the group, and return its result on all ranks.
 
-    If ranks are simulated, or there is only this process, call `decide` here.
+    The second result is True on rank 0, which warns for all ranks. If ranks are simulated, or if this process is the
+    only rank, call `decide` here and return True.
     """
     from hostir.job.guest import session_of
 
@@ -142,7 +143,10 @@ def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, 
 
 
 def machine_name(machine: str | None, group: object = None) -> str:
-    """Return the machine that an `Executor` uses: `gloo` or `cuda` under torchrun, else simulated ranks."""
+    """Return the machine of an `Executor` with these arguments: `machine`, unless it is None.
+
+    The default is `gloo` or `cuda` under torchrun, and simulated ranks elsewhere.
+    """
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
         return machine
@@ -167,12 +171,15 @@ def rank_here(machine: str | None, group: Any = None) -> int | None:
 def decide(
     program: Program, platform: Platform, sizes: Mapping[str, int], kernels: str = "auto", calls: str = "out"
 ) -> Choice:
-    """Choose for a platform with the measurements in this process's cache; the arguments are as for `choose`."""
+    """Choose a candidate for any platform, with the measurements in this process's cache.
+
+    `sizes`, `kernels` and `calls` are as for `choose`.
+    """
     return Decider(program, platform, kernels, calls).choice(sizes)
 
 
 class Decider:
-    """Chooses for any sizes of one fusion on one platform. Lowers the fusion only once.
+    """Chooses a candidate of one fusion on one platform, for one set of sizes after another.
 
     Args:
         program: the fusion.
@@ -215,7 +222,10 @@ class Decider:
         return cache.read(cache.key_of(self.program, sizes, self.platform))
 
     def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
-        """Choose for these sizes by the measurements in `entries` or the cache; without measurements, by estimates."""
+        """Return the choice for these sizes: the fastest candidate by measurements, or without any, by estimates.
+
+        `entries` are the measurements; None for the measurements in this process's cache.
+        """
         candidates = self.candidates
         notes = list(candidates.not_overlapped)
         measured = self._measured(sizes, self.measurements(sizes) if entries is None else entries)
@@ -277,7 +287,7 @@ def _communicates(programs: Iterable[Program]) -> bool:
 
 
 def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of symmetric memory that a program uses on a rank, at most, without gaps between buffers."""
+    """Return the most bytes of symmetric memory that a program uses on any rank. Gaps between buffers do not count."""
     if not uses_peers(program):
         return 0
     ranks = {mesh.devices[0] for mesh in program.meshes}  # all ranks of a mesh use the same number of bytes
@@ -285,7 +295,7 @@ def symmetric_bytes(program: Program, sizes: Mapping[str, int]) -> int:
 
 
 def _too_large(symmetric: int, limit: int | None) -> str:
-    """Return why so many bytes of symmetric memory on a rank are too many; an empty string if they are not."""
+    """Return the reason to refuse a program that uses `symmetric` bytes on a rank; empty if the limit allows them."""
     if limit is None or symmetric <= limit:
         return ""
     return f"it takes {amount(symmetric)} of symmetric memory on a rank, and the limit is {amount(limit)}"
@@ -301,7 +311,7 @@ def estimated(
     """
     timings: list[Timing] = []
     impossible = list(candidates.impossible)
-    simulated: dict[int, tuple[Sequence[CostTask], int]] = {}  # by program: candidates that differ in kernels share one
+    simulated: dict[int, tuple[Sequence[CostTask], int]] = {}  # by id of a program, which several kernels share
     for candidate, program in candidates.programs.items():
         try:
             program.check_whole(sizes)
@@ -339,7 +349,7 @@ def _timing(
 
 
 def log_choice(choice: Choice) -> None:
-    """Log a choice, the next best candidates, impossible strategies and communications that are not overlapped."""
+    """Log a choice, the next best candidates, the impossible strategies and the communications without overlap."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     next_best = "".join(f"; '{timing.candidate}' {timing.us:.0f} us" for timing in choice.timings[1:3])
@@ -349,7 +359,7 @@ def log_choice(choice: Choice) -> None:
 
 
 def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
-    """Warn, on rank 0, that a strategy or an overlap is not possible here: once for each fusion and reason."""
+    """Warn that strategies or overlaps are not possible here. Rank 0 warns, once for each fusion and reason."""
     first = None if group is None else rank_here(None, group) == 0
     hint = "'hostir explain' lists all ways to run it, with their times or the reasons why they are not possible"
     if choice.source == ASKED_FOR:
@@ -361,7 +371,7 @@ def warn_fallbacks(program: Program, choice: Choice, group: Any = None) -> None:
 
 
 def _encoded(decide: Callable[[], dict[str, Any]]) -> str:
-    """Encode the result of `decide`, or its error, for the other ranks."""
+    """Call `decide`, and encode its result or its error for the other ranks."""
     try:
         return json.dumps(decide())
     except HostIRError as refusal:

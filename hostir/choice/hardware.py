@@ -1,6 +1,6 @@
 """Known machines: the constants of their GPUs for the cost model, and the measurements that they come from.
 
-Every constant of H200 was measured by itself:
+The constants of H200 were measured one by one:
 
 - Peaks, tiles and `throttle` are fitted to matmuls that run alone, as benchmarks/matmul.py and
   benchmarks/allgather_matmul.py time them. The constants of the Triton matmul are in hostir/kernels/matmul/tiles.py.
@@ -10,8 +10,8 @@ Every constant of H200 was measured by itself:
   signal take 10.8 us for 2 MiB, 16.3 us for 4 MiB and 27.2 us for 8 MiB. `edge` comes from the first copy of the
   chain, which begins 10 us after the launch.
 - `kernel_signal` comes from a chain in which kernels on another stream send the signals: every copy takes 3 us less.
-- `poll` comes from fused calls. They take 4 to 21 us more than their first copy and their matmul. With at most 512
-  rows they end 15 to 20 us later than the arrival of the last rows and the time of one tile explain.
+- `poll` comes from fused calls. They take 4 to 21 us more than their first copy and their matmul together. With at most
+  512 rows, they end 15 to 20 us later than one tile after the arrival of the last rows.
 - `push` and `sm_rate` come from calls of the strategy `push` on 2 and 4 ranks, with 64 to 4096 rows.
 - Host times, `host_lead` and `low_latency` are fitted to the results of benchmarks/allgather_matmul.py, on hosts that
   have nothing else to do. Host times vary by a factor of three, from row to row and from run to run.
@@ -22,8 +22,9 @@ log(estimate / time); candidates near the fastest of their row count most. `pyth
 choice by these estimates loses.
 
 tests/choice/peers_reduce_scatter.json has the times of reduce-scatters and all-reduces after a matmul on 2 GPUs. No
-constant is fitted to it. From 128 rows on, estimates of NCCL after cuBLAS are 0.99 to 1.08 times the measured time.
-For blocks that are sent as they are done, and added up by one kernel, nine rows of ten are within 0.96 to 1.08.
+constant is fitted to these times. From 128 rows on, estimates of NCCL after cuBLAS are 0.99 to 1.08 times the measured
+time. Some programs send each block as soon as it is computed, and add up all blocks in one kernel. Nine of ten
+estimates of these programs are 0.96 to 1.08 times the measured time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hostir.kernels.matmul.tiles import Tile, candidates
 
 @dataclass(frozen=True)
 class Kernels:
-    """A family of matmul kernels: the tiles that it chooses from, and its speed with them.
+    """A family of matmul kernels on one GPU: the tiles that it chooses from, and its speed with them.
 
     Fields:
         tiles: the tiles of each dtype.
@@ -61,27 +62,31 @@ class Hardware:
     Fields:
         throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power
             limits the clock.
-        memory: the rate of kernels that are bound by memory, in bytes read and written.
-        begin: from the launch of a call until its first kernel computes; 0 if the `start` of each kernel includes it.
+        memory: the rate of kernels that are bound by memory, counting the bytes read and the bytes written.
+        begin: the time from the launch of a call until its first kernel computes; 0 if the `start` of each kernel
+            includes it.
         collective: the fixed time of a collective.
         low_latency: the fixed time of a collective by a low-latency protocol, which has a third of the rate.
         rates: the rate of each collective, counting the bytes that leave a rank and half of the bytes that it keeps.
-        during_computation: the share of that rate that is left while a computation runs.
+        during_computation: the share of the rate of each collective that is left while a computation runs.
         copy: the fixed time of a copy by a copy engine.
         link: the rate of copies to a peer.
         crowded: the share of `link` that is left while copies overlap.
         push: the fixed time of a kernel that copies on some SMs.
-        sm_rate: the rate at which each of those SMs stores to a peer; together they reach at most `link`.
-        during_push: the share of its rate that a matmul keeps if it starts while such a kernel runs.
-        barrier, signal: the time of a barrier and of a signal, across ranks.
-        kernel_signal: from the end of a copy until a kernel on another stream has set the flag for it.
-        edge: from the end of a task until a task on another stream that waits for it starts.
-        flag_wait: from the end of a matmul to the start of the next on its stream, if a wait for a flag is between.
-        poll: from a kernel's start, or from a signal, until a kernel that polls flags multiplies.
+        sm_rate: the rate at which each SM of such a kernel stores to a peer. All its SMs together reach at most `link`.
+        during_push: the share of its rate that a matmul keeps if it starts while a kernel copies on some SMs.
+        barrier: the time of a barrier across ranks.
+        signal: the time of a signal to another rank.
+        kernel_signal: the time from the end of a copy until a kernel on another stream has set the flag for the copy.
+        edge: the time from the end of a task until a task on another stream that waits for it starts.
+        flag_wait: the time between two matmuls on a stream if the stream waits for a flag between them.
+        poll: the time until a kernel that polls flags multiplies, from its start or from the signal.
         launch: the time in which the host issues one operation of each name, if no CUDA graph replays it. `flags` is
-            the extra time of a Triton matmul that waits for flags, `call` the fixed time of a call.
-        host_lead: the part of the host's time that passes while the device is still busy with earlier work, less what
-            the device has to do after it. Earlier work is, for example, the 90 us in which a benchmark overwrites L2.
+            the extra time of a Triton matmul that waits for flags. `call` is the fixed time of a call.
+        host_lead: the host time that does not count, because the device is still busy with earlier work when a call
+            begins. In benchmarks the earlier work is 90 us in which L2 is overwritten. The time that the device needs
+            after the last launch is already subtracted.
+        source: where the constants come from.
     """
 
     name: str
@@ -247,7 +252,7 @@ def hardware_of(gpu: str) -> Hardware | None:
 
 
 def parse_machine(text: str) -> tuple[Hardware, int | None]:
-    """Parse the value of `--machine`, such as `h200x8`, into hardware and a number of ranks; None without a number."""
+    """Parse a value of `--machine`, such as `h200x8`. Return the hardware, and the number of ranks or None."""
     name, _, count = text.lower().partition("x")
     if name not in KNOWN or (count and (not count.isdecimal() or int(count) < 1)):
         raise error(

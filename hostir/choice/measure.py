@@ -1,8 +1,8 @@
 """Time candidates on this machine: in turn, on random inputs, with all ranks synchronized.
 
-Every candidate must give the results of the sequential program, up to rounding; else it is not timed. A time is the
-largest over the ranks of the median of many runs. On CUDA, L2 is flushed before each run, and events measure eager
-calls and replays of a CUDA graph. On a CPU, the wall clock measures.
+Every candidate must give the results of the sequential program, up to rounding. Otherwise it is not timed. Each rank
+takes the median of many runs, and the slowest rank's median is the time of the candidate. On CUDA, L2 is flushed before
+each run, and events measure eager calls and replays of a CUDA graph. On a CPU, the wall clock measures.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure(
 
 
 def steps(programs: int) -> int:
-    """Return the number of steps that `measure` reports for so many programs."""
+    """Return the number of times that `measure` calls `progress` for this number of programs."""
     return 2 * programs + 2
 
 
@@ -111,7 +111,7 @@ def _call(executor: Executor | None, inputs: Sequence[Part]) -> tuple[Part, ...]
 
 
 def _exchange(session: Session, text: str) -> list[str]:
-    """Return the texts of all ranks, by rank."""
+    """Send a text to all ranks, and return the texts of all ranks, by rank."""
     return session.exchange("measuring", text, PATIENCE)
 
 
@@ -157,10 +157,10 @@ def _check(
 
 
 def _refusal(executor: Executor | None, inputs: Sequence[Part], session: Session) -> str:
-    """Return the error with which a rank refuses the first call of a program; an empty string if all ranks run it.
+    """Make the first call of a program. Return the error of a rank that refuses it; empty if all ranks run the call.
 
-    The watchdog would end the job at an error, so it is off during the call. If a rank hangs here, the others end after
-    `PATIENCE`.
+    The watchdog would end the job at an error, so it is off during the call. If a rank hangs here, the other ranks end
+    after `PATIENCE`.
     """
     assert executor is not None
     watchdog, executor.watchdog = executor.watchdog, None
@@ -203,11 +203,11 @@ def _copied(outputs: Sequence[Part]) -> list[Part]:
 
 
 def closeness(program: Program, sizes: Mapping[str, int]) -> float:
-    """Return the largest distance between two correct results, relative to their norm.
+    """Return the largest difference between two correct results, relative to their norm.
 
-    The bound is the one in `runtime.compare`. Only the reference differs: a float64 reference of this size would take
-    too long, so both results have rounding errors. Each statement rounds to its dtype, by half a unit at most, and sums
-    `k` products in f32 or better, in any order.
+    It is derived as in `hostir.call.bounds`, but without a float64 reference, which would take too long at this size.
+    So both results have rounding errors. Each statement rounds to its dtype, by half a unit at most, and sums its
+    products in f32 or better, in any order.
     """
     variance = 0.0
     for s in program.walk():
@@ -221,7 +221,7 @@ def closeness(program: Program, sizes: Mapping[str, int]) -> float:
 
 
 class WallClock:
-    """Times runs of CPU processes: a run has ended when it returns."""
+    """Times runs on a CPU, where a run has ended when its function returns."""
 
     def run(self, work: Work) -> Callable[[], float]:
         """Run once, with all ranks starting together. Return a function that returns the time in microseconds."""
@@ -233,7 +233,10 @@ class WallClock:
 
 
 class CudaClock:
-    """Times runs on a GPU between two events, after it has flushed L2 and run a collective to synchronize the ranks."""
+    """Times runs on a GPU with two events.
+
+    Before the first event it flushes L2, and runs a collective to synchronize the ranks.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.flush = torch.empty(L2_FLUSH, dtype=torch.uint8, device=device)
@@ -287,7 +290,7 @@ def _replays(
     session: Session,
     runs: int,
 ) -> None:
-    """Time replays of the candidates that can be captured in a CUDA graph and give the same results from it."""
+    """Time replays of the candidates that can be captured in a CUDA graph and give right results when replayed."""
     expected = _copied(_call(subjects[0].executor, inputs))
     with contextlib.ExitStack() as graphs:
         works: dict[Candidate, Work] = {}

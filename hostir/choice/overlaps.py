@@ -37,7 +37,7 @@ def _parallel_computations(unrolled: UnrolledProgram, position: int) -> list[Com
 
 
 def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> bool:
-    """Return True if a computation may start while copies directly before it on its stream still run."""
+    """Return True if the computation at `at` may start before the copy at `copy`, on the same stream, has ended."""
     ops = unrolled.ops
     if not ops[at].starts_early or ops[copy].stream != ops[at].stream or copy > at:
         return False
@@ -46,7 +46,7 @@ def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> boo
 
 
 def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
-    """Return a clause for each communication's keyword: how many of them overlap, and with which computations."""
+    """Return a clause for each keyword of communications: how many of these overlap, and with which computations."""
     counts: Counter[str] = Counter()
     overlapping: Counter[str] = Counter()
     parallel: dict[str, dict[str, None]] = {}

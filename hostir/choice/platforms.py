@@ -1,4 +1,4 @@
-"""Platforms that programs run on: GPUs, links and versions, and what ranks cannot do there."""
+"""Platforms that programs run on: GPUs, links and versions, and reasons against accesses to peers' memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Platform:
     """The machine that ranks run on: GPU or CPU, number of ranks, links and versions.
 
     Fields:
-        machine: the machine of the executor: `cuda`, `gloo` or `local`; `elsewhere` if only its constants are known.
+        machine: the machine of the executor: `cuda`, `gloo` or `local`; `elsewhere` for a platform that is not here,
+            of which only the constants are known.
         name: the name of the GPU, or of the CPU.
         ranks: the number of ranks.
         link: the link between ranks: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU) or
@@ -65,7 +66,7 @@ class Platform:
 
     @property
     def note(self) -> str:
-        """A remark on the estimates, for the user."""
+        """A remark on the estimates for the user; empty if there is nothing to remark."""
         known = hardware_of(self.name) if self.machine == CUDA else self.hardware
         return (
             ""
@@ -75,7 +76,7 @@ class Platform:
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """Return the platform of hardware that is not at hand: only its constants are known."""
+    """Return a platform with this hardware, of which only the constants are known."""
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 
@@ -87,8 +88,8 @@ def simulated(ranks: int) -> Platform:
 def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
     """Return this process's platform for a program of `ranks` ranks; `machine` and `group` are as for an `Executor`.
 
-    Under torchrun all ranks of the group call it together, and `ranks` is the size of the group. Outside torchrun,
-    each rank stands for one GPU of this host (`cuda`), or all ranks for its CPU (`gloo`).
+    Under torchrun all ranks of the group call it together, and `ranks` is the size of the group. Outside torchrun, each
+    rank stands for one GPU of this host (`cuda`), or all ranks together stand for its CPU (`gloo`).
     """
     if machine == SIMULATED:
         return simulated(ranks)
@@ -102,7 +103,7 @@ def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
 
 
 def _device_facts(machine: str, device: int) -> dict[str, Any]:
-    """Return the facts about one rank's device: host, name, versions, links, and why it refuses peer accesses."""
+    """Return facts about one rank's device: host, name, versions, links, and why peers cannot access its memory."""
     import torch
 
     from hostir.machines.cuda.memory import why_not
@@ -167,7 +168,7 @@ def _version(package: str) -> str:
 
 
 def platform_of(facts: Sequence[dict[str, Any]]) -> Platform:
-    """Combine the facts about all ranks' devices into one platform, which is the same on every rank."""
+    """Combine the facts about the devices of all ranks into one platform, which is the same on every rank."""
     first, ranks = facts[0], len(facts)
     versions = tuple(sorted(first["versions"].items()))
     one_host = len({device["host"] for device in facts}) == 1

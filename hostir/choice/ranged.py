@@ -1,4 +1,7 @@
-"""Execute a fusion with free sizes, with one executor for each chosen candidate."""
+"""Execute a fusion with free sizes, with one executor for each chosen candidate.
+
+Free sizes are symbols of a fusion that only the inputs of a call determine.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from hostir.machines.binding import Part
 class RangedExecutor(Executor):
     """Runs a fusion with free sizes: each call runs the program that is chosen for its sizes.
 
-    It makes the executor of a candidate when a call first needs it. Its other properties are the properties of the
-    executor `current`.
+    It makes the executor of a candidate when a call first needs it. Attributes that it lacks are attributes of
+    `current`, the executor of the latest call.
 
     Args:
         ranges: the choices for all sizes.
@@ -33,7 +36,7 @@ class RangedExecutor(Executor):
         execute: makes an executor from a program and the name of its kernels.
 
     Fields:
-        choice: the `Ranges`.
+        choice: the choices for all sizes.
         executors: the executors made so far, by candidate.
     """
 
@@ -132,5 +135,5 @@ class RangedExecutor(Executor):
 
 
 def _with_shape_of(x: Any, value: Value) -> Any:
-    """Return a tensor on the CPU with the shape of `x` and the dtype of the program's input `value`."""
+    """Return a tensor on the CPU with the shape of `x` and the dtype of the input `value`; `x` if it is no tensor."""
     return torch.empty((), dtype=torch_dtype(value.tensor.dtype)).expand(x.shape) if isinstance(x, torch.Tensor) else x

@@ -1,6 +1,7 @@
-"""Choose by ranges of sizes, for a fusion with sizes that only its calls determine.
+"""Choose by ranges of sizes, for a fusion with free sizes: symbols that only the inputs of a call determine.
 
-A size runs as the power of two near it: from 3/4 of the power to less than 3/2. So 3072 to 6143 run as 4096.
+Choices are made for powers of two. A power of two stands for the sizes from 3/4 of it to just below 3/2 of it. For
+example, 4096 stands for 3072 to 6143.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from hostir.choice.choices import Candidate, Choice
 from hostir.choice.decision import Decider, check_sizes, decider_for, from_rank_0, log_choice, warn_fallbacks
 from hostir.ir.program import Program
 
-LARGEST = 16  # the exponent of the largest size that choices are made for; larger sizes run as that size does
+LARGEST = 16  # the exponent of the largest size that choices are made for; it stands for all larger sizes as well
 
 
 @dataclass(frozen=True)
 class Range:
-    """A range of values of a size with the same choice: from `first` to `last`, or, without `last`, from `first` on."""
+    """A range of values of a size with the same choice: from `first` to `last`; from `first` on if `last` is None."""
 
     first: int
     last: int | None
@@ -35,15 +36,15 @@ class Range:
 
 
 class Ranges:
-    """The choices for a fusion with free sizes. Each choice is made for a power of two near the size.
+    """The choices for a fusion with free sizes. Each choice is made for powers of two near the sizes of a call.
 
-    A choice depends only on the sizes, so all ranks make the same choice without communicating. It is made when a call
-    first needs it.
+    A choice is made when a call first needs it. It depends only on the sizes and the measurements, so all ranks make
+    the same choice without communicating.
 
     Args:
         decider: makes the choice for one set of sizes.
         fixed: the sizes that are not free.
-        measured: the measurements, by `key` of their sizes; None to read them from this process's cache.
+        measured: the measurements, by `key` of the sizes; None to read the measurements in this process's cache.
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class Ranges:
         return self.decider.program.name
 
     def representative(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes that stand for these sizes: powers of two, or near them sizes that fit every candidate."""
+        """Return the sizes that stand for these sizes.
+
+        A free size is replaced by a power of two, or by a multiple near it that fits every candidate.
+        """
         return self.fixed | {n: _fitting(1 << _power(sizes[n]), self.multiples[n]) for n in self.free}
 
     def choice(self, sizes: Mapping[str, int]) -> Choice:
@@ -76,9 +80,9 @@ class Ranges:
         return self.choices[name]
 
     def candidate(self, sizes: Mapping[str, int]) -> Candidate:
-        """Return the fastest candidate with a program that these sizes fit.
+        """Return the fastest candidate whose program can run with these sizes.
 
-        If they fit no program, return the sequential candidate: its executor raises the reason.
+        If no program can, return the sequential candidate: its executor raises the reason.
         """
         ranked = [timing.candidate for timing in self.choice(sizes).timings]
         fitting = (c for c in ranked if self.decider.fits(self.program(c), sizes))
@@ -91,17 +95,23 @@ class Ranges:
 
     @cached_property
     def first_program(self) -> Program:
-        """The program of the first candidate: the sequential program, if there is one. It divides sizes least."""
+        """The program of the first candidate: the sequential program if there is one, since it divides sizes least."""
         return next(iter(self.decider.candidates.programs.values()))
 
     @property
     def largest(self) -> dict[str, int]:
-        """The largest value of the free size. Several free sizes share it as their product: rows may be a product."""
+        """The largest sizes that choices are made for.
+
+        Several free sizes get smaller values with the same product, because the number of rows may be their product.
+        """
         return dict.fromkeys(self.free, 1 << LARGEST // max(len(self.free), 1))
 
     @property
     def representatives(self) -> list[dict[str, int]]:
-        """All sizes that choices are made for, if one size is free. Empty if several are: they have too many values."""
+        """All sizes that choices are made for, if one size is free.
+
+        The list is empty if several sizes are free, because there would be too many combinations.
+        """
         if len(self.free) > 1:
             return []
         sizes = [self.representative({self.free[0]: 1 << power}) for power in range(LARGEST + 1)]
@@ -109,7 +119,7 @@ class Ranges:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges of the free size, one for neighbours with the same choice. Empty if several sizes are free."""
+        """The ranges of the free size: neighbouring values with the same choice. Empty if several sizes are free."""
         ranges: list[Range] = []
         for power in range(LARGEST + 1) if len(self.free) == 1 else ():
             choice, first = self.choice({self.free[0]: 1 << power}), _first(power)
@@ -152,7 +162,7 @@ def agreed_ranges(
 ) -> Ranges:
     """Return the ranges of a fusion, the same on all ranks. All ranks call it, and rank 0 sends its measurements.
 
-    Log the choice for the largest sizes, and, if `warn` is True, warn as `choose` does.
+    The choice for the largest sizes is made and logged at once. If `warn` is True, its fallbacks are warned of, too.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, fixed)
@@ -166,7 +176,7 @@ def agreed_ranges(
 
 
 def key(sizes: Mapping[str, int]) -> str:
-    """Return sizes as text, such as `K=64 M=4096`."""
+    """Return the text of sizes, such as `K=64 M=4096`."""
     return " ".join(f"{name}={value}" for name, value in sorted(sizes.items()))
 
 
@@ -192,7 +202,7 @@ def _first(power: int) -> int:
 
 
 def _fitting(size: int, multiple: int) -> int:
-    """Return the multiple that is nearest to a size, but not zero."""
+    """Return the multiple of `multiple` that is nearest to a size, but not zero."""
     return max(round(size / multiple), 1) * multiple
 
 

@@ -28,7 +28,7 @@ from hostir.kernels.matmul.tiles import Gemm, Tile
 EPSILON = 1e-9
 UNTHROTTLED_FLOPS = 0.2e12  # a call with more floating point operations is slower: power limits the clock
 LEAST_PEAK = 0.81  # the share of the peak that is left however long a call computes
-LEFTOVER = 0.5  # the speed of a matmul on SMs that another's last wave leaves idle: both compete for L2
+LEFTOVER = 0.5  # the speed of a matmul on SMs that the last wave of another matmul leaves idle: both compete for L2
 SMALL_KERNEL = 3.0  # microseconds of a kernel that moves few bytes
 STARTED_POLL = 0.4  # the share of `poll` that remains if the kernel starts before the blocks arrive
 GRAPH, EAGER = "graph", "eager"
@@ -45,7 +45,7 @@ def estimates(tasks: Sequence[CostTask], hardware: Hardware, kernels: str) -> Ma
 
 
 def flops(tasks: Sequence[CostTask]) -> float:
-    """Return the floating point operations of the busiest rank."""
+    """Return the number of floating point operations on the rank that has most of them."""
     total: dict[int, float] = {}
     for task in tasks:
         if isinstance(task.work, Gemm):
@@ -66,12 +66,12 @@ class GemmCosts:
         self.tiles = cache(self.tiles)  # type: ignore[method-assign]
 
     def time(self, gemm: Gemm) -> float:
-        """Return the microseconds of a matmul with its fastest tile if its rows are ready; at least `streaming`."""
+        """Return the microseconds of a matmul with its fastest tile, if all its rows are ready when it starts."""
         gemm = replace(gemm, block=None, separate=False, overlapped=False)
         return self.family.start + max(self.tiles(gemm, self.fastest(gemm)), self.streaming(gemm))
 
     def time_on(self, gemm: Gemm, sms: int) -> float:
-        """Return the microseconds of a matmul that uses its fastest tile, but only so many SMs."""
+        """Return the microseconds of a matmul with its fastest tile on `sms` SMs."""
         tile = replace(self.fastest(gemm), split=0)  # its split was chosen for all SMs; choose it again for `sms`
         tile = choose(gemm, sms, (tile,), self.family.rates)
         return self.family.start + max(self.tiles(gemm, tile, sms), self.streaming(gemm))
@@ -81,11 +81,11 @@ class GemmCosts:
         return choose(gemm, sms or self.hardware.sms, self.family.tiles[gemm.dtype], self.family.rates)
 
     def tiles(self, gemm: Gemm, tile: Tile, sms: int | None = None) -> float:
-        """Return the microseconds of all tiles of a matmul if its rows are ready."""
+        """Return the microseconds of all tiles of a matmul, if all its rows are ready when it starts."""
         return duration(tile, gemm, sms or self.hardware.sms, self.rates)[1]
 
     def streaming(self, gemm: Gemm) -> float:
-        """Return the microseconds in which memory loads a matmul's operands and stores its result."""
+        """Return the microseconds that memory takes to load a matmul's operands and to store its result."""
         bytes_moved = (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) * gemm.itemsize
         return bytes_moved / self.hardware.memory / 1e3
 
@@ -102,7 +102,7 @@ class GemmCosts:
     def by_tiles(
         self, task: CostTask, gemm: Gemm, start: float, arrivals: Sequence[float]
     ) -> tuple[float, tuple[float, ...]]:
-        """Return the same times as `Costs.by_blocks`, for a matmul in one Triton kernel."""
+        """Do the same as `Costs.by_blocks`, for a matmul in one Triton kernel."""
         h, count = self.hardware, len(task.raises)
         start += self.family.start
         if not arrivals:
@@ -159,7 +159,7 @@ class Costs:
         return 1 if self.sums_in_triton else traffic.aten_kernels
 
     def traffic(self, traffic: Traffic) -> float:
-        """Return the microseconds in which memory moves the bytes of a computation."""
+        """Return the microseconds that memory takes to move the bytes of a computation."""
         bytes_moved = traffic.bytes if self.sums_in_triton else traffic.aten_bytes or traffic.bytes
         return bytes_moved / self.hardware.memory / 1e3
 
@@ -192,7 +192,7 @@ class Costs:
         return self.alone(task) / self.gemms.time_on(task.work, sms)
 
     def width(self, task: CostTask) -> float:
-        """Return the share of the SMs, or of the memory's rate if that is larger, that a computation can use."""
+        """Return the share of the SMs or of the memory's rate that a computation can use, whichever is larger."""
         if not isinstance(task.work, Gemm):
             return 1.0
         return min(1.0, max(self.gemms.filled(task.work), self.gemms.streaming(task.work) / self.alone(task)))
@@ -200,7 +200,7 @@ class Costs:
     def share(self, task: CostTask, idle: float) -> float:
         """Return the share of all SMs that a computation gets if the share `idle` is free.
 
-        If it can use more than `idle`, a matmul of a single wave gets nothing: it would not end earlier.
+        A matmul of a single wave that can use more than `idle` gets nothing: it would not end earlier.
         """
         width = self.width(task)
         if width <= idle + EPSILON:
@@ -211,10 +211,10 @@ class Costs:
     def by_blocks(self, task: CostTask, start: float, arrivals: Sequence[float]) -> tuple[float, tuple[float, ...]]:
         """Return the time at which a computation ends, and the times at which it raises its flags.
 
-        `arrivals` are the times at which its blocks arrive, in the order of computation; empty if it waits for nothing.
-        A kernel in Triton waits block by block, a matmul tile by tile, on the SMs that overlapped copies and signals
-        leave. Without Triton there is one kernel for each block, one after another; but after copies by SMs there is a
-        single kernel, which starts when all blocks have arrived.
+        `arrivals` are the times at which its blocks arrive, in the order of computation. They are empty if it waits for
+        nothing. In Triton, one kernel computes all blocks. It waits block by block, or tile by tile in a matmul, and
+        runs on the SMs that overlapped copies and signals leave. Without Triton, one kernel after another computes a
+        block. But after copies by SMs, a single kernel starts when all blocks have arrived.
         """
         work, count = task.work, len(task.raises)
         if isinstance(work, Gemm) and self.in_triton:
@@ -245,7 +245,7 @@ class HostCosts:
         self.costs = costs
 
     def call(self, tasks: Sequence[CostTask]) -> float:
-        """Return the microseconds in which the host issues a call, on the rank that issues most."""
+        """Return the microseconds in which the host issues a call, on the rank that takes longest."""
         by_rank: dict[int, float] = {}
         for task in tasks:
             by_rank[task.rank] = by_rank.get(task.rank, self.launch("call")) + self.issue(task)
@@ -273,13 +273,13 @@ class HostCosts:
 
 
 class Activity:
-    """TaskWork under way: one task, or the tasks of a collective on all its ranks.
+    """Work under way: one task, or the tasks of a collective on all its ranks.
 
     Fields:
         remaining: the microseconds until its end, if its rate is 1.
         begin: the time at which it began.
-        done: the microseconds since its begin, weighted by its rate.
-        raises: the flags that it has not raised yet, each with the value of `done` at which it raises it.
+        done: the microseconds of work that are done. One microsecond at rate 0.5 counts half.
+        raises: the flags that it has not raised yet, each with the value of `done` at which it is raised.
     """
 
     def __init__(self, tasks: list[CostTask], remaining: float, begin: float) -> None:
@@ -335,7 +335,7 @@ class Simulation:
             self._start(task)
 
     def run(self) -> float:
-        """Return the microseconds until the last rank has ended. A wait at the end, with no task after it, is free."""
+        """Return the microseconds until the last rank has ended. A wait with no task after it takes no time."""
         last_end = 0.0
         while self.active or self.later:
             self._set_rates()
@@ -390,13 +390,13 @@ class Simulation:
                     self._set_end(a)
 
     def _dependency_ended(self, task: CostTask) -> None:
-        """Note that one of the tasks that a task waits for has ended; begin the task if it was the last one."""
+        """Count one task less that `task` waits for. After the last one, start `task`."""
         self.missing[task] -= 1
         if not self.missing[task]:
             self._start(task)
 
     def _set_end(self, a: Activity) -> None:
-        """Set the times at which a computation by blocks ends and raises flags, as far as its blocks have arrived."""
+        """Set the times at which a computation ends and raises its flags, from the arrivals of its blocks so far."""
         task = a.task
         arrivals = [max((self.ended.get(signal, inf) for signal in block), default=0.0) for block in task.blocks]
         if inf in arrivals and not task.raises:
@@ -407,10 +407,10 @@ class Simulation:
         a.raises = [(time - a.begin, flag) for flag, time in times_of.items() if self.missing[flag]]
 
     def _set_rates(self) -> None:
-        """Set the rate of all work under way. It is valid until something begins or ends.
+        """Set the rate of all work under way. The rates are valid until something begins or ends.
 
-        Computations and copies are served in the order in which they began, as in the queues of the device: each gets
-        what the earlier ones leave.
+        Computations and copies are served in the order in which they began, as in the queues of the device. Each gets
+        the SMs, or the share of the link, that earlier ones leave.
         """
         collectives: dict[int, str] = {}  # by rank: the collective under way
         idle: dict[int, float] = {}  # by rank: the share of the SMs that computations leave idle
