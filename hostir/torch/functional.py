@@ -1,4 +1,4 @@
-"""Functions for sharded layers: a gather or a scatter with its matmuls in one call, with gradients."""
+"""Functions for sharded layers: each does a collective and its matmuls in one call, and has gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
 
 
 def name_of(group: Ranks) -> str:
-    """Return the name of a group. Raises HostIRError if `group` is no group."""
+    """Return the name of a process group. Raises HostIRError if `group` is not a process group."""
     if isinstance(group, str):
         return group
     if isinstance(group, DeviceMesh) and group.ndim == 1:
@@ -34,7 +34,10 @@ def name_of(group: Ranks) -> str:
 
 
 def axis_of(x: Tensor, axis: int, what: str) -> int:
-    """Return an axis, counted from the first one. Raises HostIRError for an axis that `x` does not have."""
+    """Return a nonnegative index for `axis`, which may be negative. Raises HostIRError if `x` has no such axis.
+
+    `x` must have two axes or more. `what` is the argument's name in the message.
+    """
     if not -x.dim() <= axis < x.dim() or x.dim() < 2:
         expected = "a tensor of two axes or more, and one of them"
         raise error(f"{what}={axis} of {described(x)}", user_span(), expected=expected)
@@ -42,7 +45,7 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands; with autocast, in its dtype.
+    """Return the tensors, cast to autocast's dtype if autocast is enabled.
 
     Raises HostIRError in a transform of torch.func, and for tensors on a device that hostir does not run on.
     """
@@ -72,22 +75,22 @@ def all_gather_matmul(
     return_a: bool = False,
     out: Tensor | Sequence[Tensor] | None = None,
 ) -> Any:
-    """Gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
+    """All-gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
 
-    Differentiable. The gradient of `a` is a matmul and reduce-scatter. The gradient of `b` needs the gathered `a`: with
-    `return_a` it is saved, otherwise `a` is gathered again.
+    Differentiable. The gradient of `a` is a matmul + reduce-scatter. The gradient of `b` needs the gathered `a`. With
+    `return_a` the forward call saves the gathered `a`; otherwise backward gathers `a` again.
 
     Args:
         a: this rank's part, `[..., K]`, with the same shape on every rank.
-        b: this rank's matrix, `[K, N]`; or several matrices, for which `a` is gathered once.
+        b: this rank's matrix, `[K, N]`, or several matrices. `a` is gathered once for all of them.
         group: the ranks: a process group of torch, its name, or a DeviceMesh of one dimension.
-        gather_dim: the axis of `a`. If it is the last one, `b` has as many rows as the gathered `a` has columns.
-        return_a: whether to return the gathered `a` as well, before the product.
-        out: contiguous tensors for the products, which then have no gradients. `gather_dim` must be the first axis.
+        gather_dim: the axis of `a` to gather along. If it is the last one, `b` has `K * ranks` rows.
+        return_a: True to return the gathered `a` as well.
+        out: a tensor for each product. The products are written there and have no gradients.
 
     Returns:
-        the product, or a list of products for several matrices; with `return_a`, a pair of the gathered `a` and these.
-        The memory of results has `gather_dim` outermost.
+        The product, or a list of products if `b` is several matrices. With `return_a`, a pair: the gathered `a`, and
+        the product or the list. In the memory of results `gather_dim` is the outermost axis.
     """
     bs = [b] if isinstance(b, Tensor) else [*b]
     axis, name = axis_of(a, gather_dim, "gather_dim"), name_of(group)
@@ -112,7 +115,8 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Multiply, sum over the ranks, and return this rank's part along an axis: `reduce_scatter(a @ b)`.
 
-    Sums are in f32 (f64 for f64) and rounded once. Differentiable: `dy` is gathered once, for both gradients.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: backward gathers the gradient of the
+    result once, for both gradients.
 
     Args:
         a: this rank's columns, `[..., K]`, with the same shape on every rank.
@@ -163,7 +167,7 @@ def column_parallel_linear(
     gather_dim: int | None = 0,
     fp8: bool = False,
 ) -> Tensor | list[Tensor]:
-    """Compute a column-parallel linear layer: all-gather the tokens, and multiply them with this rank's rows of the weight.
+    """Compute a column-parallel linear layer: all-gather the tokens, and compute this rank's columns of the output.
 
     Differentiable. If a weight requires a gradient, the gathered x is saved for backward, as with DTensor. The gradient
     of a weight has the dtype `weight.grad_dtype`.
@@ -180,8 +184,8 @@ def column_parallel_linear(
             and v. x is gathered once for all of them.
         group: as for `all_gather_matmul`.
         bias: this rank's part, `[N/ranks]`, or a list with a bias or None for each weight.
-        gather_dim: the axis of the tokens. With None, x must be the same on all ranks, and nothing is gathered. Backward
-            then sums the gradient of x over the ranks while it computes the gradients of the weights.
+        gather_dim: the axis of the tokens. With None, x must be the same on all ranks, and nothing is gathered.
+            Backward then sums the gradient of x over the ranks while it computes the gradients of the weights.
         fp8: True to multiply in fp8. x must be bf16, f16 or f32, and `gather_dim` must not be the last axis.
 
     Returns:
@@ -226,8 +230,8 @@ def row_parallel_linear(
     gets all tokens, and backward does not communicate. The gradient of the result must then be the same on all ranks
     (see `matmul_all_reduce`).
 
-    With `fp8`, operands are quantized as in `column_parallel_linear`. x is saved in e4m3, and the gradient of the result
-    is gathered in e4m3. Both gradients are computed from these. The ranks' partial sums are not quantized.
+    With `fp8`, operands are quantized as in `column_parallel_linear`. x is saved in e4m3, and the gradient of the
+    result is gathered in e4m3. Both gradients are computed from these. The ranks' partial sums are not quantized.
 
     Args:
         x: this rank's columns of all tokens, `[..., K/ranks]`.
@@ -285,9 +289,9 @@ def matmul_all_reduce(
 ) -> Tensor:
     """Multiply, sum over the ranks, and add `addend`: `all_reduce(a @ b) + addend`, the same on every rank.
 
-    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: with `dy`, the gradient of the result,
-    `da = dy @ b^T` and `db = a^T @ dy`. Backward does not communicate. So `dy` must be the same on all ranks, as it is
-    if all ranks compute one loss from the result.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: if `dy` is the gradient of the
+    result, then `da = dy @ b^T` and `db = a^T @ dy`. Backward does not communicate. So `dy` must be the same on all
+    ranks, as it is if all ranks compute one loss from the result.
 
     Args:
         a: this rank's columns, `[..., K/ranks]`. Every rank has the same number of rows.
@@ -307,8 +311,8 @@ def matmul_all_reduce(
 def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
     """All-reduce: return the sum of `x` over the ranks, on every rank.
 
-    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: the gradient of `x` is the gradient of
-    the result. Backward does not communicate. So the gradient of the result must be the same on all ranks, as for
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: the gradient of `x` is the gradient
+    of the result. Backward does not communicate. So the gradient of the result must be the same on all ranks, as for
     `matmul_all_reduce`.
 
     Args:

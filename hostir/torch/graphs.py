@@ -25,7 +25,7 @@ LAYOUTS = (
     aten.transpose.int,
     aten.permute.default,
     aten.clone.default,
-)  # these may change strides and nothing else
+)  # change order or strides
 
 
 def value(node: Node) -> Tensor:
@@ -95,8 +95,8 @@ def _size_from(graph: Graph, expr: Any, sources: dict[Any, tuple[Node, int | Non
     Args:
         graph: the graph that new nodes are inserted in.
         expr: a sympy expression of symbolic sizes.
-        sources: for each symbol, an input of the graph and an axis. With the axis None, the input is the size. Otherwise
-            the input is a tensor that has this size on the axis.
+        sources: for each symbol, an input of the graph and an axis. With the axis None, the input is the size.
+            Otherwise the input is a tensor that has this size on the axis.
     """
     if expr.is_Integer:
         return int(expr)
