@@ -40,7 +40,9 @@ class GatherCall(NamedTuple):
     return_A: bool  # noqa: N815  # torch's name
 
     def compute(self, call: OperatorCall) -> tuple[Tensor | None, list[Tensor]]:
-        """All-gather `A_shard`, and multiply it with each of `Bs`; return the gathered tensor or None, and the products.
+        """All-gather `A_shard`, and multiply it with each of `Bs`.
+
+        Returns the gathered tensor, or None unless `return_A`, and the products.
 
         Raises Unfit for a call that hostir cannot run.
         """
