@@ -80,7 +80,10 @@ def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[T
 
 
 def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Tensor:
-    """Quantize the columns of `b`, multiply, and reduce-scatter; return this rank's rows. `q` is in fp8."""
+    """Quantize `b` and reduce-scatter the product of `q` and `b`; return this rank's rows.
+
+    `q` are fp8 rows with `scale`.
+    """
     right, right_scale = quantize_columns(b)
     tensors = q, scale, right, right_scale
     return scaled_matmul_reduce_scatter.call(tensors, *tensors, "sum", axis, group, b.dtype)

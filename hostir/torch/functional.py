@@ -90,7 +90,8 @@ def all_gather_matmul(
 
     Returns:
         The product, or a list of products if `b` is several matrices. With `return_a`, a pair: the gathered `a`, and
-        the product or the list. In the memory of results `gather_dim` is the outermost axis.
+        the product or the list. Without `out`, `gather_dim` is the outermost axis in the memory of results, unless it
+        is the last axis.
     """
     bs = [b] if isinstance(b, Tensor) else [*b]
     axis, name = axis_of(a, gather_dim, "gather_dim"), name_of(group)

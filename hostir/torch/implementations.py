@@ -185,8 +185,8 @@ def taken() -> tuple[str, ...]:
 def give_back() -> None:
     """Put torch's functions back into its module.
 
-    If other code has since replaced a function again, its replacement stays. hostir's function, which the replacement
-    may call, then calls torch's.
+    If other code has replaced hostir's function in the meantime, the other replacement stays. It may still call
+    hostir's function, which then calls torch's function.
     """
     for name, replacement in _taken.items():
         if getattr(symm_mem, name) is replacement:

@@ -303,8 +303,7 @@ class ColumnParallelLinear(ShardedLinear):
         bias: True, the default, for a layer with a bias.
         local_output: True, the default, to return this rank's part as a plain tensor. False to return a DTensor.
         fp8: True to multiply in fp8, as in `column_parallel_linear`. The parameters keep their dtype.
-        device, dtype: the device and dtype of the parameters, as for `nn.Linear`. All ranks get the parameters of rank
-            0.
+        device, dtype: the device and dtype of the parameters, as for `nn.Linear`. Rank 0's parameters are used.
     """
 
     gathers = True

@@ -179,7 +179,10 @@ def scales_of(product: Node) -> ProductScales:
 
 
 def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
-    """Return the layout, the left and right scales, and `use_fast_accum` of a `_scaled_mm`. Raises LeftAlone."""
+    """Return the layout, the left and right scales, and `use_fast_accum` of a `_scaled_mm`.
+
+    Raises LeftAlone if hostir does not support the scales.
+    """
     (rows, K), (_, columns) = map(shape_of, product.args[:2])  # type: ignore[arg-type]
     left, right = argument(product, 2, "scale_a"), argument(product, 3, "scale_b")
     of_left, of_right = shape_of(left), shape_of(right)
@@ -199,7 +202,10 @@ def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
 
 
 def _by_recipes(product: Node) -> tuple[str, Node, Node, bool]:
-    """Return the layout, the left and right scales, and `use_fast_accum` of a `_scaled_mm_v2`. Raises LeftAlone."""
+    """Return the layout, the left and right scales, and `use_fast_accum` of a `_scaled_mm_v2`.
+
+    Raises LeftAlone if hostir does not support the scales.
+    """
     left, right = (argument(product, i, f"scale_{side}") for i, side in ((2, "a"), (5, "b")))
     recipes = [argument(product, i, f"recipe_{side}") for i, side in ((3, "a"), (6, "b"))]
     swizzled = any((*argument(product, 4, "swizzle_a"), *argument(product, 7, "swizzle_b")))

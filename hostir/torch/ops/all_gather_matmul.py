@@ -99,7 +99,7 @@ def gathered_products(
         bs: this rank's matrices.
         axis: the axis of `a` to gather along.
         return_a: True to return the gathered `a`.
-        linear: True if `bs` are transposed, as the weights of linear layers are.
+        linear: True to multiply with the transpose of each of `bs`, as linear layers do with their weights.
         gated: True to return one result instead of two products: `silu(a @ b0) * (a @ b1)`.
         out: contiguous matrices that the results are written to: one for each product, and, if `return_a`, one for the
             gathered `a`.

@@ -45,7 +45,7 @@ def dtype_of_number(number: Any) -> torch.dtype | None:
 
 
 def _with_dtypes(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function: pass it dtypes in the place of their numbers."""
+    """Wrap torch's function: the wrapper converts the numbers of output dtypes to dtypes."""
     return lambda *args: torchs(*args[:8], [dtype_of_number(number) for number in args[8]], *args[9:])
 
 

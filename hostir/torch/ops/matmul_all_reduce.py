@@ -25,7 +25,7 @@ from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 def matmul_all_reduce(
     a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None
 ) -> Tensor:
-    """Return `all_reduce(a @ b) + addend`. With `linear`, `b` is transposed. The addend is optional."""
+    """Return `all_reduce(a @ b) + addend`. With `linear`, multiply with `b^T`. The addend is optional."""
     return summed_product(OperatorCall("hostir::matmul_all_reduce", group_name), a, b, addend, linear)
 
 
@@ -49,7 +49,7 @@ def summed_product(
 ) -> Tensor:
     """Return `all_reduce(a @ b) + addend`, in `out` or in a new tensor. Both are contiguous. Raises Unfit.
 
-    With `linear`, `b` is transposed. The addend has one row or the shape of the result.
+    With `linear`, multiply with the transpose of `b`. The addend has one row or the shape of the result.
     """
     check_operands(a, [b])
     b = b.t() if linear else b

@@ -39,7 +39,10 @@ def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_di
 def matmul_reduce_scatter(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False
 ) -> Tensor:
-    """Multiply `a` with `b`, or with its transpose if `linear`; sum or average over ranks; return this rank's part."""
+    """Multiply `a` with `b`, sum or average over all ranks, and return this rank's part along `scatter_dim`.
+
+    With `linear`, multiply with the transpose of `b`.
+    """
     call = OperatorCall("hostir::matmul_reduce_scatter", group_name)
     return scattered_product(call, a, b, reduce_op, scatter_dim, linear)
 
@@ -63,8 +66,8 @@ def scattered_product(
 ) -> Tensor:
     """Multiply `a` with `b`, sum or average over all ranks, and return this rank's part along `axis`.
 
-    Returns `out`, or a new tensor. Both are contiguous. With `linear`, `b` is transposed. Raises Unfit for a call that
-    hostir cannot run.
+    Returns `out`, or a new tensor. Both are contiguous. With `linear`, multiply with the transpose of `b`. Raises Unfit
+    for a call that hostir cannot run.
     """
     check_operands(a, [b], axis)
     b, average = b.t() if linear else b, is_average(reduce_op)
