@@ -83,8 +83,8 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
 
     hostir also replaces two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
     FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If the
-    installed torch has other parameters for one of them, hostir does not replace it and warns, or raises HostIRError if
-    `strict`.
+    installed torch has other parameters for one of them, hostir leaves that function to torch and
+    warns. With `strict`, it raises HostIRError.
 
     Args:
         strict: True to raise HostIRError for calls that hostir cannot run. Otherwise torch runs them.

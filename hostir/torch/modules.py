@@ -59,7 +59,7 @@ class Layouts:
         return x.to_local() if isinstance(x, DTensor) else x
 
     def returned(self, y: Tensor) -> Tensor:
-        """Return the output that the caller wants: `y`, this rank's part, or a DTensor of it."""
+        """Return `y`, this rank's part of the output, as a plain tensor if `local_output`, otherwise as a DTensor."""
         return y if self.local_output else DTensor.from_local(y, self.mesh, [self.output], run_check=False)
 
     def redistributed(self, y: Any) -> Tensor:

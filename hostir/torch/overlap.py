@@ -64,7 +64,7 @@ RECIPES = {  # layouts as arguments of `_scaled_mm_v2`: left, right; for `_scale
     "rows": (ScalingType.RowWise, ScalingType.RowWise),
     "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
 }
-Fates = dict[Node, tuple[str, str]]  # what becomes of each collective: `fused` and `why`, as in Visited
+Fates = dict[Node, tuple[str, str]]  # what the report says of each collective: `fused` and `why`, as in Visited
 
 
 class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays the same
@@ -358,10 +358,10 @@ def _resized(node: Node) -> Iterator[Node]:
 
 
 def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
-    """Return the all-gather of the scales of gathered rows, or None if the operator cannot replace it.
+    """Return the all-gather of the rows' scales that the fused operator can replace, or None.
 
-    The operator can replace it if it gathers the scales on the same group and along the same axis as `gather` gathers
-    the rows, and if only `products` use the gathered scales.
+    `gather` gathers the rows along `axis`. The all-gather of the scales must have the same group and axis, and only
+    `products` may use its result.
     """
     assert products[0].scales
     scale, nodes = products[0].scales.left, {product.node for product in products}
@@ -397,7 +397,9 @@ def as_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def fuse_gather(graph: Graph, gather: Node) -> Fates:
-    """Replace an all-gather and the matmuls with its rows by one operator. Return the fates of all replaced gathers.
+    """Replace an all-gather and the matmuls with its rows by one operator.
+
+    Returns what the report says of each all-gather that was replaced.
 
     Raises LeftAlone if they cannot be fused.
     """
@@ -523,7 +525,9 @@ def _alike(node: Node) -> bool:
 
 
 def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
-    """Replace a reduce-scatter and the matmuls before it by one operator; return the fate of the reduce-scatter.
+    """Replace a reduce-scatter and the matmuls before it by one operator.
+
+    Returns what the report says of the reduce-scatter.
 
     Raises LeftAlone if they cannot be fused.
     """
@@ -602,7 +606,9 @@ def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
 
 
 def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
-    """Replace an all-reduce and the matmuls before it by one operator; return the fate of the all-reduce.
+    """Replace an all-reduce and the matmuls before it by one operator.
+
+    Returns what the report says of the all-reduce.
 
     Raises LeftAlone if they cannot be fused.
     """

@@ -1,7 +1,7 @@
 """Styles for torch's `parallelize_module`: they turn linear layers of a model into tensor-parallel layers of hostir.
 
 Each style takes the arguments of torch's style with the same name. If hostir cannot run a layer or a call, torch's
-style does, and a `hi.FallbackWarning` says why.
+style runs it, and a `hi.FallbackWarning` says why.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _replaced(
 ) -> nn.Module:
     """Turn the linear layer at `place` into a layer of hostir, in place; return it.
 
-    If hostir cannot run the layer, warn, and return what torch's style, `torchs`, makes of it.
+    If hostir cannot run the layer, warn, and apply torch's style. `torchs` is the method `_apply` of torch's style.
     """
     module: Any = place.module
     _refuse(style, place)

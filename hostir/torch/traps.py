@@ -1,4 +1,4 @@
-"""Warn of models that sharding a layer would break: they would run, but compute or train something else.
+"""Warn if sharding a layer would break a model: the model would run, but compute or train something else.
 
 Examples are tied weights and attention heads that are split between ranks. `parallelize_module` passes a style one
 layer only. So this module finds the whole model in the stack frame of `parallelize_module`.
@@ -59,12 +59,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The module's name in the module around it."""
+        """The name of the attribute under which the parent module holds this module. Empty for the model itself."""
         return self.path.rpartition(".")[2]
 
     @property
     def parent(self) -> nn.Module | None:
-        """The module around this one; None for the model itself."""
+        """The module that holds this module. None for the model itself."""
         return self.root.get_submodule(self.path.rpartition(".")[0]) if self.path else None
 
     def __str__(self) -> str:

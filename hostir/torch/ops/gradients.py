@@ -1,7 +1,7 @@
 """Gradients of operators: record calls for autograd, and compute the gradients of weights.
 
 `register_gradients` does what `torch.library.register_autograd` does, and takes the same set-up and backward functions.
-A call runs a fifth of the Python code. Operators may take and return lists of tensors.
+But each call executes only a fifth as much Python code. Operators may take and return lists of tensors.
 """
 
 from __future__ import annotations
