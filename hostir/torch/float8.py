@@ -108,7 +108,7 @@ def float8_column_linear(
     "float8_row_linear(Tensor x, Tensor weight, int scatter_dim, str group_name) -> (Tensor, Tensor, Tensor)", SCATTERED
 )
 def float8_row_linear(x: Tensor, weight: Tensor, scatter_dim: int, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply in fp8 and reduce-scatter; return this rank's rows, `x` in fp8, and the scales of `x`.
+    """Reduce-scatter `x @ weight^T`, computed in fp8; return this rank's rows, `x` in fp8, and the scales of `x`.
 
     Backward reads `x` in fp8 and its scales.
     """

@@ -1,4 +1,4 @@
-"""Functions for sharded layers: each does a collective and its matmuls in one call, and has gradients."""
+"""Functions for sharded layers. Each runs a collective, and the matmuls before or after it, and has gradients."""
 
 from __future__ import annotations
 

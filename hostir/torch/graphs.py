@@ -157,10 +157,7 @@ def without_views(node: Any) -> Any:
 
 
 def without_layout(node: Node) -> Node:
-    """Return the earliest node that `node` copies or permutes without a change of the axes' order.
-
-    Transposes on the way may change the order of the axes if later ones restore it.
-    """
+    """Follow copies and transposes back from `node`; return the earliest node with the same elements and axes."""
     source, order = node, [*range(len(shape_of(node)))]
     while node.target in LAYOUTS:
         axes = [*range(len(order))]

@@ -103,7 +103,7 @@ def _right_side(b: Tensor, kwargs: Mapping[str, Any], dtype: torch.dtype | None)
 def _has_scales(product: Any, scale: Tensor | None) -> bool:
     """Return True if `product`, an `mm_out_op`, multiplies scaled operands, and False if it is a plain matmul.
 
-    Raises Unfit if hostir does not know `product`, or if it does not match the presence of `scale`.
+    Raises Unfit if hostir does not know `product`, if a scaled product has no `scale`, or if a plain one has a `scale`.
     """
     module, name = str(getattr(product, "__module__", "")), str(getattr(product, "__name__", product))
     scaled = product is torch.ops.aten._scaled_mm.out or (module.partition(".")[0], name) == FLASHINFER

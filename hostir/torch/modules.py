@@ -71,7 +71,7 @@ class Layouts:
 def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
     """Return `mesh` and the name of its process group. Raises HostIRError unless `mesh` has one dimension.
 
-    `what` is the name in the message of the thing that was to be sharded.
+    The message says that `what` cannot be sharded over `mesh`.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         expected = 'a DeviceMesh of one dimension, such as mesh["tp"]'
@@ -174,7 +174,8 @@ class ShardedLinear(nn.Linear):
     def become(self, layouts: Layouts, source: int | None) -> None:
         """Take on `layouts`, and shard the parameters over the ranks.
 
-        Rank `source` sends its parameters to all ranks. With None, each rank keeps its part of its parameters.
+        Rank `source` sends the other ranks their parts of its parameters. With None, each rank shards the parameters
+        that it has, and nothing is sent.
         """
         self.layouts = layouts
         self.input_axis, self.output_axis = (
@@ -255,7 +256,7 @@ class ShardedLinear(nn.Linear):
 
 
 class _WideGradient(torch.autograd.Function):
-    """Autograd function: return this rank's part of a weight; its gradient has the weight's `grad_dtype`."""
+    """Autograd function that returns this rank's part of a weight. The gradient has the weight's `grad_dtype`."""
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor) -> Tensor:

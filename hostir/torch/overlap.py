@@ -503,8 +503,8 @@ def only_user(node: Node) -> None:
 def products_before(node: Node, divided: bool) -> Iterator[Node]:
     """Yield the matmuls that `node` is the sum of: one matmul, or several that are added.
 
-    Raises LeftAlone if `node` is computed in another way, or if another node uses one of the results. If `divided`, a
-    split precedes the collective, and `node` may have several users: its parts.
+    Raises LeftAlone if `node` is computed in another way, or if another node needs an intermediate result. If
+    `divided`, the collective scatters parts of `node`, and `node` may have a user for each part.
     """
     if not divided:
         only_user(node)

@@ -29,7 +29,7 @@ from hostir.torch.traps import Place, warn_of_traps
 
 
 class StyleOptions(TypedDict, total=False):
-    """The options that both styles pass to torch's. The docstrings of the styles explain them."""
+    """The options that both styles pass on to torch's styles. The docstrings of the two styles explain them."""
 
     input_layouts: Placement | None
     output_layouts: Placement | None

@@ -207,16 +207,19 @@ def all_gather_matmul_backward(
 
 
 def _addend(dys: list[Tensor], bs: list[Tensor], axis: int, linear: bool) -> Tensor:
-    """Return this rank's addend of the input gradient. Unless `axis` is the last one, it is the outermost in memory."""
+    """Return this rank's addend of the input gradient.
+
+    Its memory has `axis` outermost, unless `axis` is the last axis.
+    """
     dy, weight = side_by_side(dys, bs, linear)
     return dy @ weight if axis == dy.ndim - 1 else (dy.movedim(axis, 0) @ weight).movedim(0, axis)
 
 
 @torch.library.register_torch_dispatch("hostir::all_gather_matmul_backward", CommDebugMode, lib=LIBRARY)
 def _(mode: CommDebugMode, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, list[Tensor]]:
-    """Compute the operator under CommDebugMode, with a separate operator for each of its two collectives.
+    """Compute `all_gather_matmul_backward` under CommDebugMode, by a separate operator for each of its two collectives.
 
-    CommDebugMode counts at most one collective for an operator.
+    CommDebugMode counts one collective for an operator, and would miss the other one.
     """
     a, dys, bs, axis, group, linear, dtypes = args
     ops, dispatch = torch.ops.hostir, mode.__torch_dispatch__

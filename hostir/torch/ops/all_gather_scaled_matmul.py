@@ -37,7 +37,7 @@ NUMBERED = {
 
 
 def dtype_of_number(number: Any) -> torch.dtype | None:
-    """Return the dtype for an item of a list of dtypes, or None. The dispatcher passes such items as numbers."""
+    """Convert an item of a list of dtypes to a dtype or None. The dispatcher passes these items as numbers."""
     if number in NUMBERED:
         return NUMBERED[number]
     dtypes: list[torch.dtype | None] = symm_mem._maybe_convert_scalar_types_to_dtypes([number])

@@ -136,7 +136,7 @@ def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
 def _to_scatter(x: Tensor, average: bool, axis: int, ranks: int) -> tuple[tuple[Any, ...], Tensor]:
     """Return the arguments of `scatter_fusion` after `dtype`, and the fusion's operand, a view of `x`.
 
-    Raises Unfit if the number of ranks does not divide `axis`.
+    Raises Unfit if the number of ranks does not divide the length of `axis`.
     """
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")

@@ -28,7 +28,7 @@ _after_autograd = torch._C._after_autograd_keyset
 def needs_autograd_only(tensors: Iterable[Tensor]) -> bool:
     """Return True if torch's dispatcher would run only autograd before the kernel.
 
-    There must be no dispatch mode, no tensor subclass and no functorch transform.
+    Returns False if there is a dispatch mode, a tensor subclass or a functorch transform.
     """
     return not _modes() and PLAIN.issuperset(map(type, tensors)) and _transforms() is None
 
@@ -94,7 +94,7 @@ class Recorded(torch.autograd.Function):
 
 
 def lengths(values: Sequence[Any]) -> list[int | None]:
-    """For each value, return its length if it is a list, otherwise None."""
+    """Return a list with the length of each value that is a list, and None for each other value."""
     return [len(x) if isinstance(x, list) else None for x in values]
 
 

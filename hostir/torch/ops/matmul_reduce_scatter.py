@@ -100,8 +100,8 @@ def scattered_product(
 def rows_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, result: str) -> Program:
     """Return the fusion that sums `%a @ %b` over the ranks and scatters M, an axis of the rows.
 
-    `K` is the number of columns of `%a` over all ranks, and `columns` of `%b`. The sum has the dtype `result`. `extra`
-    and `outside` are as in `fusions`.
+    `K` is the number of columns of `%a` over all ranks. `columns` is the number of columns of `%b`. The sum has the
+    dtype `result`. The module `fusions` explains `extra` and `outside`.
     """
     others, part = extra_sizes(extra), "M@didx"
     a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
