@@ -86,7 +86,8 @@ def all_gather_matmul(
         group: the ranks: a process group of torch, its name, or a DeviceMesh of one dimension.
         gather_dim: the axis of `a` to gather along. If it is the last one, `b` has `K * ranks` rows.
         return_a: True to return the gathered `a` as well.
-        out: a tensor for each product. The products are written there and have no gradients.
+        out: a tensor for each product. The products are written there and have no gradients. This costs a copy if a
+            tensor has other strides than a new result would have.
 
     Returns:
         The product, or a list of products if `b` is several matrices. With `return_a`, a pair: the gathered `a`, and

@@ -42,9 +42,10 @@ def fused_all_gather_matmul(
 def all_gather_matmul(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool, linear: bool = False
 ) -> Products:
-    """All-gather `a` along an axis, and multiply it with each of `bs`, or with each transpose if `linear`.
+    """All-gather `a` along an axis, and multiply it with each of `bs`.
 
-    Returns the gathered `a`, or None unless `return_a`, and the products.
+    With `linear`, multiply with the transposes of `bs`. Returns the gathered `a`, or None unless `return_a`, and the
+    products.
     """
     call = OperatorCall("hostir::all_gather_matmul", group_name)
     return gathered_products(call, a, bs, gather_dim, return_a, linear)

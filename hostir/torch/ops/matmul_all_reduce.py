@@ -47,9 +47,10 @@ def summed_product(
     linear: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `all_reduce(a @ b) + addend`, in `out` or in a new tensor. Both are contiguous. Raises Unfit.
+    """Return `all_reduce(a @ b) + addend`, in `out` or in a new tensor. Both are contiguous.
 
-    With `linear`, multiply with the transpose of `b`. The addend has one row or the shape of the result.
+    With `linear`, multiply with the transpose of `b`. The addend has one row or the shape of the result. Raises Unfit
+    for a call that hostir cannot run.
     """
     check_operands(a, [b])
     b = b.t() if linear else b

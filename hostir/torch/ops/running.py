@@ -1,4 +1,4 @@
-"""Run the fusions of operators. Each process group compiles a fusion when it is first called, and keeps the program."""
+"""Run the fusions of operators. The first call on a process group compiles a fusion; later calls reuse it."""
 
 from __future__ import annotations
 
@@ -203,7 +203,9 @@ class OperatorCall:
         out: Sequence[Tensor] | None = None,
         dtype: str = "",
     ) -> tuple[Tensor, ...]:
-        """Run a fusion on this rank, and return this rank's parts of its outputs. Raises Unfit.
+        """Run a fusion on this rank, and return this rank's parts of its outputs.
+
+        Raises Unfit if the fusion cannot be compiled.
 
         Args:
             build: returns the fusion: it is called as `build(ranks, dtype, *key)`.
@@ -218,9 +220,10 @@ class OperatorCall:
         return outputs
 
     def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
-        """Start a fusion asynchronously, and return a handle to wait for. Raises Unfit.
+        """Start a fusion asynchronously, and return a handle, whose `wait` returns the outputs.
 
-        The fusion overlaps what the caller computes in between. The parameters are as for `execute`.
+        The fusion overlaps what the caller computes in between. The parameters are as for `execute`. Raises Unfit if
+        the fusion cannot be compiled.
         """
         executor = self._executor(build, key, inputs, "eager")
         started: Started = self._call(executor, executor.start, inputs)
