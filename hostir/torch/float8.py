@@ -42,14 +42,14 @@ def rows_quantizer(x: Tensor) -> Quantized:
     """
     kernels: Any = aten
     if x.is_cuda:
-        from hostir.kernels import quantize as kernels  # loads Triton: only where it is used
+        from hostir.kernels import quantize as kernels  # imported here because it loads Triton
     rows, scale = (
         torch.empty(x.shape, dtype=aten.FP8[FLOAT8], device=x.device),
         x.new_empty([*x.shape[:-1], 1], dtype=torch.float32),
     )
     kernels.row_scales(scale, x, dtype=FLOAT8)
     bits = scale.view(torch.int32)
-    bits.add_(0x7FFFFF).bitwise_and_(0x7F800000)  # the exponent alone, of the next power of two
+    bits.add_(0x7FFFFF).bitwise_and_(0x7F800000)  # round up to a power of two: keep the exponent
     kernels.quantize(rows, x, scale, dtype=FLOAT8)
     return rows, scale
 

@@ -91,7 +91,7 @@ class ScatterCall(NamedTuple):
         return scattered_scaled_product(call, self.A, self.A_scale, right, self.reduce_op, axis, self.output_shape)
 
 
-SCALED = ("scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")  # arguments of a scaled product
+SCALED = ("scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")  # arguments of a scaled `mm_out_op`
 FLASHINFER = "vllm", "_flashinfer_scaled_mm_out"  # package and name of vLLM's function around FlashInfer's matmul
 
 

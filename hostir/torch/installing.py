@@ -1,4 +1,4 @@
-"""Install hostir for torch's fused operators: hostir's kernels replace torch's until `uninstall`."""
+"""Install hostir as the implementation of torch's fused operators, and uninstall it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _registrations() -> Any:
     The registrations end when the library is destroyed.
     """
     library = torch.library.Library("symm_mem", "IMPL")
-    with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
+    with warnings.catch_warnings():  # torch warns when a kernel is replaced for the first time in a process
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for operator in TAKEN_OVER:
             operator.register(library)

@@ -59,7 +59,7 @@ aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
-RECIPES = {  # layouts as arguments of `_scaled_mm_v2`: left, right; for `_scaled_mm` the shapes decide
+RECIPES = {  # the left and right recipe in a call of `_scaled_mm_v2`, by the layout of scales
     "one": (ScalingType.TensorWise, ScalingType.TensorWise),
     "rows": (ScalingType.RowWise, ScalingType.RowWise),
     "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
@@ -300,7 +300,7 @@ def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
         ranks: the number of ranks.
     """
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
-    if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts them
+    if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts their dtype
         return False
     divided, axis = parts_of([without_views(piece) for piece in pieces], ranks) or (None, 0)
     return without_views(divided) is full and axis == 0

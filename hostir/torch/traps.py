@@ -94,7 +94,7 @@ _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by mode
 
 
 def _traps(place: Place, mesh: DeviceMesh, columns: bool, local: bool) -> Iterator[tuple[str, Diagnostic | None]]:
-    """Yield each trap that is checked for this layer: its name, and a warning, or None if the layer avoids it."""
+    """Yield the name of each trap that this layer is checked for, with a warning if it runs into it, or None."""
     yield "tied", _tied(place, mesh)
     yield "compiled", _compiled(place)
     if columns and local and isinstance(place.module, nn.Linear):

@@ -237,7 +237,7 @@ def differentiate(gather: Operator, scatter: Operator) -> None:
     """
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)  # zeros for an unused gathered tensor would be scattered
+        ctx.set_materialize_grads(False)  # otherwise zeros are scattered if the gathered tensor is unused
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
         ctx.gathered, ctx.linear = full is not None, rest[1:] == [True]
@@ -269,6 +269,6 @@ def differentiate(gather: Operator, scatter: Operator) -> None:
         if ctx.needs_input_grad[0] and d_full is not None:
             part = collectives.reduce_scatter.packet(d_full, "sum", ctx.axis, ctx.group)
             d_a = part if d_a is None else d_a + part
-        return (d_a, d_bs, *[None] * (len(ctx.needs_input_grad) - 2))  # torch leaves defaults away
+        return (d_a, d_bs, *[None] * (len(ctx.needs_input_grad) - 2))  # a call may leave out defaults
 
     gather.differentiate(backward, setup)

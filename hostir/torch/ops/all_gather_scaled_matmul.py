@@ -190,7 +190,7 @@ def layout_of_scales(a: Tensor, scale: Tensor, rights: Sequence[ScaledRight], ax
             f"expected one element, {[*a.shape[:-1], 1]} or {[*rows[:-1], 1]}, or a scale for {BLOCK} elements of a row"
         )
     if layout == "sharded" and scale.numel() == 1 and all(right.scale.numel() == 1 for right in rights):
-        layout = "one"  # one row: its scale belongs to the tensor if the right sides have one scale each
+        layout = "one"  # one row, so one scale: it fits if each right operand has one scale, too
     if blocks and layout != "one":
         return layout + BLOCKS
     for right in rights:

@@ -157,7 +157,7 @@ def _unmoved(y: Tensor, x: Tensor, axis: int, length: int, ranks: int) -> Tensor
 
 
 def gather_fusion(ranks: int, dtype: str, extra: int, outside: int) -> Program:
-    """Return the fusion that all-gathers `%x` along M. M is outermost in the result."""
+    """Return the fusion that all-gathers `%x` along M. M is the outermost axis of the output."""
     x, body, front = in_front("%x", dtype, ("M@didx", *extra_sizes(extra)), outside)
     y = f"%y: {type_of(dtype, 'M', *extra_sizes(extra))} = reshard {front}"
     return fusion("all_gather", ranks, [x], ["%y"], [*body, y])
@@ -166,7 +166,7 @@ def gather_fusion(ranks: int, dtype: str, extra: int, outside: int) -> Program:
 def scatter_fusion(ranks: int, dtype: str, extra: int, outside: int, result: str) -> Program:
     """Return the fusion that reduce-scatters `%x` along M.
 
-    It sums in the dtype `result`. M is outermost in the result.
+    The sum has the dtype `result`. M is the outermost axis of the output.
     """
     sizes = extra_sizes(extra)
     x, body, front = in_front("%x", dtype, ("M", *sizes), outside, " partial(didx)")

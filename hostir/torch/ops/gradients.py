@@ -88,7 +88,7 @@ class Recorded(torch.autograd.Function):
         try:
             results = ctx.formula(ctx, *nested(grads, ctx.outputs))
         finally:
-            ctx.needs_input_grad = needed  # for another backward of this node
+            ctx.needs_input_grad = needed  # restore it for another backward pass through this node
         lists = zip(results, ctx.inputs, strict=True)
         return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])
 

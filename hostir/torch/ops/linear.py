@@ -98,7 +98,7 @@ def _replicated_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any
     x, *weights = ctx.saved_tensors
     used = [i for i, dy in enumerate(d_products) if dy is not None]
     dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
-    if ctx.single:  # as a matrix of one row
+    if ctx.single:  # compute with a matrix of one row
         x, dys = None if x is None else x[None], [dy[None] for dy in dys]
     d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
     d_weights: list[Tensor] = []

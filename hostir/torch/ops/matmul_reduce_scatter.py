@@ -107,7 +107,7 @@ def rows_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, outsid
     a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
     inputs = [a, f"%b: {type_of(dtype, f'{K}@didx', columns)}"]
     sizes = (part, *others, columns)
-    if extra > 1:  # kernels take rows of two strides, not of more
+    if extra > 1:  # kernels take rows with at most two strides
         rows = "*".join(others)
         body += [f"%a_rows: {type_of(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
         body += _summed("%c_rows", (part, rows, columns), "matmul %a_rows, %b", dtype, result)

@@ -212,7 +212,7 @@ def scatter_fusion(
     if product.bias:
         inputs.append(f"%bias: {type_of(product.bias, columns)} partial(didx)")
         plus = " plus %bias"
-    if extra > 1:  # kernels take rows of two strides, not of more
+    if extra > 1:  # kernels take rows with at most two strides
         rows = ["*".join(others)]
         body.append(f"%a_rows: {type_of(dtype, 'M', *rows, f'{K}@didx')} = reshape {front}")
         front = "%a_rows"
