@@ -20,12 +20,7 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
 SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
 AS_DTYPE = aten.view.dtype
-LAYOUTS = (
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.clone.default,
-)  # change order or strides
+LAYOUTS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.clone.default)  # change order or strides
 
 
 def value(node: Node) -> Tensor:

@@ -30,10 +30,7 @@ from hostir.torch.ops.scaled_operands import (
 )
 
 BLOCKS = "_blocks"  # the end of a layout's name if there is a scale for each 128 elements of a row
-NUMBERED = {
-    23: torch.float8_e5m2,
-    24: torch.float8_e4m3fn,
-}  # dtypes that torch's conversion does not know
+NUMBERED = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn}  # dtypes that torch's conversion does not know
 
 
 def dtype_of_number(number: Any) -> torch.dtype | None:
