@@ -1,8 +1,12 @@
-"""Use hostir from torch: its operators by name, taken over or added by hostir, with process groups and gradients."""
+"""Use hostir from torch: functions, layers, parallel styles, and a pass over graphs of torch.compile.
+
+All of them run on torch's process groups and have gradients. `install` makes hostir run the fused operators of
+`torch.ops.symm_mem`.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor  # annotations of `hostir` say torch.Tensor, and find this module under that name
+from torch import Tensor  # in `hostir`, the annotation torch.Tensor resolves to this module's Tensor
 
 from hostir.torch.functional import (
     all_gather_matmul,

@@ -1,12 +1,14 @@
-"""Linear layers in fp8: rows are quantized, gathered with their scales, and multiplied; operators with gradients.
+"""Linear layers in fp8: they quantize rows, gather them with their scales, and multiply them. They have gradients.
 
 The recipe is torchao's `rowwise_with_gw_hp`: e4m3, and one scale for each row of the left side and each column of the
-right side. A scale is computed anew for each call and rounded up to a power of two. The output and the gradient of the
-input are products in fp8. The gradient of the weight is a product in the layer's dtype. Its operands are the rows
-that were gathered in fp8: x, and for a row-parallel layer also dy. torchao would gather them once more.
+right side. Each call computes new scales and rounds them up to powers of two. The output and the gradient of the
+input are products in fp8. The gradient of the weight is a product in the layer's dtype, from operands that are already
+there in fp8. A column-parallel layer reads the gathered x. A row-parallel layer reads its x and the gathered dy.
+torchao would gather rows again in the layer's dtype.
 
-Multiplying by a power of two does not round, and fp8 rounds alike with each of them. So ranks that see a part of a row
-or of a column quantize as one rank that sees all of it, except for numbers 2^14 times smaller than the largest one.
+A rank may see only a part of a row or column, and so choose another scale than a rank that sees all of it. Because all
+scales are powers of two, both round an element to the same value. The exception are elements more than 2^14 times
+smaller than the largest one.
 """
 
 from __future__ import annotations
@@ -34,39 +36,42 @@ def _empty_quantized(x: Tensor) -> Quantized:
 
 @define("quantize_rows(Tensor x) -> (Tensor, Tensor)", fake=_empty_quantized)
 def rows_quantizer(x: Tensor) -> Quantized:
-    """Return `x` in fp8, and the scales of its rows, `[..., 1]`: powers of two that multiply the rows."""
+    """Quantize each row of `x`; return the rows in fp8, and their scales in f32, `[..., 1]`.
+
+    Scales are powers of two. A row in fp8, multiplied by its scale, approximates the row of `x`.
+    """
     kernels: Any = aten
     if x.is_cuda:
-        from hostir.kernels import quantize as kernels  # loads Triton: only where it is used
+        from hostir.kernels import quantize as kernels  # imported here because it loads Triton
     rows, scale = (
         torch.empty(x.shape, dtype=aten.FP8[FLOAT8], device=x.device),
         x.new_empty([*x.shape[:-1], 1], dtype=torch.float32),
     )
     kernels.row_scales(scale, x, dtype=FLOAT8)
     bits = scale.view(torch.int32)
-    bits.add_(0x7FFFFF).bitwise_and_(0x7F800000)  # the exponent alone, of the next power of two
+    bits.add_(0x7FFFFF).bitwise_and_(0x7F800000)  # round up to a power of two: keep the exponent
     kernels.quantize(rows, x, scale, dtype=FLOAT8)
     return rows, scale
 
 
 def quantize_rows(x: Tensor) -> Quantized:
-    """Return rows in fp8 and their scales, `[..., 1]`."""
+    """Quantize each row of `x`; return the rows in fp8 and their scales, `[..., 1]`."""
     return rows_quantizer.call([x], x)
 
 
 def quantize_columns(b: Tensor) -> Quantized:
-    """Return a matrix `[K, N]` in fp8, and the scales of its columns, `[1, N]`; each column is dense in memory."""
+    """Quantize each column of `b`, `[K, N]`; return the matrix in fp8, column-major, and its scales, `[1, N]`."""
     q, scale = quantize_rows(b.t().contiguous())
     return q.t(), scale.t()
 
 
 def widened(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return quantized rows in a wider dtype."""
+    """Dequantize: return `q * scale` in `dtype`."""
     return (q.float() * scale).to(dtype)
 
 
 def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Quantize rows and columns; return the gathered rows, their scales, and the products."""
+    """Quantize `x` and `bs`, and all-gather `x`; return the gathered rows in fp8, their scales, and the products."""
     (q, scale), rights = quantize_rows(x), [quantize_columns(b) for b in bs]
     qs, scales = [b for b, _ in rights], [t for _, t in rights]
     biases: list[None] = [None] * len(bs)
@@ -75,7 +80,10 @@ def _gathered(x: Tensor, bs: Sequence[Tensor], axis: int, group: str) -> tuple[T
 
 
 def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Tensor:
-    """Quantize columns; return this rank's rows of the sum of products."""
+    """Quantize `b` and reduce-scatter the product of `q` and `b`; return this rank's rows.
+
+    `q` are fp8 rows with `scale`.
+    """
     right, right_scale = quantize_columns(b)
     tensors = q, scale, right, right_scale
     return scaled_matmul_reduce_scatter.call(tensors, *tensors, "sum", axis, group, b.dtype)
@@ -88,7 +96,10 @@ def _scattered(q: Tensor, scale: Tensor, b: Tensor, axis: int, group: str) -> Te
 def float8_column_linear(
     x: Tensor, weights: list[Tensor], gather_dim: int, group_name: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the gathered rows in fp8 and their scales, which backward reads, and the products with the weights."""
+    """All-gather `x` in fp8, and multiply it with each weight; return gathered rows, their scales, and products.
+
+    Backward reads the gathered rows and their scales.
+    """
     check_operands(x, weights, gather_dim)
     return _gathered(x, [w.t() for w in weights], gather_dim, group_name)
 
@@ -97,7 +108,10 @@ def float8_column_linear(
     "float8_row_linear(Tensor x, Tensor weight, int scatter_dim, str group_name) -> (Tensor, Tensor, Tensor)", SCATTERED
 )
 def float8_row_linear(x: Tensor, weight: Tensor, scatter_dim: int, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's rows of the product, and x in fp8 and its scales, which backward reads."""
+    """Reduce-scatter `x @ weight^T`, computed in fp8; return this rank's rows, `x` in fp8, and the scales of `x`.
+
+    Backward reads `x` in fp8 and its scales.
+    """
     check_operands(x, [weight], scatter_dim)
     q, scale = quantize_rows(x)
     return _scattered(q, scale, weight.t(), scatter_dim, group_name), q, scale
@@ -114,14 +128,14 @@ def _check_dtypes(x: Tensor, weights: Sequence[Tensor]) -> None:
 
 
 def column_linear(x: Tensor, weights: Sequence[Tensor], axis: int, group: str) -> list[Tensor]:
-    """Return `gather(x) @ weight^T` for each weight, with quantized rows."""
+    """Return `all_gather(x) @ weight^T` for each weight. The call quantizes `x` and the weights to fp8."""
     _check_dtypes(x, weights)
     *_, products = float8_column_linear.call([x, *weights], x, weights, axis, group)
     return products
 
 
 def row_linear(x: Tensor, weight: Tensor, axis: int, group: str) -> Tensor:
-    """Return this rank's rows of the sum of `x @ weight^T`, with quantized rows."""
+    """Return `reduce_scatter(x @ weight^T)`. The call quantizes `x` and `weight` to fp8."""
     _check_dtypes(x, [weight])
     y, *_ = float8_row_linear.call([x, weight], x, weight, axis, group)
     return y

@@ -1,4 +1,4 @@
-"""Functions for sharded layers: a gather or a scatter with its matmuls in one call, with gradients."""
+"""Functions for sharded layers. Each runs a collective, and the matmuls before or after it, and has gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ranks = ProcessGroup | DeviceMesh | str  # a DeviceMesh of one dimension
 
 
 def name_of(group: Ranks) -> str:
-    """Return the name of a group. Raises HostIRError if `group` is no group."""
+    """Return the name of a process group. Raises HostIRError if `group` is not a process group."""
     if isinstance(group, str):
         return group
     if isinstance(group, DeviceMesh) and group.ndim == 1:
@@ -34,7 +34,10 @@ def name_of(group: Ranks) -> str:
 
 
 def axis_of(x: Tensor, axis: int, what: str) -> int:
-    """Return an axis, counted from the first one. Raises HostIRError for an axis that `x` does not have."""
+    """Return a nonnegative index for `axis`, which may be negative. Raises HostIRError if `x` has no such axis.
+
+    `x` must have two axes or more. `what` is the argument's name in the message.
+    """
     if not -x.dim() <= axis < x.dim() or x.dim() < 2:
         expected = "a tensor of two axes or more, and one of them"
         raise error(f"{what}={axis} of {described(x)}", user_span(), expected=expected)
@@ -42,7 +45,7 @@ def axis_of(x: Tensor, axis: int, what: str) -> int:
 
 
 def ready(*tensors: Tensor) -> list[Tensor]:
-    """Return operands; with autocast, in its dtype.
+    """Return the tensors, cast to autocast's dtype if autocast is enabled.
 
     Raises HostIRError in a transform of torch.func, and for tensors on a device that hostir does not run on.
     """
@@ -72,22 +75,24 @@ def all_gather_matmul(
     return_a: bool = False,
     out: Tensor | Sequence[Tensor] | None = None,
 ) -> Any:
-    """Gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
+    """All-gather `a` along an axis, and multiply it with `b`: `all_gather(a) @ b`.
 
-    Differentiable. The gradient of `a` is a matmul and reduce-scatter. The gradient of `b` needs the gathered `a`: with
-    `return_a` it is saved, otherwise `a` is gathered again.
+    Differentiable. The gradient of `a` is a matmul + reduce-scatter. The gradient of `b` needs the gathered `a`. With
+    `return_a` the forward call saves the gathered `a`; otherwise backward gathers `a` again.
 
     Args:
         a: this rank's part, `[..., K]`, with the same shape on every rank.
-        b: this rank's matrix, `[K, N]`; or several matrices, for which `a` is gathered once.
+        b: this rank's matrix, `[K, N]`, or several matrices. `a` is gathered once for all of them.
         group: the ranks: a process group of torch, its name, or a DeviceMesh of one dimension.
-        gather_dim: the axis of `a`. If it is the last one, `b` has as many rows as the gathered `a` has columns.
-        return_a: whether to return the gathered `a` as well, before the product.
-        out: contiguous tensors for the products, which then have no gradients. `gather_dim` must be the first axis.
+        gather_dim: the axis of `a` to gather along. If it is the last one, `b` has `K * ranks` rows.
+        return_a: True to return the gathered `a` as well.
+        out: a tensor for each product. The products are written there and have no gradients. This costs a copy if a
+            tensor has other strides than a new result would have.
 
     Returns:
-        the product, or a list of products for several matrices; with `return_a`, a pair of the gathered `a` and these.
-        The memory of results has `gather_dim` outermost.
+        The product, or a list of products if `b` is several matrices. With `return_a`, a pair: the gathered `a`, and
+        the product or the list. Without `out`, `gather_dim` is the outermost axis in the memory of results, unless it
+        is the last axis.
     """
     bs = [b] if isinstance(b, Tensor) else [*b]
     axis, name = axis_of(a, gather_dim, "gather_dim"), name_of(group)
@@ -112,15 +117,16 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Multiply, sum over the ranks, and return this rank's part along an axis: `reduce_scatter(a @ b)`.
 
-    Sums are in f32 (f64 for f64) and rounded once. Differentiable: `dy` is gathered once, for both gradients.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: backward gathers the gradient of the
+    result once, for both gradients.
 
     Args:
-        a: `[..., K]`, with the same shape on every rank.
-        b: `[K, N]`.
+        a: this rank's columns, `[..., K]`, with the same shape on every rank.
+        b: this rank's rows, `[K, N]`.
         group: as for `all_gather_matmul`.
-        scatter_dim: the axis of the product; the ranks divide it.
+        scatter_dim: the axis of the product to scatter. The number of ranks must divide its length.
         reduce_op: `sum` or `avg`.
-        out: a tensor for the result, which then has no gradients.
+        out: a tensor that the result is written to. The result then has no gradients.
     """
     axis, name = axis_of(a, scatter_dim, "scatter_dim"), name_of(group)
     a, b = ready(a, b)
@@ -163,28 +169,29 @@ def column_parallel_linear(
     gather_dim: int | None = 0,
     fp8: bool = False,
 ) -> Tensor | list[Tensor]:
-    """The first linear layer of a pair: gather the tokens, and compute this rank's columns.
+    """Compute a column-parallel linear layer: all-gather the tokens, and compute this rank's columns of the output.
 
-    Differentiable. If the weight requires a gradient, the gathered x is saved for it, as with DTensor. The gradient is
-    computed in `weight.grad_dtype`.
+    Differentiable. If a weight requires a gradient, the gathered x is saved for backward, as with DTensor. The gradient
+    of a weight has the dtype `weight.grad_dtype`.
 
-    With `fp8`, rows of x and of the weights are quantized to e4m3, each with a new scale. x is gathered and saved in
-    e4m3. An element is off by at most 1/16 of itself. A sum of products is off by at most 1/7 of the sum of their
-    absolute values, and for random numbers by about 4 % in norm. The gradient of x is computed in the same way. The
-    gradients of the weights are products in the dtype of the weights, with the x that was gathered.
+    With `fp8`, each call quantizes the rows of x and of the weights to e4m3, and computes a scale for each row. x is
+    gathered and saved in e4m3. The error of an element is at most 1/16 of its value. The error of a sum of products is
+    at most 1/7 of the sum of the products' absolute values. For random numbers it is about 4 % in norm. The gradient of
+    x is also a product in fp8. The gradients of the weights are products in the dtype of the weights. They read the x
+    that was gathered in e4m3.
 
     Args:
         x: this rank's tokens, `[..., K]`; with `gather_dim=None`, all tokens.
-        weight: this rank's rows of the weight, `[N/ranks, K]` as in `torch.nn.Linear`; or several weights, such as q, k
-            and v, for which x is gathered once.
+        weight: this rank's rows of the weight, `[N/ranks, K]` as in `torch.nn.Linear`, or several weights, such as q, k
+            and v. x is gathered once for all of them.
         group: as for `all_gather_matmul`.
-        bias: this rank's part, `[N/ranks]`; one for each weight.
-        gather_dim: the axis of the tokens. With None, x is the same on all ranks, and nothing is gathered. The gradient
-            of x is then summed over the ranks, beside the gradients of the weights.
-        fp8: whether the operands of products are in fp8; for bf16, f16 and f32, not along the last axis.
+        bias: this rank's part, `[N/ranks]`, or a list with a bias or None for each weight.
+        gather_dim: the axis of the tokens. With None, x must be the same on all ranks, and nothing is gathered.
+            Backward then sums the gradient of x over the ranks while it computes the gradients of the weights.
+        fp8: True to multiply in fp8. x must be bf16, f16 or f32, and `gather_dim` must not be the last axis.
 
     Returns:
-        `[..., N/ranks]` for all tokens; a list for several weights.
+        This rank's columns for all tokens, `[..., N/ranks]`. A list of such tensors for several weights.
     """
     one = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else [*weight]
@@ -219,25 +226,28 @@ def row_parallel_linear(
     reduce: str = "scatter",
     fp8: bool = False,
 ) -> Tensor:
-    """The second linear layer of a pair: multiply this rank's columns, sum over the ranks, and scatter the tokens.
+    """Compute a row-parallel linear layer: multiply this rank's columns, sum over the ranks, and scatter the tokens.
 
-    Differentiable: `dy` is gathered once, for both gradients. With `reduce="all"` every rank gets all tokens, and no
-    gradient communicates: `dy` must be the same on all ranks (see `matmul_all_reduce`).
+    Differentiable: backward gathers the gradient of the result once, for both gradients. With `reduce="all"` every rank
+    gets all tokens, and backward does not communicate. The gradient of the result must then be the same on all ranks
+    (see `matmul_all_reduce`).
 
-    With `fp8`, operands are quantized as in `column_parallel_linear`. x is saved and `dy` is gathered in e4m3, and all
-    gradients use these. Partial sums of ranks are not quantized.
+    With `fp8`, operands are quantized as in `column_parallel_linear`. x is saved in e4m3, and the gradient of the
+    result is gathered in e4m3. Both gradients are computed from these. The ranks' partial sums are not quantized.
 
     Args:
-        x: all tokens, this rank's columns, `[..., K/ranks]`.
+        x: this rank's columns of all tokens, `[..., K/ranks]`.
         weight: this rank's columns of the weight, `[N, K/ranks]` as in `torch.nn.Linear`.
         group: as for `all_gather_matmul`.
-        bias: the same on all ranks, `[N]`; it is added once. Its gradient on each rank covers this rank's tokens.
+        bias: the same on all ranks, `[N]`, and added once. Unless `reduce` is `all`, each rank's gradient of the bias
+            sums over this rank's tokens only.
         scatter_dim: the axis of the tokens.
-        reduce: `scatter` or `all`.
-        fp8: whether the operands of products are in fp8; with `scatter`, for bf16, f16 and f32, not on the last axis.
+        reduce: `scatter` to return this rank's tokens, or `all` to return all tokens on every rank.
+        fp8: True to multiply in fp8. x must be bf16, f16 or f32, `reduce` must be `scatter`, and `scatter_dim` must not
+            be the last axis.
 
     Returns:
-        this rank's tokens, `[..., N]`; all tokens with `reduce="all"`.
+        This rank's tokens, `[..., N]`. With `reduce="all"`, all tokens.
     """
     check_known("reduction", reduce, ("scatter", "all"))
     if fp8 and reduce == "all":
@@ -259,15 +269,15 @@ def row_parallel_linear(
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_dim: int = 0) -> Tensor:
-    """The first half of a gated MLP: gather the tokens once; return `silu(x @ gate^T) * (x @ up^T)`.
+    """Compute the first half of a gated MLP: all-gather the tokens, and return `silu(x @ gate^T) * (x @ up^T)`.
 
-    Differentiable. The gathered x is saved if a weight requires a gradient; backward computes the two products again.
+    Differentiable. The gathered x is saved if a weight requires a gradient. Backward computes the two products again.
 
     Args:
         x: this rank's tokens, `[..., K]`.
         gate, up: this rank's rows of the weights, `[N/ranks, K]`.
         group: as for `all_gather_matmul`.
-        gather_dim: the axis of the tokens. If it is the last one, the weights have as many columns as the gathered x.
+        gather_dim: the axis of the tokens. If it is the last axis, the weights have `K * ranks` columns.
     """
     axis, name = axis_of(x, gather_dim, "gather_dim"), name_of(group)
     x, gate, up = ready(x, gate, up)
@@ -279,17 +289,18 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, group: Ranks, *, gather_di
 def matmul_all_reduce(
     a: Tensor, b: Tensor, group: Ranks, *, addend: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply, and sum over the ranks: `all_reduce(a @ b)`, the same on every rank, plus an addend.
+    """Multiply, sum over the ranks, and add `addend`: `all_reduce(a @ b) + addend`, the same on every rank.
 
-    Sums are in f32 (f64 for f64) and rounded once. Differentiable, without communication: `dy` must be the same on all
-    ranks, that is, all ranks compute one loss from the result. Then `da = dy @ b^T` and `db = a^T @ dy`.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: if `dy` is the gradient of the
+    result, then `da = dy @ b^T` and `db = a^T @ dy`. Backward does not communicate. So `dy` must be the same on all
+    ranks, as it is if all ranks compute one loss from the result.
 
     Args:
-        a: this rank's columns, `[..., K/ranks]`, with any number of rows, the same on every rank.
+        a: this rank's columns, `[..., K/ranks]`. Every rank has the same number of rows.
         b: this rank's rows, `[K/ranks, N]`.
         group: as for `all_gather_matmul`.
-        addend: a bias, `[N]`, or a residual of the shape of the result; the same on every rank, and added once.
-        out: a tensor for the result, which then has no gradients.
+        addend: a bias, `[N]`, or a tensor with the shape of the result. It is the same on every rank and is added once.
+        out: a tensor that the result is written to. The result then has no gradients.
     """
     name = name_of(group)
     a, b, *rest = ready(a, b, *([] if addend is None else [addend]))
@@ -300,15 +311,16 @@ def matmul_all_reduce(
 
 
 def all_reduce(x: Tensor, group: Ranks, *, out: Tensor | None = None) -> Tensor:
-    """Sum over the ranks; the sum is the same on every rank.
+    """All-reduce: return the sum of `x` over the ranks, on every rank.
 
-    Sums are in f32 (f64 for f64) and rounded once. Differentiable, without communication: the gradient of `x` is `dy`,
-    which must be the same on all ranks, as for `matmul_all_reduce`.
+    Sums are in f32 (in f64 for f64 operands) and are rounded once. Differentiable: the gradient of `x` is the gradient
+    of the result. Backward does not communicate. So the gradient of the result must be the same on all ranks, as for
+    `matmul_all_reduce`.
 
     Args:
         x: this rank's addend, with the same shape on every rank.
         group: as for `all_gather_matmul`.
-        out: a tensor for the result, which then has no gradients.
+        out: a tensor that the result is written to. The result then has no gradients.
     """
     name = name_of(group)
     (x,) = ready(x)

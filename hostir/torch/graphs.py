@@ -1,4 +1,7 @@
-"""Read and edit the nodes of an FX graph: values, sizes, views, and pieces of tensors."""
+"""Functions that read and edit the nodes of an FX graph: fake tensors, sizes, views, and parts of tensors.
+
+A node's fake tensor is `node.meta["val"]`: it has a shape and a dtype, but no data.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
 SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
 AS_DTYPE = aten.view.dtype
-LAYOUTS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.clone.default)  # may change strides alone
+LAYOUTS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.clone.default)  # change order or strides
 
 
 def value(node: Node) -> Tensor:
-    """Return the tensor of a node, without data."""
+    """Return the fake tensor of a node."""
     return node.meta["val"]
 
 
@@ -31,7 +34,7 @@ def shape_of(node: Node) -> list[Any]:
 
 
 def insert(graph: Graph, target: Any, *args: Any) -> Node:
-    """Insert a call, with the value that it returns for tensors without data."""
+    """Insert a node that calls `target`, and compute its fake tensor."""
     from torch._guards import detect_fake_mode
 
     node = graph.call_function(target, args)
@@ -42,7 +45,7 @@ def insert(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def viewed(graph: Graph, node: Node, shape: list[Any]) -> Node:
-    """Return a node with the elements of `node` in this shape."""
+    """Return a node that reshapes `node` to `shape`; `node` itself if it has this shape already."""
     if equal(shape_of(node), shape):
         return node
     sizes = [size if isinstance(size, int) else size_node(graph, node, size) for size in shape]
@@ -50,7 +53,7 @@ def viewed(graph: Graph, node: Node, shape: list[Any]) -> Node:
 
 
 def size_node(graph: Graph, node: Node, size: Any) -> Any:
-    """Return the node of a symbolic size; -1 if the graph has none."""
+    """Return the graph's node that computes the symbolic `size`; -1 if there is no such node."""
     for each in graph.nodes:
         known = each.meta.get("val")
         if isinstance(known, torch.SymInt) and known.node.expr == size.node.expr:
@@ -59,7 +62,10 @@ def size_node(graph: Graph, node: Node, size: Any) -> Any:
 
 
 def lift_sizes(graph: Graph) -> None:
-    """Compute sizes from sizes of inputs where possible, so that fewer results are used for their size."""
+    """Compute sizes of intermediate tensors from sizes of the graph's inputs where possible.
+
+    The intermediate tensors then have fewer users, and more of them can be fused away.
+    """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     sources: dict[Any, tuple[Node, int | None]] = {}
     for node in sorted(inputs, key=lambda node: isinstance(node.meta.get("val"), Tensor)):
@@ -79,9 +85,13 @@ def lift_sizes(graph: Graph) -> None:
 
 
 def _size_from(graph: Graph, expr: Any, sources: dict[Any, tuple[Node, int | None]]) -> Any:
-    """Return an expression of sizes as an integer or a node; None if sizes of inputs do not determine it.
+    """Return the value of `expr` as an integer or a node; None if it cannot be computed from sizes of inputs.
 
-    `sources` has an input for each known size: the size itself, or a tensor and the axis of this size.
+    Args:
+        graph: the graph that new nodes are inserted in.
+        expr: a sympy expression of symbolic sizes.
+        sources: for each symbol, an input of the graph and an axis. With the axis None, the input is the size.
+            Otherwise the input is a tensor that has this size on the axis.
     """
     if expr.is_Integer:
         return int(expr)
@@ -96,7 +106,7 @@ def _size_from(graph: Graph, expr: Any, sources: dict[Any, tuple[Node, int | Non
 
 
 def depends(node: Node, on: Node) -> bool:
-    """Return True if a node needs the result of another node."""
+    """Return True if `node` is `on`, or uses the result of `on` directly or through other nodes."""
     seen, todo = set(), [node]
     while todo:
         each = todo.pop()
@@ -109,14 +119,14 @@ def depends(node: Node, on: Node) -> bool:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return True if sizes, or lists of sizes, are known to be equal; this adds no guard on symbolic sizes."""
+    """Return True if two sizes, or two lists of sizes, are known to be equal. Adds no guard on symbolic sizes."""
     if isinstance(one, list):
         return len(one) == len(other) and all(map(equal, one, other))
     return statically_known_true(one == other)
 
 
 def keeps_rows(node: Node) -> bool:
-    """Return True if a node has the rows of its first operand in their order."""
+    """Return True if `node` has the same rows as its first operand, in the same order. Rows lie along the last axis."""
     if node.target in VIEWS:
         return equal(shape_of(node.args[0])[-1:], shape_of(node)[-1:])  # type: ignore[arg-type]
     if node.target is aten.slice.Tensor:  # DTensor cuts off the padding of uneven parts
@@ -125,9 +135,9 @@ def keeps_rows(node: Node) -> bool:
 
 
 def keeps_bytes(node: Node) -> bool:
-    """Return True if a node has the bytes and the shape of its operand, perhaps as another dtype.
+    """Return True if `node` views the bytes of its operand in the same shape. The dtype may be another one.
 
-    Collectives without fp8 move bytes, and `cat` concatenates bytes.
+    Graphs contain such views because collectives without fp8 support, and `cat`, take fp8 tensors as bytes.
     """
     if node.target is AS_DTYPE:
         return value(node.args[0]).itemsize == value(node).itemsize  # type: ignore[arg-type]
@@ -135,14 +145,14 @@ def keeps_bytes(node: Node) -> bool:
 
 
 def without_views(node: Any) -> Any:
-    """Follow views of the same shape, perhaps of another dtype, back to their source."""
+    """Return the node that `node` views in the same shape, through any number of views. Views may change the dtype."""
     while isinstance(node, Node) and keeps_bytes(node):
         node = node.args[0]
     return node
 
 
 def without_layout(node: Node) -> Node:
-    """Follow transposes and copies back to the node with the same elements in the same order of axes."""
+    """Follow copies and transposes back from `node`; return the earliest node with the same elements and axes."""
     source, order = node, [*range(len(shape_of(node)))]
     while node.target in LAYOUTS:
         axes = [*range(len(order))]
@@ -160,23 +170,26 @@ def without_layout(node: Node) -> Node:
 
 
 def is_trivial(size: Any) -> bool:
-    """Return True if an axis is known to have one element."""
+    """Return True if `size`, the size of an axis, is known to be 1."""
     return isinstance(size, int) and size == 1
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call, by its position or its name."""
+    """Return the argument of a call that was passed at position `index` or as `name`; otherwise `default`."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def group_of(node: Node, index: int) -> str:
-    """Return the name of a collective's group."""
+    """Return the name of a collective's process group. `index` is the position of the argument `group_name`."""
     group = argument(node, index, "group_name")
     return group if isinstance(group, str) else group.group_name
 
 
 def parts_of(pieces: list[Any], ranks: int) -> tuple[Node, int] | None:
-    """Return the tensor that `pieces` divide into one equal part for each rank, and the axis; None for other pieces."""
+    """Return the tensor that `pieces` are the parts of, and the axis that it was split along.
+
+    Returns None unless `pieces` are all parts, in order, of one tensor that was split into `ranks` equal parts.
+    """
     sources = {(each.target, each.args[0]) for each in pieces if isinstance(each, Node) and each.op == "call_function"}
     if len(sources) != 1 or len(pieces) != ranks:
         return None

@@ -1,8 +1,8 @@
-"""Take over two Python functions of `torch.distributed._symmetric_memory` by which torch computes its fused operators.
+"""Replace two Python functions of `torch.distributed._symmetric_memory`, which torch's fused operators call.
 
-Libraries call these functions to multiply by another kernel, as vLLM does with FlashInfer's fp8 matmul. Such a
-call skips the dispatcher, so hostir replaces the functions in their module. hostir computes a call if it knows the
-caller's kernel; any other call goes to torch's function.
+Libraries call these functions directly to pass their own matmul kernel in `mm_out_op`, as vLLM does with FlashInfer's
+fp8 matmul. Such a call does not go through the dispatcher, so hostir replaces the functions in their module. hostir
+runs a call if it knows what `mm_out_op` computes. Torch's function runs every other call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hostir.torch.ops.scaled_operands import ScaledRight, check_lengths
 
 
 class GatherCall(NamedTuple):
-    """A call of `_fused_all_gather_matmul_impl`; fields are its parameters, in their order."""
+    """The arguments of a call of torch's `_fused_all_gather_matmul_impl`, in the order of its parameters."""
 
     mm_out_op: Callable[..., Any]
     A_shard: Tensor
@@ -40,7 +40,12 @@ class GatherCall(NamedTuple):
     return_A: bool  # noqa: N815  # torch's name
 
     def compute(self, call: OperatorCall) -> tuple[Tensor | None, list[Tensor]]:
-        """Gather `A_shard`, and multiply it with each of `Bs`. Raises Unfit."""
+        """All-gather `A_shard`, and multiply it with each of `Bs`.
+
+        Returns the gathered tensor, or None unless `return_A`, and the products.
+
+        Raises Unfit for a call that hostir cannot run.
+        """
         check_lengths(self.Bs, kwargs_list=self.kwargs_list, out_dtypes=self.out_dtypes)
         scaled = _has_scales(self.mm_out_op, self.A_scale)
         for kwargs, dtype in zip(self.kwargs_list, self.out_dtypes, strict=True):
@@ -58,7 +63,7 @@ class GatherCall(NamedTuple):
 
 
 class ScatterCall(NamedTuple):
-    """A call of `_fused_scaled_matmul_reduce_scatter_impl`; fields are its parameters, in their order."""
+    """The arguments of a call of torch's `_fused_scaled_matmul_reduce_scatter_impl`, in the order of its parameters."""
 
     mm_out_op: Callable[..., Any]
     A: Tensor
@@ -73,7 +78,10 @@ class ScatterCall(NamedTuple):
     output_shape: list[int]
 
     def compute(self, call: OperatorCall) -> Tensor:
-        """Multiply `A` with `B`, sum over all ranks, and return this rank's part. Raises Unfit."""
+        """Multiply `A` with `B`, sum over all ranks, and return this rank's part.
+
+        Raises Unfit for a call that hostir cannot run.
+        """
         check_operands(self.A, [self.B], self.scatter_dim_after_maybe_reshape)
         if not _has_scales(self.mm_out_op, self.A_scale) or self.A_scale is None:
             raise Unfit("its product has no scales")
@@ -83,7 +91,7 @@ class ScatterCall(NamedTuple):
         return scattered_scaled_product(call, self.A, self.A_scale, right, self.reduce_op, axis, self.output_shape)
 
 
-SCALED = ("scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")  # arguments of a scaled product
+SCALED = ("scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")  # arguments of a scaled `mm_out_op`
 FLASHINFER = "vllm", "_flashinfer_scaled_mm_out"  # package and name of vLLM's function around FlashInfer's matmul
 
 
@@ -93,7 +101,10 @@ def _right_side(b: Tensor, kwargs: Mapping[str, Any], dtype: torch.dtype | None)
 
 
 def _has_scales(product: Any, scale: Tensor | None) -> bool:
-    """Return True if a product is of scaled operands. Raises Unfit for a product that hostir does not know."""
+    """Return True if `product`, an `mm_out_op`, multiplies scaled operands, and False if it is a plain matmul.
+
+    Raises Unfit if hostir does not know `product`, if a scaled product has no `scale`, or if a plain one has a `scale`.
+    """
     module, name = str(getattr(product, "__module__", "")), str(getattr(product, "__name__", product))
     scaled = product is torch.ops.aten._scaled_mm.out or (module.partition(".")[0], name) == FLASHINFER
     if not scaled and product is not torch.ops.aten.mm.out:
@@ -104,7 +115,13 @@ def _has_scales(product: Any, scale: Tensor | None) -> bool:
 
 
 def _check_arguments(kwargs: Mapping[str, Any], known: Collection[str], dtype: torch.dtype | None) -> None:
-    """Raise Unfit for arguments of a product that hostir does not know, and for a scaled one without `scale_b`."""
+    """Raise Unfit unless hostir knows all arguments of an `mm_out_op`.
+
+    Args:
+        kwargs: the arguments that the caller passes.
+        known: the names that are allowed. If `scale_b` is among them, `kwargs` must have it.
+        dtype: the dtype of the results; an `out_dtype` in `kwargs` must be the same.
+    """
     if unknown := sorted(kwargs.keys() - set(known)):
         raise Unfit(f"its mm_out_op is given {', '.join(unknown)}")
     if "scale_b" in known and kwargs.get("scale_b") is None:
@@ -114,7 +131,7 @@ def _check_arguments(kwargs: Mapping[str, Any], known: Collection[str], dtype: t
 
 
 def _check_gradients(*operands: Any) -> None:
-    """Raise Unfit if autograd would record the call. Torch's function then says that it has no gradients."""
+    """Raise Unfit if autograd would record the call: hostir does not differentiate it."""
     if wants_gradients([x for x in operands if isinstance(x, Tensor)]):
         raise Unfit("a tensor requires gradients, which it does not have")
 
@@ -127,12 +144,15 @@ _taken: dict[str, Any] = {}  # hostir's functions in torch's module, by name
 
 
 def full_name(name: str) -> str:
-    """Return the name of a function with its module, as reports and messages have it."""
+    """Return the name of a torch function with its module, for reports and messages."""
     return f"{symm_mem.__name__}.{name}"
 
 
 def check_signatures(strict: bool) -> list[str]:
-    """Return the functions that hostir can take over. Warn of a signature that hostir does not know, or raise."""
+    """Return the names of the functions in torch's module that have the parameters which hostir expects.
+
+    For any other function, warn once, or raise HostIRError if `strict`.
+    """
     fitting = []
     for name, call in FUNCTIONS.items():
         function = getattr(symm_mem, name, None)
@@ -151,19 +171,23 @@ def check_signatures(strict: bool) -> list[str]:
 
 
 def take_over(names: Collection[str]) -> None:
-    """Replace functions in torch's module."""
+    """Replace the functions with these names in torch's module by hostir's."""
     for name in names:
         _taken[name] = _replacement(name, getattr(symm_mem, name), FUNCTIONS[name])
         setattr(symm_mem, name, _taken[name])
 
 
 def taken() -> tuple[str, ...]:
-    """Return the names of the functions that hostir has taken over."""
+    """Return the full names of the functions that hostir has replaced."""
     return tuple(map(full_name, _taken))
 
 
 def give_back() -> None:
-    """Put torch's functions back. If somebody else has replaced hostir's function, it stays and calls torch's."""
+    """Put torch's functions back into its module.
+
+    If other code has replaced hostir's function in the meantime, the other replacement stays. It may still call
+    hostir's function, which then calls torch's function.
+    """
     for name, replacement in _taken.items():
         if getattr(symm_mem, name) is replacement:
             setattr(symm_mem, name, replacement.__wrapped__)
@@ -175,7 +199,7 @@ def _replacement(
 ) -> Callable[..., Any]:
     @functools.wraps(torchs)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if THREAD.in_torch or name not in _taken:  # also from torch's operators, which hostir left to torch
+        if THREAD.in_torch or name not in _taken:  # a call that hostir has left to torch, or after give_back()
             return torchs(*args, **kwargs)
         bound = arguments(*args, **kwargs)
         call = OperatorCall(full_name(name), bound.group_name)

@@ -1,4 +1,4 @@
-"""Take over torch's operators by name, and two functions behind them, and give all back."""
+"""Install hostir as the implementation of torch's fused operators, and uninstall it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TAKEN_OVER = (
 
 
 class Installation:
-    """The take-over of torch's operators; as a context manager it uninstalls at the end of its block.
+    """The result of `install`. As a context manager, it calls `uninstall` at the end of the `with` block.
 
     Fields:
         operators: the names of torch's operators that hostir has taken over.
@@ -55,9 +55,12 @@ class Installation:
 
 @cache
 def _registrations() -> Any:
-    """Register hostir's operators in the place of torch's; torch drops the registrations with the library."""
+    """Register hostir's kernels for torch's operators, and return the library that holds the registrations.
+
+    The registrations end when the library is destroyed.
+    """
     library = torch.library.Library("symm_mem", "IMPL")
-    with warnings.catch_warnings():  # torch warns of the first kernel in a process that replaces one
+    with warnings.catch_warnings():  # torch warns when a kernel is replaced for the first time in a process
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for operator in TAKEN_OVER:
             operator.register(library)
@@ -69,21 +72,23 @@ def _installed() -> bool:
 
 
 def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
-    """Take over six operators of `torch.ops.symm_mem`, for tensors on CUDA and on CPU, where torch has no kernels.
+    """Make hostir run six operators of `torch.ops.symm_mem`, on CUDA and on CPU. Torch has no kernels for the CPU.
 
-    These are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
-    `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather` and `_low_contention_reduce_scatter`. A call by
-    name, also from a compiled graph, then calls hostir. All but the scaled ones get gradients, too. A call that hostir
-    cannot run goes to torch's function, with a `hi.FallbackWarning` that says why, once. `uninstall()`, or the end
-    of `with install():`, gives the operators back. A second call changes the settings.
+    The operators are `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, `fused_all_gather_scaled_matmul`,
+    `fused_scaled_matmul_reduce_scatter`, `_low_contention_all_gather` and `_low_contention_reduce_scatter`. hostir runs
+    every call of `torch.ops.symm_mem.NAME`, in eager code and in compiled graphs. The operators without scales also get
+    gradients. If hostir cannot run a call, torch's function runs it, and a `hi.FallbackWarning` gives each reason once.
+    `uninstall()`, or the end of `with install():`, gives the operators back to torch. Another call of `install` changes
+    the settings.
 
-    hostir also takes over two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
-    FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If a version
-    of torch has other parameters for one of them, a warning says so, and that function stays torch's.
+    hostir also replaces two Python functions of `torch.distributed._symmetric_memory`, which vLLM calls with
+    FlashInfer's matmul: `_fused_all_gather_matmul_impl` and `_fused_scaled_matmul_reduce_scatter_impl`. If the
+    installed torch has other parameters for one of them, hostir leaves that function to torch and
+    warns. With `strict`, it raises HostIRError.
 
     Args:
-        strict: raise HostIRError for calls that hostir cannot run, instead of leaving them to torch.
-        strategy: `auto`, or a strategy of `hi.lower`; also for the functions of this package.
+        strict: True to raise HostIRError for calls that hostir cannot run. Otherwise torch runs them.
+        strategy: `auto`, or a strategy of `hi.lower`. It also applies to the functions and layers of `hostir.torch`.
     """
     if not isinstance(strict, bool):
         raise error(f"strict={strict!r}", user_span(), expected="True or False")
@@ -97,7 +102,7 @@ def install(*, strict: bool = False, strategy: str = AUTO) -> Installation:
 
 
 def uninstall() -> None:
-    """Give torch its operators back; does nothing if hostir has not taken them over."""
+    """Give the operators and functions back to torch, and reset the settings. May be called without `install`."""
     if _installed():
         _registrations()._destroy()
     _registrations.cache_clear()

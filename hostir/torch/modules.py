@@ -1,8 +1,9 @@
-"""Linear layers of tensor-parallel models as modules; their parameters are DTensors, as with torch's styles.
+"""Modules for the linear layers of tensor-parallel models.
 
-So state dicts, `torch.distributed.checkpoint`, optimizers and `fully_shard` treat them as layers of torch's styles. A
-module is an `nn.Linear` whose `forward` runs the functions of this package. For calls that these cannot run, it does
-what torch's style does, with a `hi.FallbackWarning`: collective and matmul of DTensors, one after the other.
+Their parameters are DTensors, as with torch's styles. So state dicts, `torch.distributed.checkpoint`, optimizers and
+`fully_shard` work as they do with torch's styles. `ColumnParallelLinear` and `RowParallelLinear` are `nn.Linear`s.
+Their `forward` calls the functions of `hostir.torch`. If hostir cannot run a call, the layer runs a collective and a
+matmul of DTensors one after the other, as torch's style does, and a `hi.FallbackWarning` says why.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Layouts:
     """The placements of a layer's input and output on the ranks of a mesh.
 
     Fields:
-        mesh: of one dimension.
-        group: the name of its process group.
-        input: the placement of inputs that are no DTensors.
+        mesh: the mesh. It has one dimension.
+        group: the name of the mesh's process group.
+        input: the placement of inputs that are plain tensors.
         output: the placement of the output.
-        local_output: whether the output is a plain tensor, this rank's part, and not a DTensor.
-        fp8: whether the operands of products are in fp8.
+        local_output: True if the layer returns this rank's part as a plain tensor, False if it returns a DTensor.
+        fp8: True if the layer multiplies in fp8.
     """
 
     mesh: DeviceMesh
@@ -50,27 +51,27 @@ class Layouts:
     fp8: bool = False
 
     def dtensor(self, x: Tensor) -> DTensor:
-        """Return an input as a DTensor."""
+        """Return an input as a DTensor. A plain tensor is taken as this rank's part."""
         return x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [self.input], run_check=False)
 
     def local(self, x: Tensor) -> Tensor:
-        """Return this rank's part of an input."""
+        """Return this rank's part of an input as a plain tensor."""
         return x.to_local() if isinstance(x, DTensor) else x
 
     def returned(self, y: Tensor) -> Tensor:
-        """Return this rank's part of an output as the caller wants it."""
+        """Return `y`, this rank's part of the output, as a plain tensor if `local_output`, otherwise as a DTensor."""
         return y if self.local_output else DTensor.from_local(y, self.mesh, [self.output], run_check=False)
 
     def redistributed(self, y: Any) -> Tensor:
-        """Return a DTensor, an output of torch's function, as the caller wants it."""
+        """Redistribute a DTensor to the output's placement. Return it, or this rank's part if `local_output`."""
         y = y.redistribute(self.mesh, [self.output])
         return y.to_local() if self.local_output else y
 
 
 def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
-    """Return a mesh of one dimension, and the name of its group. Raises HostIRError for any other mesh.
+    """Return `mesh` and the name of its process group. Raises HostIRError unless `mesh` has one dimension.
 
-    The message says that `what` cannot be sharded over it.
+    The message says that `what` cannot be sharded over `mesh`.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         expected = 'a DeviceMesh of one dimension, such as mesh["tp"]'
@@ -80,15 +81,15 @@ def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
 
 @torch._dynamo.assume_constant_result
 def leave(name: str, group: str, why: str, what: str = "") -> None:
-    """Warn once that torch runs a layer, and count the call; raise HostIRError in strict mode.
+    """Record that torch runs a call of a layer, and warn once. Raises HostIRError in strict mode.
 
-    Under torch.compile this happens while the graph is traced.
+    Under torch.compile this runs once, when the graph is traced.
 
     Args:
         name: the layer's name in the report.
         group: the name of the process group.
-        why: the reason.
-        what: the layer's name in messages, which may contain its path; by default `name`.
+        why: the reason why hostir cannot run the call.
+        what: the layer's name in messages, for instance with its path in the model. By default `name`.
     """
     what = what or name
     if SETTINGS.strict:
@@ -99,7 +100,7 @@ def leave(name: str, group: str, why: str, what: str = "") -> None:
 
 
 class ParameterOptions(TypedDict, total=False):
-    """Options of all sharded layers; the classes of layers explain them."""
+    """Options of all sharded layers. `ColumnParallelLinear` explains them."""
 
     fp8: bool
     device: Any
@@ -107,14 +108,14 @@ class ParameterOptions(TypedDict, total=False):
 
 
 class LinearOptions(ParameterOptions, total=False):
-    """Options of a sharded linear layer."""
+    """Options for the constructor of a sharded linear layer."""
 
     bias: bool
     local_output: bool
 
 
 class OutputOptions(TypedDict, total=False):
-    """Options of a sharded linear layer with the parameters of another one."""
+    """Options of `from_linear`, which makes a sharded linear layer from an `nn.Linear`."""
 
     local_output: bool
     fp8: bool
@@ -127,11 +128,12 @@ class ShardedLinear(nn.Linear):
     """An `nn.Linear` whose parameters are DTensors over the ranks of a mesh.
 
     Fields:
-        gathers: whether the input is sharded on tokens and the output on features, and not the other way round.
-        weights: the placements of weight and bias.
-        layouts: the placements of input and output, and the ranks.
-        input_axis, output_axis: the sharded axes of plain tensors; None for unsharded ones. As ints of a module, they
-            are constants of the graphs of torch.compile.
+        gathers: True if the input is sharded on tokens and the output on features. False if the input is sharded on
+            features and the output on tokens.
+        weights: the placements of `weight` and `bias`.
+        layouts: the placements of input and output, and the mesh.
+        input_axis, output_axis: the axes that inputs and outputs are sharded on if they are plain tensors. None if they
+            are not sharded. They are fields of type int, so torch.compile treats them as constants.
     """
 
     gathers: bool
@@ -161,13 +163,20 @@ class ShardedLinear(nn.Linear):
     def layouts_for(
         cls, mesh: DeviceMesh, tokens_axis: int | None, local_output: bool = True, fp8: bool = False
     ) -> Layouts:
-        """Return the layouts of a layer of this class whose tokens are sharded on an axis; None: on no axis."""
+        """Return the layouts of a layer of this class.
+
+        Tokens are sharded on `tokens_axis`; None for unsharded tokens.
+        """
         tokens = Replicate() if tokens_axis is None else Shard(tokens_axis)
         first, last = (tokens, LAST) if cls.gathers else (LAST, tokens)
         return Layouts(*mesh_of(mesh), first, last, local_output, fp8)
 
     def become(self, layouts: Layouts, source: int | None) -> None:
-        """Shard the parameters over the ranks: the parameters of rank `source`, or with None those of this rank."""
+        """Take on `layouts`, and shard the parameters over the ranks.
+
+        Rank `source` sends the other ranks their parts of its parameters. With None, each rank shards the parameters
+        that it has, and nothing is sent.
+        """
         self.layouts = layouts
         self.input_axis, self.output_axis = (
             placement.dim if isinstance(placement, Shard) else None for placement in (layouts.input, layouts.output)
@@ -178,7 +187,7 @@ class ShardedLinear(nn.Linear):
 
     @classmethod
     def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts) -> Layer:
-        """Return a layer that computes what `linear` does, with the parameters of rank 0, sharded."""
+        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
         if not isinstance(linear, nn.Linear):
             raise error(f"not a linear layer: {described(linear)}", user_span(), expected="a torch.nn.Linear")
         layer = cls.__new__(cls)
@@ -192,10 +201,16 @@ class ShardedLinear(nn.Linear):
     @classmethod
     @abstractmethod
     def unfit(cls, linear: nn.Linear, layouts: Layouts, placement: Placement) -> str | None:
-        """Return why hostir cannot run a layer with inputs of this placement; None if it can."""
+        """Return the reason why hostir cannot run the layer, or None if it can.
+
+        `placement` is the input's placement.
+        """
 
     def unfit_call(self, x: Tensor) -> str | None:
-        """Return why hostir cannot run this call; None if it can. All ranks return the same."""
+        """Return the reason why hostir cannot run a call with input `x`, or None if it can.
+
+        All ranks return the same.
+        """
         layouts, placement = self.layouts, self.layouts.input
         if isinstance(x, DTensor):
             placement = x.placements[0]
@@ -212,14 +227,14 @@ class ShardedLinear(nn.Linear):
         return self.unfit(self, layouts, LAST if self.sharded_axis(x) == x.ndim - 1 else placement)
 
     def sharded_axis(self, x: Tensor) -> int | None:
-        """Return the sharded axis of an input, counted from the first one; None for an unsharded input."""
+        """Return the axis that an input is sharded on, as a nonnegative index; None for an unsharded input."""
         if isinstance(x, DTensor):
             placement = x.placements[0]
             return placement.dim if isinstance(placement, Shard) else None
         return None if self.input_axis is None else self.input_axis % x.ndim
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's part of weight and bias."""
+        """Return this rank's parts of the weight and of the bias. The bias is None if the layer has none."""
         weight: Any = self.weight
         bias: Any = self.bias
         if not isinstance(weight, DTensor) or weight.device_mesh != self.layouts.mesh:
@@ -241,7 +256,7 @@ class ShardedLinear(nn.Linear):
 
 
 class _WideGradient(torch.autograd.Function):
-    """This rank's part of a weight, with a gradient in the `grad_dtype` of the weight."""
+    """Autograd function that returns this rank's part of a weight. The gradient has the weight's `grad_dtype`."""
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor) -> Tensor:
@@ -257,7 +272,10 @@ class _WideGradient(torch.autograd.Function):
 
 
 def local_weight(weight: DTensor) -> Tensor:
-    """Return this rank's part of a weight; operators compute its gradient in the `grad_dtype` of the weight."""
+    """Return this rank's part of a weight as a plain tensor.
+
+    Operators compute its gradient in the weight's `grad_dtype`.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight.to_local()
     if not weight.is_leaf or weight.grad_dtype in (None, weight.dtype):
@@ -273,20 +291,20 @@ def _indivisible(what: str, length: int, layouts: Layouts) -> str | None:
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """The first linear layer of a pair: gathers the tokens, and computes this rank's columns of the output.
+    """A column-parallel linear layer: it gathers the tokens, and computes this rank's columns of the output.
 
-    Its input is this rank's tokens, `[..., in_features]`; its output is `[..., out_features/ranks]` of all tokens. Both
-    may be DTensors: the input sharded on the axis of the tokens, the output on the last axis. `weight` and `bias` are
-    sharded on rows.
+    The input is this rank's tokens, `[..., in_features]`. The output is this rank's columns for all tokens,
+    `[..., out_features/ranks]`. The input may be a DTensor that is sharded on the axis of the tokens. The output may be
+    a DTensor that is sharded on the last axis. `weight` and `bias` are sharded on their first axis.
 
     Args:
-        in_features, out_features: of the unsharded layer.
-        mesh: a DeviceMesh of one dimension; its ranks divide `out_features`.
-        gather_dim: the axis of the tokens, not the last one; with None every rank has all tokens.
-        bias: whether the layer has a bias; by default it has.
-        local_output: whether the output is a plain tensor, this rank's part; by default it is.
-        fp8: whether the operands of products are in fp8, as in `column_parallel_linear`; parameters stay as they are.
-        device, dtype: of the parameters, as for `nn.Linear`. All ranks get the parameters of rank 0.
+        in_features, out_features: the features of the unsharded layer.
+        mesh: a DeviceMesh of one dimension. The number of its ranks must divide `out_features`.
+        gather_dim: the axis of the tokens, not the last one. With None, every rank passes all tokens.
+        bias: True, the default, for a layer with a bias.
+        local_output: True, the default, to return this rank's part as a plain tensor. False to return a DTensor.
+        fp8: True to multiply in fp8, as in `column_parallel_linear`. The parameters keep their dtype.
+        device, dtype: the device and dtype of the parameters, as for `nn.Linear`. Rank 0's parameters are used.
     """
 
     gathers = True
@@ -307,7 +325,7 @@ class ColumnParallelLinear(ShardedLinear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> ColumnParallelLinear:
-        """Return a sharded layer that computes what `linear` does, with the parameters of rank 0."""
+        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
         return cls.converted(linear, cls.layouts_for(mesh, gather_dim, **options))
 
     @classmethod
@@ -335,7 +353,7 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
-    """Return the outputs of layers with one input `x`, which is gathered once."""
+    """Return the outputs of several layers for one input `x`. `x` is gathered once for all layers."""
     layouts = layers[0].layouts
     if why := next(filter(None, [layer.unfit_call(x) for layer in layers]), None):
         leave("ColumnParallelLinear", layouts.group, why)
@@ -349,17 +367,17 @@ def columns(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
 
 
 class RowParallelLinear(ShardedLinear):
-    """The second linear layer of a pair: multiplies this rank's columns, sums over the ranks, scatters the tokens.
+    """A row-parallel linear layer: it multiplies this rank's columns, sums over the ranks, and scatters the tokens.
 
-    Its input is this rank's columns of all tokens, `[..., in_features/ranks]`; its output is this rank's tokens,
-    `[..., out_features]`. Both may be DTensors: the input sharded on the last axis, the output on the axis of the
-    tokens. `weight` is sharded on its columns. Each rank has all of `bias`; its gradient is Partial if the tokens
-    are scattered.
+    The input is this rank's columns of all tokens, `[..., in_features/ranks]`. The output is this rank's tokens,
+    `[..., out_features]`. The input may be a DTensor that is sharded on the last axis. The output may be a DTensor that
+    is sharded on the axis of the tokens. `weight` is sharded on its columns, and `bias` is replicated. If the tokens
+    are scattered, the gradient of `bias` has the placement Partial.
 
     Args:
-        in_features, out_features: of the unsharded layer.
-        mesh: a DeviceMesh of one dimension; its ranks divide `in_features`.
-        scatter_dim: the axis of the tokens, not the last one; with None every rank gets all tokens.
+        in_features, out_features: the features of the unsharded layer.
+        mesh: a DeviceMesh of one dimension. The number of its ranks must divide `in_features`.
+        scatter_dim: the axis of the tokens, not the last one. With None, every rank gets all tokens.
         bias, local_output, fp8, device, dtype: as for ColumnParallelLinear.
     """
 
@@ -381,7 +399,7 @@ class RowParallelLinear(ShardedLinear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> RowParallelLinear:
-        """Return a sharded layer that computes what `linear` does, with the parameters of rank 0."""
+        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
         return cls.converted(linear, cls.layouts_for(mesh, scatter_dim, **options))
 
     @classmethod
@@ -419,21 +437,25 @@ class RowParallelLinear(ShardedLinear):
 
 
 class SharedGather:
-    """Layers that are called one after the other with one input: the first call gathers it and computes all of them.
+    """A cache for layers that are called one after the other with the same input, such as q, k and v.
 
-    The other results are kept until their layers are called. They are dropped at a call with another input, after a
-    change of a parameter, and at a backward pass through any of them, which frees the graph that they share.
+    The first layer to be called gathers the input and computes the outputs of all layers. The other outputs are kept
+    until their layers are called. A call with another input, or with a changed parameter, computes all outputs anew. A
+    backward pass through one of the outputs frees the graph that they share, so it drops the outputs that are kept.
     """
 
     def __init__(self, layers: Sequence[SharingLinear]) -> None:
         self.layers = [*layers]
         self.input: Tensor | None = None
         self.state: tuple[Any, ...] = ()
-        self.number = 0  # of the kept results
+        self.number = 0  # counts how often the outputs were computed
         self.outputs: list[Tensor | None] = [None] * len(self.layers)
 
     def output(self, layer: SharingLinear, x: Tensor) -> Tensor:
-        """Return the output of one of the layers."""
+        """Return the output of `layer` for `x`: the kept output if it is valid.
+
+        Otherwise compute the outputs of all layers.
+        """
         index = next(i for i, each in enumerate(self.layers) if each is layer)
         counts = not torch.compiler.is_compiling()
         read = [x, *(p for each in self.layers for p in each.parameters())] if counts else []
@@ -453,14 +475,17 @@ class SharedGather:
 
 
 def _forget(shared: weakref.ref[SharedGather], number: int, grad: Tensor) -> None:
-    """Backward hook: drop the kept results of the other layers, because this backward frees their graph."""
+    """Backward hook: drop the kept outputs of the other layers, because this backward pass frees their graph.
+
+    Does nothing if the outputs have been computed again since: `number` is the count when the hook was registered.
+    """
     gather = shared()
     if gather is not None and gather.number == number:
         gather.input, gather.outputs = None, [None] * len(gather.layers)
 
 
 class SharingLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear that shares the gather of its input with other layers."""
+    """A ColumnParallelLinear that shares one all-gather of its input with the other layers of a `SharedGather`."""
 
     shared: SharedGather
 
@@ -469,15 +494,17 @@ class SharingLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(nn.Module):
-    """The q, k and v projections of attention, which share one gather; returns all tokens of this rank's heads.
+    """The q, k and v projections of attention. They gather their input once, and return this rank's heads.
 
-    Its layers `q`, `k` and `v` are ColumnParallelLinear; state dicts have those names.
+    The outputs cover all tokens. The layers `q`, `k` and `v` are ColumnParallelLinear. State dicts contain them by
+    these names.
 
     Args:
-        features: of the input.
-        q_features, kv_features: of the outputs, over all ranks: the number of heads times the size of one.
+        features: the features of the input.
+        q_features, kv_features: the features of q, and of k and of v, over all ranks. This is the number of heads times
+            the head size.
         mesh, gather_dim, fp8, device, dtype: as for ColumnParallelLinear.
-        bias: whether the layers have biases.
+        bias: True for layers with biases. By default they have no biases.
     """
 
     def __init__(
@@ -508,7 +535,7 @@ class QKVParallelLinear(nn.Module):
         gather_dim: int | None = 0,
         fp8: bool = False,
     ) -> QKVParallelLinear:
-        """Return sharded projections that compute what three layers do, with the parameters of rank 0."""
+        """Return sharded projections that compute what `q`, `k` and `v` do. All ranks get the parameters of rank 0."""
         layouts = ColumnParallelLinear.layouts_for(mesh, gather_dim, fp8=fp8)
         return _assembled(cls, q=_column(q, layouts), k=_column(k, layouts), v=_column(v, layouts))
 
@@ -518,16 +545,18 @@ class QKVParallelLinear(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`: one gather before, a reduce-scatter after; this rank's tokens in and out.
+    """A gated MLP, `down(silu(gate(x)) * up(x))`. Input and output are this rank's tokens, `[..., features]`.
 
-    Its layers `gate`, `up` and `down` have no biases. The backward call computes the two products again, which saves
-    `tokens x 3 x hidden/ranks` numbers of memory; in fp8 it does not.
+    It all-gathers the tokens once before `gate` and `up`, and reduce-scatters the output of `down`. The layers `gate`,
+    `up` and `down` have no biases. Backward computes the products of `gate` and `up` again. This saves the memory of
+    `tokens x 3 x hidden/ranks` elements. With fp8, or with `sequence_dim=None`, the products are saved and not computed
+    again.
 
     Args:
-        features: of input and output.
-        hidden: the width between, over all ranks.
+        features: the features of input and output.
+        hidden: the features between, over all ranks: the outputs of `gate` and of `up`.
         mesh, fp8, device, dtype: as for ColumnParallelLinear.
-        sequence_dim: the axis of the tokens; with None every rank has all tokens, before and after.
+        sequence_dim: the axis of the tokens. With None, every rank has all tokens, in the input and in the output.
     """
 
     def __init__(
@@ -557,7 +586,10 @@ class GatedMLP(nn.Module):
         sequence_dim: int | None = 0,
         fp8: bool = False,
     ) -> GatedMLP:
-        """Return a sharded MLP that computes what three layers do, with the parameters of rank 0."""
+        """Return a sharded MLP that computes what `gate`, `up` and `down` do.
+
+        All ranks get the parameters of rank 0.
+        """
         if any(each.bias is not None for each in (gate, up)):
             raise error("gate and up have biases", user_span(), expected="layers without biases, as in Llama's MLP")
         layouts = ColumnParallelLinear.layouts_for(mesh, sequence_dim, fp8=fp8)
@@ -577,7 +609,7 @@ _column = ColumnParallelLinear.converted
 
 
 def _assembled(cls: type[Container], **layers: nn.Module) -> Container:
-    """Return a module of these layers."""
+    """Return a module of class `cls` with these layers, without a call of its constructor."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     for name, layer in layers.items():

@@ -1,12 +1,14 @@
-"""A pass over graphs of torch.compile: a collective and the matmuls before or after it become one operator.
+"""A pass over graphs of torch.compile: it replaces a collective and the matmuls next to it by one fused operator.
 
-These are all-gather + matmuls and matmul + reduce-scatter, both also of fp8 with scales, and matmul + all-reduce.
+It fuses all-gather + matmuls, matmul + reduce-scatter, and matmul + all-reduce. The first two may also be scaled fp8
+matmuls.
 
     torch._inductor.config.post_grad_custom_post_pass = hi.torch.overlap_pass
     print(hi.torch.overlap_pass.report)
 
-The pass treats every gathered or scattered tensor as a matrix of rows. Views keep the order of rows. Collectives of
-torch know axis 0 only: `split` and `cat` move another axis there, and the pass follows them.
+The pass treats every gathered or scattered tensor as a matrix of rows, and follows views that keep the order of the
+rows. torch's functional collectives gather and scatter along axis 0 only. For another axis, a graph has a `split` and a
+`cat` next to the collective, and the pass recognizes them.
 """
 
 from __future__ import annotations
@@ -57,16 +59,16 @@ aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.hostir
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
-RECIPES = {  # of `_scaled_mm_v2`, for either side; `_scaled_mm` tells scales apart by their shapes
+RECIPES = {  # the left and right recipe in a call of `_scaled_mm_v2`, by the layout of scales
     "one": (ScalingType.TensorWise, ScalingType.TensorWise),
     "rows": (ScalingType.RowWise, ScalingType.RowWise),
     "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
 }
-Fates = dict[Node, tuple[str, str]]  # of collectives: `fused` and `why`, as in Visited
+Fates = dict[Node, tuple[str, str]]  # what the report says of each collective: `fused` and `why`, as in Visited
 
 
 class LeftAlone(Exception):  # noqa: N818  # no error: the graph stays the same
-    """Raised for a collective that is left alone; its text says why."""
+    """Raised for a collective that the pass does not fuse. The exception's text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class Visited:
     """A collective that the pass has seen.
 
     Fields:
-        graph: the number of its graph, from 1.
-        node: its name there.
-        collective: such as `all_gather_into_tensor`.
+        graph: the number of its graph, counted from 1.
+        node: the name of its node in the graph.
+        collective: the name of the collective, such as `all_gather_into_tensor`.
         group: the name of the process group.
-        fused: the operator that it became part of; empty if it was left alone.
-        why: the number of products that it was fused with; or the reason why it was left alone.
+        fused: the name of the fused operator that replaced it. Empty if it was not fused.
+        why: if it was fused, what with, such as `2 products`. Otherwise the reason why not.
     """
 
     graph: int
@@ -95,7 +97,7 @@ class Visited:
 
 
 NOTHING_SEEN = "the pass has seen no collective: the graph has none, or Inductor took it from its cache"
-OPERATORS = (  # that the pass inserts
+OPERATORS = (  # the fused operators that the pass inserts
     "hostir::all_gather_matmul",
     "hostir::all_gather_scaled_matmul",
     "hostir::matmul_reduce_scatter",
@@ -105,11 +107,14 @@ OPERATORS = (  # that the pass inserts
 
 
 class Overlaps(tuple[Visited, ...]):
-    """The collectives that the pass has seen, and the fused operators that ran; `print` shows a line for each.
+    """The report of the pass: a tuple of the collectives that it has seen, and the calls of fused operators.
+
+    `print` shows a line for each collective, and a line with the calls.
 
     Fields:
-        ran: the number of calls since the report began, by operator and group. It includes calls from graphs of
-            Inductor's cache, which the pass has not seen, and calls by name or by hostir's layers.
+        ran: the number of calls of fused operators since the report began, by operator and group. It counts all calls:
+            from graphs that the pass has changed, from graphs of Inductor's cache, from hostir's layers, and direct
+            calls.
     """
 
     ran: Mapping[tuple[str, str], int] = MappingProxyType({})
@@ -123,19 +128,21 @@ class Overlaps(tuple[Visited, ...]):
 
 
 def sources() -> tuple[str, ...]:
-    """Return the files of hostir; the graphs that the pass returns depend on the operators in these files."""
+    """Return the paths of hostir's Python files. The key of Inductor's cache contains a hash of these files."""
     return tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
 
 
 @dataclass(frozen=True)
 class ProductScales:
-    """The scales of a scaled product.
+    """The scales of a scaled matmul.
 
     Fields:
-        layout: `one` (of each tensor), `rows` (and columns), or `blocks` (1x128 on the left, 128x128 on the right).
-        left: of the left side.
-        right: of the right side, as the product takes them.
-        fast: whether tensor cores may accumulate.
+        layout: `one` for one scale for each operand. `rows` for a scale for each row of the left operand and each
+            column of the right one. `blocks` for a scale for each 1x128 block on the left and each 128x128 block on the
+            right.
+        left: the node of the left operand's scales.
+        right: the node of the right operand's scales, as torch's scaled matmul takes them.
+        fast: True if tensor cores may accumulate with less precision (torch's `use_fast_accum`).
     """
 
     layout: str
@@ -144,7 +151,7 @@ class ProductScales:
     fast: bool
 
     def right_operand(self, graph: Graph, right: Node) -> Node:
-        """Return the scales of a right side as operators of hostir take them: without padding."""
+        """Return a node of the scales of the right operand `right`, in the shape that hostir's operators take."""
         rows, columns = shape_of(right)
         if self.layout == "rows":
             return viewed(graph, self.right, [1, columns])
@@ -153,13 +160,13 @@ class ProductScales:
 
 
 def bias_of(product: Node) -> Node | None:
-    """Return the bias of a scaled product."""
+    """Return the bias of a scaled matmul, or None."""
     bias: Node | None = argument(product, 4 if product.target is SCALED[0] else 8, "bias")
     return bias
 
 
 def scales_of(product: Node) -> ProductScales:
-    """Return the scales of a scaled product. Raises LeftAlone for one that hostir does not compute."""
+    """Return the scales of a scaled matmul. Raises LeftAlone if hostir cannot compute the matmul."""
     layout, left, right, fast = (_by_shapes if product.target is SCALED[0] else _by_recipes)(product)
     b = shape_of(product.args[1])  # type: ignore[arg-type]
     if layout == "blocks" and not all(isinstance(size, int) and size % BLOCK == 0 for size in b):
@@ -172,7 +179,10 @@ def scales_of(product: Node) -> ProductScales:
 
 
 def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
-    """Return the layout and the scales of a `_scaled_mm`, and True if it accumulates fast."""
+    """Return the layout, the left and right scales, and `use_fast_accum` of a `_scaled_mm`.
+
+    Raises LeftAlone if hostir does not support the scales.
+    """
     (rows, K), (_, columns) = map(shape_of, product.args[:2])  # type: ignore[arg-type]
     left, right = argument(product, 2, "scale_a"), argument(product, 3, "scale_b")
     of_left, of_right = shape_of(left), shape_of(right)
@@ -192,7 +202,10 @@ def _by_shapes(product: Node) -> tuple[str, Node, Node, bool]:
 
 
 def _by_recipes(product: Node) -> tuple[str, Node, Node, bool]:
-    """Return the layout and the scales of a `_scaled_mm_v2`, and True if it accumulates fast."""
+    """Return the layout, the left and right scales, and `use_fast_accum` of a `_scaled_mm_v2`.
+
+    Raises LeftAlone if hostir does not support the scales.
+    """
     left, right = (argument(product, i, f"scale_{side}") for i, side in ((2, "a"), (5, "b")))
     recipes = [argument(product, i, f"recipe_{side}") for i, side in ((3, "a"), (6, "b"))]
     swizzled = any((*argument(product, 4, "swizzle_a"), *argument(product, 7, "swizzle_b")))
@@ -208,14 +221,14 @@ def _by_recipes(product: Node) -> tuple[str, Node, Node, bool]:
 
 @dataclass(frozen=True)
 class GatheredProduct:
-    """A matmul of gathered rows.
+    """A matmul with a gathered tensor as its left operand.
 
     Fields:
-        node: its result.
-        rows: its left side.
-        right: its right side.
-        added: its bias.
-        scales: of both sides, if these are fp8.
+        node: the node of the matmul.
+        rows: the left operand: the gathered tensor, or a view of it.
+        right: the right operand.
+        added: the bias, or None.
+        scales: the scales of both operands of a scaled fp8 matmul; None for another matmul.
     """
 
     node: Node
@@ -226,18 +239,21 @@ class GatheredProduct:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Return dtypes and left scales; products with the same signature fit into one operator."""
+        """The dtypes, and the scales of the rows. Matmuls with the same signature can be fused into one operator."""
         dtypes = value(self.rows).dtype, value(self.node).dtype
         return dtypes if self.scales is None else (*dtypes, self.scales.layout, self.scales.left, self.scales.fast)
 
     def other_operands(self) -> list[Node]:
-        """Return all its operands except for the rows."""
+        """Return all operands of the matmul except the gathered rows."""
         scales = () if self.scales is None else (self.scales.left, self.scales.right)
         return [x for x in (self.right, self.added, *scales) if x is not None]
 
 
 def waited(collective: Node) -> Node:
-    """Return the only wait for a collective. Raises LeftAlone if there are several."""
+    """Return the node that waits for a collective.
+
+    Raises LeftAlone unless there is exactly one wait. Besides it, only the graph's output may use the collective.
+    """
     waits = [user for user in collective.users if user.target is WAIT]
     if len(waits) != 1:
         raise LeftAlone(f"{len(waits)} nodes wait for it")
@@ -248,7 +264,10 @@ def waited(collective: Node) -> Node:
 
 
 def gathered(gather: Node) -> tuple[Node, int]:
-    """Return the gathered tensor, and the axis that it is gathered along."""
+    """Return the node of the tensor that an all-gather produces, and the axis that it is gathered along.
+
+    For an axis other than 0, this node is the `cat` that follows the all-gather.
+    """
     wait, shard = waited(gather), gather.args[0]
     assert isinstance(shard, Node)
     cats = _cats(wait)
@@ -262,27 +281,33 @@ def gathered(gather: Node) -> tuple[Node, int]:
 
 
 def _cats(node: Node) -> set[Node]:
-    """Return the `cat`s of the parts of a tensor; `node` is the tensor, a split of it, a part, or a view of a part."""
+    """Return the `cat` nodes that concatenate parts of the tensor `node`, or views of the parts."""
     cats = {user for user in node.users if user.target is aten.cat.default}
     return cats.union(*(_cats(user) for user in node.users if _is_part(user)))
 
 
 def _is_part(node: Node) -> bool:
-    """Return True if a node splits a tensor, is a part of a tensor, or views the same bytes."""
+    """Return True if `node` splits a tensor, takes a part of a tensor, or views its bytes in the same shape."""
     return node.target in (*SPLITS, operator.getitem, aten.slice.Tensor) or keeps_bytes(node)
 
 
 def _puts_together(cat: Node, full: Node, ranks: int) -> bool:
-    """Return True if a `cat` concatenates the ranks' parts of a gathered tensor, or views of the same bytes."""
+    """Return True if `cat` concatenates the parts that `full` has from each rank, in the order of the ranks.
+
+    Args:
+        cat: the `cat` node.
+        full: the result of an all-gather along axis 0.
+        ranks: the number of ranks.
+    """
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
-    if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts them
+    if any(value(piece).dtype != value(cat).dtype for piece in pieces):  # `cat` converts their dtype
         return False
     divided, axis = parts_of([without_views(piece) for piece in pieces], ranks) or (None, 0)
     return without_views(divided) is full and axis == 0
 
 
 def rows_of_views(full: Node) -> Iterator[Node]:
-    """Yield the nodes with the rows of a tensor in their order."""
+    """Yield `full`, and all its views that have the same rows in the same order."""
     yield full
     for user in full.users:
         if keeps_rows(user):
@@ -290,7 +315,10 @@ def rows_of_views(full: Node) -> Iterator[Node]:
 
 
 def products_of(full: Node) -> list[GatheredProduct]:
-    """Return the matmuls with the gathered rows on the left, which fit into one operator. Raises LeftAlone."""
+    """Return the matmuls that have the gathered tensor `full` on the left and can be fused into one operator.
+
+    Raises LeftAlone if there is no such matmul.
+    """
     products, others, right = [], [], []
     for rows in rows_of_views(full):
         for user in rows.users:
@@ -321,7 +349,7 @@ def products_of(full: Node) -> list[GatheredProduct]:
 
 
 def _resized(node: Node) -> Iterator[Node]:
-    """Yield the views of a tensor, or of its parts, in a dtype of another size."""
+    """Yield the views of a tensor, or of its parts, in a dtype with another element size."""
     for user in node.users:
         if user.target is AS_DTYPE and not keeps_bytes(user):
             yield user
@@ -330,7 +358,11 @@ def _resized(node: Node) -> Iterator[Node]:
 
 
 def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[GatheredProduct]) -> Node | None:
-    """Return the all-gather of the scales of rows, if it gathers them like the rows, and for these products only."""
+    """Return the all-gather of the rows' scales, or None if the fused operator cannot replace one.
+
+    `gather` gathers the rows along `axis`. The all-gather of the scales must have the same group and axis, and only
+    `products` may use its result.
+    """
     assert products[0].scales
     scale, nodes = products[0].scales.left, {product.node for product in products}
     expected = [*shape_of(gather.args[0])[:-1], *shape_of(scale)[-1:]]  # type: ignore[arg-type]
@@ -346,9 +378,9 @@ def gather_of_scales(graph: Graph, gather: Node, axis: int, products: list[Gathe
 
 
 def check_dtype(*nodes: Node, fp8: bool = False) -> None:
-    """Raise LeftAlone unless all tensors share one dtype that hostir computes with.
+    """Raise LeftAlone unless all tensors have the same dtype, and hostir's operators support it.
 
-    With `fp8`, each tensor must have an fp8 dtype; they may differ.
+    With `fp8`, each tensor must have an fp8 dtype. The tensors may have different fp8 dtypes.
     """
     dtypes = {value(node).dtype for node in nodes}
     if not (dtypes <= FP8.keys() if fp8 else len(dtypes) == 1 and dtypes <= DTYPES.keys()):
@@ -356,7 +388,7 @@ def check_dtype(*nodes: Node, fp8: bool = False) -> None:
 
 
 def as_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
-    """Return a view of the bytes of a node in a dtype."""
+    """Return a node that views the bytes of `node` as `dtype`."""
     if value(node).dtype == dtype:
         return node
     if node.target is AS_DTYPE and value(node.args[0]).dtype == dtype:  # type: ignore[arg-type]
@@ -365,7 +397,12 @@ def as_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def fuse_gather(graph: Graph, gather: Node) -> Fates:
-    """Replace an all-gather and the matmuls of its rows. Raises LeftAlone."""
+    """Replace an all-gather and the matmuls with its rows by one operator.
+
+    Returns what the report says of each all-gather that was replaced.
+
+    Raises LeftAlone if they cannot be fused.
+    """
     full, axis = gathered(gather)
     shard: Any = gather.args[0]
     shape = shape_of(shard)
@@ -412,13 +449,13 @@ def fuse_gather(graph: Graph, gather: Node) -> Fates:
 
 
 def _name(op: Any) -> str:
-    """Return the name of an operator, as reports have it."""
+    """Return the name of an operator with its namespace, for reports."""
     name: str = op._schema.name
     return name
 
 
 def _used_otherwise(full: Node, products: set[Node]) -> bool:
-    """Return True if a node that is not one of these products needs the rows of a tensor."""
+    """Return True if a node other than `products` uses the tensor `full`, directly or through views and copies."""
     return any(
         user not in products and (not (keeps_rows(user) or user.target in LAYOUTS) or _used_otherwise(user, products))
         for user in full.users
@@ -426,12 +463,13 @@ def _used_otherwise(full: Node, products: set[Node]) -> bool:
 
 
 def _replace_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
-    """Replace a matmul and its views by the output `y` of the fused operator.
+    """Replace a matmul and its views by `y`, the output of the fused operator for this matmul.
 
-    `y` may have more axes than the matmul's result. The remaining users get a view in the shape of that result.
+    `y` may have more axes than the matmul's result. Views in the shape of `y` are replaced by `y` itself. The other
+    users of the matmul get a view of `y` in the shape of the matmul's result.
     """
     if product.added is not None and product.scales is None:
-        if len(shape_of(product.added)) > 1:  # a matrix, while `y` may have more axes
+        if len(shape_of(product.added)) > 1:  # the added tensor is a matrix; `y` may have more axes
             y = viewed(graph, y, shape_of(product.node))
         y = insert(graph, aten.add.Tensor, y, product.added)
     for user in [*product.node.users]:
@@ -442,7 +480,10 @@ def _replace_product(graph: Graph, product: GatheredProduct, y: Node) -> None:
 
 
 def scattered(scatter: Node) -> tuple[Node, int]:
-    """Return the tensor that is scattered, and the axis."""
+    """Return the node of the tensor that a reduce-scatter sums and scatters, and the axis that it scatters.
+
+    For an axis other than 0, this is the tensor before `split` and `cat`.
+    """
     addend: Any = scatter.args[0]
     if addend.target is aten.clone.default:
         addend = addend.args[0]
@@ -452,7 +493,7 @@ def scattered(scatter: Node) -> tuple[Node, int]:
 
 
 def only_user(node: Node) -> None:
-    """Raise LeftAlone if a tensor has more than one user."""
+    """Raise LeftAlone if `node` has more than one user."""
     if len(node.users) > 1:
         raise LeftAlone(
             f"{node.name} has {len(node.users)} users, and would have to be computed for the others as well"
@@ -460,7 +501,11 @@ def only_user(node: Node) -> None:
 
 
 def products_before(node: Node, divided: bool) -> Iterator[Node]:
-    """Yield the matmuls that add up to a tensor; if `divided`, it may have a user for each part. Raises LeftAlone."""
+    """Yield the matmuls that `node` is the sum of: one matmul, or several that are added.
+
+    Raises LeftAlone if `node` is computed in another way, or if another node needs an intermediate result. If
+    `divided`, the collective scatters parts of `node`, and `node` may have a user for each part.
+    """
     if not divided:
         only_user(node)
     if keeps_rows(node) and node.target is not AS_DTYPE:
@@ -475,12 +520,17 @@ def products_before(node: Node, divided: bool) -> Iterator[Node]:
 
 
 def _alike(node: Node) -> bool:
-    """Return True if all terms of a sum are tensors of the shape of the sum."""
+    """Return True if all terms of a sum are tensors with the shape of the sum, without broadcasting."""
     return all(isinstance(term, Node) and equal(shape_of(term), shape_of(node)) for term in node.args)
 
 
 def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
-    """Replace a reduce-scatter and the matmul before it. Raises LeftAlone."""
+    """Replace a reduce-scatter and the matmuls before it by one operator.
+
+    Returns what the report says of the reduce-scatter.
+
+    Raises LeftAlone if they cannot be fused.
+    """
     wait = waited(scatter)
     addend, axis = scattered(scatter)
     shape = shape_of(addend)
@@ -513,7 +563,10 @@ def fuse_scatter(graph: Graph, scatter: Node) -> Fates:
 
 
 def one_scaled(products: list[Node]) -> tuple[Node, Node, ProductScales]:
-    """Return the operands of the only product, of fp8, and their scales."""
+    """Return the left and right operands of a single scaled matmul, and their scales.
+
+    Raises LeftAlone if there are several products.
+    """
     if len(products) > 1:
         raise LeftAlone(f"it is a sum of {len(products)} products, of which some are scaled")
     left, right, *_ = products[0].args
@@ -522,9 +575,10 @@ def one_scaled(products: list[Node]) -> tuple[Node, Node, ProductScales]:
 
 
 def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = None) -> tuple[Node, Node]:
-    """Return one pair of operands for a sum of products: the products' operands, concatenated along K.
+    """Return the left and right operands of one matmul that computes the sum of `products`.
 
-    `lead` are the axes of the left operand's rows.
+    The operands of several products are concatenated along K. If `lead` is given, the left operand is viewed in the
+    shape `[*lead, K]`.
     """
     lefts, rights = zip(*(product.args for product in products), strict=True)
     check_dtype(*lefts, *rights)
@@ -535,7 +589,7 @@ def one_product(graph: Graph, products: list[Node], lead: list[Any] | None = Non
 
 
 def _replace_sum(graph: Graph, collective: Node, wait: Node, fused: Node) -> None:
-    """Replace a collective by the output of the fused operator."""
+    """Replace a collective and its wait by `fused`, the output of the fused operator."""
     result = viewed(graph, fused, shape_of(wait))
     for node in (wait, collective):  # the collective is an output if the backward graph needs it
         node.replace_all_uses_with(result, lambda user: user is not wait)
@@ -546,13 +600,18 @@ def _amount(products: list[Node]) -> str:
 
 
 def _as_axes(graph: Graph, left: Node, shape: list[Any]) -> Node:
-    """Return the rows of a matmul in this shape: the tensor that they view, if it has this shape."""
+    """Return `left` in `shape`: the tensor that `left` views if it has this shape, otherwise a new view."""
     source = left.args[0] if left.target in VIEWS else None
     return source if isinstance(source, Node) and equal(shape_of(source), shape) else viewed(graph, left, shape)
 
 
 def fuse_all_reduce(graph: Graph, reduce: Node) -> Fates:
-    """Replace an all-reduce and the matmul before it. Raises LeftAlone."""
+    """Replace an all-reduce and the matmuls before it by one operator.
+
+    Returns what the report says of the all-reduce.
+
+    Raises LeftAlone if they cannot be fused.
+    """
     wait, addend, reduce_op = waited(reduce), reduce.args[0], argument(reduce, 1, "reduce_op")
     assert isinstance(addend, Node)
     if reduce_op != "sum":
@@ -574,11 +633,13 @@ FUSIONS: dict[Any, Callable[[Graph, Node], Fates]] = {
 
 
 class OverlapPass(CustomGraphPass):
-    """Replaces collectives and matmuls in a graph by operators of hostir; the report says which, and why not others.
+    """A graph pass that replaces collectives and their matmuls by fused operators of hostir.
 
-    For `torch._inductor.config.post_grad_custom_post_pass`, or any graph of ATen operators with functional
-    collectives, forward or backward. Inductor does not call the pass for a graph from its cache. The report then counts
-    the graph's operators when they run.
+    Set it as `torch._inductor.config.post_grad_custom_post_pass`. Or call it with any forward or backward graph of ATen
+    operators and functional collectives. `report` says which collectives were fused, and why the others were not.
+
+    Inductor does not call the pass for a graph from its cache. Such a graph is not in the report, but the report counts
+    the calls of the graph's fused operators.
     """
 
     def __init__(self) -> None:
@@ -590,7 +651,7 @@ class OverlapPass(CustomGraphPass):
 
     @property
     def report(self) -> Overlaps:
-        """The collectives of all graphs that the pass has seen, and the calls of fused operators."""
+        """The collectives of all graphs that the pass has seen since `clear`, and the calls of fused operators."""
         calls = LEDGER.calls() - self._calls
         report = Overlaps(self._visits)
         report.ran = {(op, group): n for (op, group), n in calls.items() if op in OPERATORS}
@@ -606,7 +667,7 @@ class OverlapPass(CustomGraphPass):
         if collectives:
             lift_sizes(graph)
         for node in sorted(collectives, key=lambda node: value(node.args[0]).itemsize > 1):
-            if node not in fates:  # rows of bytes come first: a gather of scales is fused with them
+            if node not in fates:  # gathers of fp8 rows come first: they are fused with the gathers of their scales
                 fates |= self._fate(graph, node)
         visits = [self._visited(node, *fates[node]) for node in collectives]
         self._visits += visits
@@ -641,7 +702,7 @@ def _is_collective(node: Node) -> bool:
 
 
 def _is_impure(node: Node) -> bool:
-    """Return True for a node that must stay without users: not for a collective, otherwise as torch says."""
+    """Return True if dead-code elimination must keep `node`: it is impure, and not a collective or its wait."""
     return node.is_impure() and not (node.target is WAIT or node.target in FUSIONS)
 
 

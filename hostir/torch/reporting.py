@@ -1,4 +1,4 @@
-"""The report: which operators ran on this rank, how often, by which strategy, and why."""
+"""Record the calls of operators on this rank, and report their strategies, their number, and the reasons."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from hostir.ir.source import amount, counted
 
 @dataclass(frozen=True)
 class Ran:
-    """Calls of one operator on one group that ran alike.
+    """A row of the report: the calls of one operator on one group by one strategy.
 
     Fields:
         operator: its name, such as `symm_mem::fused_all_gather_matmul`.
         group: the name of the process group.
-        strategy: the strategy of the program that ran, with its streams and kernels; `torch` if torch's function ran.
+        strategy: the strategy of the program that ran, with its streams and kernels. `torch` if torch's function ran.
         calls: the number of calls.
-        why: the overlaps of the program, why this program was chosen, and why the others were not.
+        why: the reasons, one clause each: what the program overlaps, why it was chosen, and why other candidates were
+            not. If torch's function ran, why hostir could not.
     """
 
     operator: str
@@ -37,10 +38,10 @@ class Ran:
 
 
 class Report(tuple[Ran, ...]):
-    """The operators that ran on this rank, how and why; `print` shows a paragraph for each.
+    """The rows of a report: a tuple of `Ran`. `print` shows a paragraph for each row.
 
     Fields:
-        symmetric_bytes: the symmetric memory that the programs of each group hold on this rank, by the group's name.
+        symmetric_bytes: the bytes of symmetric memory that hostir's programs hold on this rank, by the group's name.
     """
 
     symmetric_bytes: Mapping[str, int] = MappingProxyType({})
@@ -54,38 +55,45 @@ class Report(tuple[Ran, ...]):
 
 @dataclass
 class Ledger:
-    """The calls of this process, counted by operator, by the name of the group, and by what ran or why torch did.
+    """Counters of the calls in this process since the last `clear`.
 
-    The last part of a key of `by_hostir` is True for calls that were started beside the operator's next computations.
+    Fields:
+        by_hostir: calls that hostir ran. A key has the operator, the group's name, the executor that was called, the
+            executor of the candidate that it ran, and True if the call was started asynchronously.
+        by_torch: calls that were left to torch. A key has the operator, the group's name, and the reason.
+        cleared: the number of hostir's calls before the last `clear`, by operator and group.
     """
 
     by_hostir: Counter[tuple[str, str, Executor, Executor, bool]] = field(default_factory=Counter)
     by_torch: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    cleared: Counter[tuple[str, str]] = field(default_factory=Counter)  # hostir's calls before the last `clear`
+    cleared: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def ran(self, operator: str, group: str, executor: Executor, started: bool = False) -> None:
-        """Record a call that an executor has just run, or has `started` beside the next computations."""
+        """Count a call that `executor` has just run, or has started asynchronously if `started`."""
         self.by_hostir[operator, group, executor, getattr(executor, "current", executor), started] += 1
 
     def left(self, operator: str, group: str, why: str) -> None:
-        """Record a call that was left to torch."""
+        """Count a call that was left to torch. `why` is the reason."""
         self.by_torch[operator, group, why] += 1
 
     def calls(self) -> Counter[tuple[str, str]]:
-        """Return the number of calls that hostir has run in this process, by operator and group; `clear` keeps it."""
+        """Return the number of calls that hostir has run in this process, by operator and group.
+
+        It includes the calls before the last `clear`.
+        """
         counts = Counter(self.cleared)
         for (operator, group, *_), n in list(self.by_hostir.items()):
             counts[operator, group] += n
         return counts
 
     def clear(self) -> None:
-        """Start a new report."""
+        """Start a new report: drop the recorded calls."""
         self.cleared = self.calls()
         self.by_hostir.clear()
         self.by_torch.clear()
 
     def report(self) -> Report:
-        """Return the report; calls that ran alike share one row."""
+        """Return the report. Calls with the same operator, group and strategy share one row."""
         counts: Counter[tuple[str, str, str]] = Counter()
         reasons: dict[tuple[str, str, str], dict[str, None]] = {}
         rows = [
@@ -106,10 +114,14 @@ LEDGER = Ledger()
 
 
 def report(*, clear: bool = False) -> Report:
-    """Return the operators that ran on this rank, how often, by which strategy, and why; also calls left to torch.
+    """Return the calls of operators on this rank, with their strategies and the reasons. Includes calls left to torch.
 
-    A tuple with a row for each operator, group and strategy (fields `operator`, `group`, `strategy`, `calls`, `why`);
-    `print` shows it as text. Its `symmetric_bytes` are the bytes that each group holds, by name. `clear` starts anew.
+    The report is a tuple with a row for each operator, group and strategy. A row has the fields `operator`, `group`,
+    `strategy`, `calls` (a number) and `why`. `print` shows the report as text. Its field `symmetric_bytes` is the
+    number of bytes of symmetric memory that each group holds, by the group's name.
+
+    Args:
+        clear: True to start a new report after this one.
     """
     result = LEDGER.report()
     if clear:
@@ -118,7 +130,13 @@ def report(*, clear: bool = False) -> Report:
 
 
 def explained(executor: Executor, ran: Executor, started: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the strategy of the program that ran, and the reasons for it and against the others."""
+    """Return the strategy of the program that ran, and clauses that explain the choice.
+
+    Args:
+        executor: the executor that was called; it chooses among candidates.
+        ran: the executor of the candidate that ran.
+        started: True if the call was started asynchronously.
+    """
     choice, call = executor.choice, ran.latest
     overlapping = () if call is None else overlap_clauses(call.plan.unrolled)
     if started and ran.machine == "cuda":  # on other machines a call has ended when `start` returns

@@ -1,7 +1,7 @@
-"""Styles for torch's `parallelize_module`: linear layers of a plain model become tensor-parallel layers of hostir.
+"""Styles for torch's `parallelize_module`: they turn linear layers of a model into tensor-parallel layers of hostir.
 
-Each style has the arguments of torch's style of that name. torch's style runs the layers and calls that hostir cannot
-run, with a `hi.FallbackWarning` that says why.
+Each style takes the arguments of torch's style with the same name. If hostir cannot run a layer or a call, torch's
+style runs it, and a `hi.FallbackWarning` says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hostir.torch.traps import Place, warn_of_traps
 
 
 class StyleOptions(TypedDict, total=False):
-    """The options of both styles; the classes explain them."""
+    """The options that both styles pass on to torch's styles. The docstrings of the two styles explain them."""
 
     input_layouts: Placement | None
     output_layouts: Placement | None
@@ -37,18 +37,20 @@ class StyleOptions(TypedDict, total=False):
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """Shard an `nn.Linear` on its output columns; its input, sharded on tokens, is gathered while it is multiplied.
+    """A style that shards an `nn.Linear` on its output columns. The layer overlaps the all-gather of its input.
 
-    With names it is a style of the module that holds the layers of these names. The layer that is called first gathers
-    its input for all of them: `"attention": ColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))`.
+    Without names, apply the style to a linear layer. With names, apply it to a module that has linear layers with these
+    names and calls them with one input. The layer that is called first gathers the input for all of them. Example:
+    `"attention": ColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))`.
 
     Args:
-        names: of linear layers in the module, which are called with one input.
-        input_layouts: the placement of plain tensors as inputs. hostir runs `Shard(d)`, not of the last axis, and
-            `Replicate()`, the default; then the gradient of the input is summed beside the gradients of the weights.
-        output_layouts: the placement of the output; hostir runs `Shard(-1)`, the default.
-        use_local_output: whether the output is a plain tensor, this rank's part; by default it is.
-        fp8: whether the operands of products are in fp8, as in `column_parallel_linear`; parameters stay as they are.
+        names: the names of the linear layers in the module.
+        input_layouts: the placement of inputs that are plain tensors. By default `Replicate()`: then nothing is
+            gathered, and backward sums the gradient of the input beside the gradients of the weights. hostir runs
+            `Replicate()`, and `Shard(d)` unless d is the last axis.
+        output_layouts: the placement of the output. hostir runs `Shard(-1)`, the default.
+        use_local_output: True, the default, to return this rank's part as a plain tensor. False to return a DTensor.
+        fp8: True to multiply in fp8, as in `column_parallel_linear`. The parameters keep their dtype.
     """
 
     def __init__(self, *names: str, fp8: bool = False, **options: Unpack[StyleOptions]) -> None:
@@ -70,7 +72,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
 
 def _layer(place: Place, name: str) -> Place:
-    """Return a linear layer that the module at a place holds."""
+    """Return the place of the linear layer `name` in the module at `place`. Raises HostIRError if there is none."""
     _refuse_compiled(place)
     module = place.module
     layer = getattr(module, name, None)
@@ -87,12 +89,12 @@ def _layer(place: Place, name: str) -> Place:
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
-    """Shard an `nn.Linear` on its input columns; its products are summed over the ranks while others are computed.
+    """A style that shards an `nn.Linear` on its input columns. The layer overlaps its matmul with the sum over ranks.
 
     Args:
-        input_layouts: the placement of plain tensors as inputs; hostir runs `Shard(-1)`, the default.
-        output_layouts: the placement of the output; hostir runs `Shard(d)`, not of the last axis, and `Replicate()`,
-            the default.
+        input_layouts: the placement of inputs that are plain tensors. hostir runs `Shard(-1)`, the default.
+        output_layouts: the placement of the output. hostir runs `Replicate()`, the default, and `Shard(d)` unless d is
+            the last axis.
         use_local_output, fp8: as for ColwiseParallel.
     """
 
@@ -111,7 +113,10 @@ def _replaced(
     place: Place,
     device_mesh: DeviceMesh,
 ) -> nn.Module:
-    """Turn a linear layer into a layer of hostir, in place, or leave it to torch's style."""
+    """Turn the linear layer at `place` into a layer of hostir, in place; return it.
+
+    If hostir cannot run the layer, warn, and apply torch's style. `torchs` is the method `_apply` of torch's style.
+    """
     module: Any = place.module
     _refuse(style, place)
     mesh, group = mesh_of(device_mesh, str(place))
@@ -131,7 +136,7 @@ def _replaced(
 
 
 def _refuse(style: ColwiseParallel | RowwiseParallel, place: Place) -> None:
-    """Raise HostIRError for a module that no style can shard."""
+    """Raise HostIRError unless the module at `place` is an unsharded linear or embedding layer, not yet compiled."""
     module, name = place.module, type(style).__name__
     _refuse_compiled(place)
     if isinstance(module, ShardedLinear):
@@ -145,7 +150,10 @@ def _refuse(style: ColwiseParallel | RowwiseParallel, place: Place) -> None:
 
 
 def _refuse_compiled(place: Place) -> None:
-    """Raise HostIRError for a module that `torch.compile` has wrapped: a plan finds no layers in the wrapper."""
+    """Raise HostIRError for a module that `torch.compile` has wrapped.
+
+    A parallelize plan refers to layers by their names, and does not find them in the wrapper.
+    """
     if isinstance(place.module, OptimizedModule):
         raise error(
             f"{place} is compiled already",

@@ -1,6 +1,7 @@
-"""Warn of models that compute or train something else once a style has sharded one of their layers.
+"""Warn if sharding a layer would break a model: the model would run, but compute or train something else.
 
-A style sees one layer. The modules around it are searched in the model that `parallelize_module` was called with.
+Examples are tied weights and attention heads that are split between ranks. `parallelize_module` passes a style one
+layer only. So this module finds the whole model in the stack frame of `parallelize_module`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from hostir.ir.source import Diagnostic, counted, is_first_rank, warn_user
 
 
 class ShardingWarning(UserWarning):
-    """Warns that a model may compute or train something else once a layer is sharded."""
+    """A warning that a model may compute or train something else once one of its layers is sharded."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A module and its place in a model; as text, its path and type, such as `layers.3.mlp (MLP)`.
+    """A module and its position in a model. As text, it is the path and type, such as `layers.3.mlp (MLP)`.
 
     Fields:
         module: the module.
@@ -42,7 +43,7 @@ class Place:
 
     @staticmethod
     def of(module: nn.Module) -> Place:
-        """Return the place of a module that a style is being applied to."""
+        """Return the place of `module`. Finds the model in the calls of `parallelize_module` on the Python stack."""
         root = module
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # parallelize_module calls itself for parts; the outermost call has the model
@@ -53,17 +54,17 @@ class Place:
         return Place(module, root, path)
 
     def child(self, name: str, module: nn.Module) -> Place:
-        """Return the place of a module in this one."""
+        """Return the place of `module`, which is the child `name` of this place's module."""
         return Place(module, self.root, f"{self.path}.{name}" if self.path else name)
 
     @property
     def name(self) -> str:
-        """The module's name in the module around it."""
+        """The name of the attribute under which the parent module holds this module. Empty for the model itself."""
         return self.path.rpartition(".")[2]
 
     @property
     def parent(self) -> nn.Module | None:
-        """The module around this one; None for the model itself."""
+        """The module that holds this module. None for the model itself."""
         return self.root.get_submodule(self.path.rpartition(".")[0]) if self.path else None
 
     def __str__(self) -> str:
@@ -72,13 +73,13 @@ class Place:
 
 
 def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool) -> None:
-    """Warn, on rank 0, of the traps of a model, of each one once.
+    """Warn on rank 0 of each trap that sharding a layer runs into. Each trap is warned of once for each model.
 
     Args:
         place: the place of the layer that a style is about to shard.
-        mesh: the ranks.
-        columns: whether each rank gets columns of the output.
-        local: whether the output is this rank's part as a plain tensor.
+        mesh: the mesh that the layer is sharded over.
+        columns: True for a column-parallel layer, False for a row-parallel layer.
+        local: True if the layer returns this rank's part as a plain tensor, and not a DTensor.
     """
     if not is_first_rank():
         return
@@ -89,11 +90,11 @@ def warn_of_traps(place: Place, mesh: DeviceMesh, *, columns: bool, local: bool)
             warn_user(warning, ShardingWarning)
 
 
-_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by model: the traps with a warning
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by model: the traps that it was warned of
 
 
 def _traps(place: Place, mesh: DeviceMesh, columns: bool, local: bool) -> Iterator[tuple[str, Diagnostic | None]]:
-    """Yield the name of each possible trap, with a warning if the layer is in it."""
+    """Yield the name of each trap that this layer is checked for, with a warning if it runs into it, or None."""
     yield "tied", _tied(place, mesh)
     yield "compiled", _compiled(place)
     if columns and local and isinstance(place.module, nn.Linear):
@@ -106,7 +107,10 @@ def _warning(message: str, expected: str, hint: str) -> Diagnostic:
 
 
 def _compiled(place: Place) -> Diagnostic | None:
-    """Return a warning if `torch.compile` has wrapped another part of the model: a plan finds no layers in it."""
+    """Return a warning if `torch.compile` has wrapped another part of the model, or None.
+
+    A parallelize plan does not find the layers in that part.
+    """
     wrapped = (name for name, each in place.root.named_modules() if name and isinstance(each, OptimizedModule))
     path = next((name for name in wrapped if not place.path.startswith(f"{name}.")), None)
     if path is None:
@@ -119,7 +123,7 @@ def _compiled(place: Place) -> Diagnostic | None:
 
 
 def _tied(place: Place, mesh: DeviceMesh) -> Diagnostic | None:
-    """Return a warning if another module of the model has the same weight."""
+    """Return a warning if another module of the model has the same weight, or None."""
     weight = place.module.weight
     assert isinstance(weight, Tensor)
     modules = [(name, each) for name, each in place.root.named_modules() if each is not place.module]
@@ -134,15 +138,16 @@ def _tied(place: Place, mesh: DeviceMesh) -> Diagnostic | None:
 
 
 def _has(module: nn.Module, weight: Tensor, mesh: DeviceMesh) -> bool:
-    """Return True if a module has this weight, or had it before a style sharded the module."""
+    """Return True if `module` has this weight, or had it before a style sharded `module`."""
     other = module._parameters.get("weight")
     return other is weight or (isinstance(module, nn.Embedding) and _was_tied(other, weight, mesh))
 
 
 def _was_tied(sharded: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> bool:
-    """Return True if a sharded weight has the values of an unsharded one, on rank 0, which has the first part.
+    """Return True if `sharded` was probably the same parameter as `weight` before a style sharded it.
 
-    Such weights were tied before a style sharded one of them: no two weights are initialized alike.
+    Compares the values of the first rank's part, on that rank; other ranks return False. Equal values mean that the two
+    were tied, because separate weights are initialized with different random numbers.
     """
     if not isinstance(sharded, DTensor) or isinstance(weight, DTensor) or sharded.device_mesh != mesh:
         return False
@@ -157,7 +162,10 @@ FUSED = {r"qkv|c_attn": "q, k and v", r"gate_up": "gate and up"}
 
 
 def _cut_heads(place: Place, width: int, ranks: int) -> Diagnostic | None:
-    """Return a warning if ranks would get parts of attention heads; the module around the layer has the head size."""
+    """Return a warning if sharding would split attention heads between ranks, or None.
+
+    `width` is the number of the layer's outputs. The head size is an attribute of the module around the layer.
+    """
     size = _head_size(place.parent)
     if not size or width % size or width % ranks or width // ranks % size == 0:
         return None
@@ -175,7 +183,10 @@ def _cut_heads(place: Place, width: int, ranks: int) -> Diagnostic | None:
 
 
 def _head_size(module: nn.Module | None) -> int:
-    """Return the size of an attention head, from attributes such as `head_dim`; 0 unless they agree."""
+    """Return the size of an attention head from attributes of `module` such as `head_dim`.
+
+    Returns 0 if there is no such attribute, or if several have different values.
+    """
     attributes = vars(module) if module is not None else {}
     sizes = {
         value
@@ -186,7 +197,7 @@ def _head_size(module: nn.Module | None) -> int:
 
 
 def _fused(place: Place, ranks: int) -> Diagnostic | None:
-    """Return a warning if the name of a layer, such as `qkv`, says that it computes several things at once."""
+    """Return a warning if the layer's name, such as `qkv`, suggests several projections in one weight, or None."""
     parts = next((parts for pattern, parts in FUSED.items() if re.search(pattern, place.name, re.IGNORECASE)), None)
     if parts is None or ranks == 1:
         return None

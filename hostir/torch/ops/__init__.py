@@ -1,7 +1,9 @@
-"""The operators behind the layers: one file a family.
+"""The torch operators that the functions and layers call: one file for each family of operators.
 
-They are `torch.ops.hostir.*`, and the operators of `torch.ops.symm_mem` that hostir can take over. A file has the
-schemas, the kernels, the layouts, the fusion and the gradient of its family. Shared by all: `library` registers
-operators with torch, `gradients` records calls for autograd, `layouts` maps tensors to the operands of a fusion, and
-`running` runs a fusion on a group.
+They are `torch.ops.hostir.*`, and the operators of `torch.ops.symm_mem` that hostir can replace. The file of a family
+has the operators' schemas, kernels, fusions and gradients. The kernel of an operator runs a fusion: a sharded
+computation that hostir compiles for the process group.
+
+All families share four files. `library` registers operators with torch. `gradients` records calls for autograd.
+`layouts` maps tensors to the operands of a fusion. `running` runs a fusion on a group.
 """

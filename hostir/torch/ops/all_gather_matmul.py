@@ -1,4 +1,4 @@
-"""All-gather + matmul: multiply rows of all ranks while they arrive."""
+"""All-gather + matmul: multiply the rows of all ranks while they arrive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hostir.torch.ops.layouts import check_shape, collapsed, expanded, gathered_
 from hostir.torch.ops.library import GATHERED, LIBRARY, Operator, check_operands, check_out, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 
-Products = tuple[Tensor | None, list[Tensor]]  # the gathered tensor, if asked for, and the products
+Products = tuple[Tensor | None, list[Tensor]]  # the gathered tensor, or None unless `return_a`; the products
 
 
 @takes_over(
@@ -30,7 +30,7 @@ Products = tuple[Tensor | None, list[Tensor]]  # the gathered tensor, if asked f
 def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> Products:
-    """Gather A along an axis, and multiply it with each of Bs."""
+    """All-gather A along an axis, and multiply it with each of Bs; return the gathered A or None, and the products."""
     return gathered_products(OperatorCall("symm_mem::fused_all_gather_matmul", group_name), A, Bs, gather_dim, return_A)
 
 
@@ -42,7 +42,11 @@ def fused_all_gather_matmul(
 def all_gather_matmul(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, return_a: bool, linear: bool = False
 ) -> Products:
-    """Gather `a` along an axis, and multiply it with each of `bs`; with `linear`, with their transposes."""
+    """All-gather `a` along an axis, and multiply it with each of `bs`.
+
+    With `linear`, multiply with the transposes of `bs`. Returns the gathered `a`, or None unless `return_a`, and the
+    products.
+    """
     call = OperatorCall("hostir::all_gather_matmul", group_name)
     return gathered_products(call, a, bs, gather_dim, return_a, linear)
 
@@ -55,7 +59,10 @@ def all_gather_matmul(
 def all_gather_matmul_out(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, *, out: list[Tensor], gathered: Tensor | None = None
 ) -> None:
-    """Gather `a` into `gathered`, if given, and write the products to `out`."""
+    """All-gather `a`, and write its products with `bs` to `out`.
+
+    Write the gathered `a` to `gathered` unless it is None.
+    """
     call = OperatorCall("hostir::all_gather_matmul_out", group_name)
     results = [*out] if gathered is None else [*out, gathered]
     check_out(call.name, a, *bs, *results)
@@ -82,10 +89,21 @@ def gathered_products(
     gated: bool = False,
     out: Sequence[Tensor] | None = None,
 ) -> Products:
-    """Gather `a` along an axis, and multiply it with each of `bs`, or with their transposes if `linear`.
+    """All-gather `a` along an axis, and multiply it with each of `bs`.
 
-    `gated` returns `silu(a @ b0) * (a @ b1)`. `out` are matrices of rows for the products and, if wanted, for the
-    gathered tensor.
+    Returns the gathered `a`, or None unless `return_a`, and the products. Raises Unfit for a call that hostir cannot
+    run.
+
+    Args:
+        call: the call of the operator.
+        a: this rank's part, `[..., K]`.
+        bs: this rank's matrices.
+        axis: the axis of `a` to gather along.
+        return_a: True to return the gathered `a`.
+        linear: True to multiply with the transpose of each of `bs`, as linear layers do with their weights.
+        gated: True to return one result instead of two products: `silu(a @ b0) * (a @ b1)`.
+        out: contiguous matrices that the results are written to: one for each product, and, if `return_a`, one for the
+            gathered `a`.
     """
     check_operands(a, bs, axis)
     bs = [b.t() for b in bs] if linear else bs
@@ -119,7 +137,7 @@ def gathered_products(
 
 
 def check_rows(bs: Sequence[Tensor], K: int) -> None:
-    """Raise Unfit unless all `bs` have K rows."""
+    """Raise Unfit unless each of `bs` has `K` rows, the number of columns of the left operand."""
     for b in bs:
         if b.shape[0] != K:
             raise Unfit(f"A has {K} columns, and B has {b.shape[0]} rows")
@@ -136,9 +154,19 @@ def gather_fusion(
     return_a: bool,
     gated: bool,
 ) -> Program:
-    """Return the fusion that gathers `%a` and multiplies it with matrices of these numbers of columns.
+    """Return the fusion that gathers `%a` and multiplies it with matrices.
 
-    `%a` is sharded on its columns if `slices`, which then divides the outermost axis, and otherwise on its rows.
+    Args:
+        ranks: the number of ranks.
+        dtype: the dtype of all tensors.
+        K: the number of columns of the gathered `%a`.
+        columns: the number of columns of each matrix.
+        extra: the number of axes of the rows besides M.
+        outside: how many of these axes stand before M.
+        slices: 0 if `%a` is sharded on M. Otherwise `%a` is sharded on its columns, and `slices` divides the outermost
+            axis.
+        return_a: True if the gathered `%a` is an output.
+        gated: True if the output is `silu(%a @ %b0) * (%a @ %b1)`, and not the products.
     """
     others = extra_sizes(extra)
     rows = (f"{slices}*M" if slices else "M", *others)
@@ -164,10 +192,12 @@ def gather_fusion(
 def all_gather_matmul_backward(
     a: Tensor, dys: list[Tensor], bs: list[Tensor], gather_dim: int, group_name: str, linear: bool, dtypes: list[str]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return both gradients of all-gather + matmul, and gather `a` once more for them.
+    """Return the gradients of all-gather + matmul, of `a` and of the weights.
 
-    Each of the two collectives runs beside the matmul that does not need it. `dtypes` are the names of the dtypes of
-    the weights' gradients; an empty name leaves a gradient out.
+    The weights' gradients need the gathered `a`, so `a` is gathered again. This overlaps the matmul for the gradient of
+    `a`. The reduce-scatter of the gradient of `a` overlaps the matmuls for the weights' gradients.
+
+    `dtypes` has a name for each weight: the dtype of its gradient. With an empty name the gradient is not computed.
     """
     full = collectives.start_gathered(OperatorCall("hostir::all_gather", group_name), a, gather_dim)
     addend = _addend(dys, bs, gather_dim, linear)
@@ -178,14 +208,20 @@ def all_gather_matmul_backward(
 
 
 def _addend(dys: list[Tensor], bs: list[Tensor], axis: int, linear: bool) -> Tensor:
-    """Return this rank's addend of the input gradient; `axis` is outermost in memory, unless it is the last one."""
+    """Return this rank's addend of the input gradient.
+
+    Its memory has `axis` outermost, unless `axis` is the last axis.
+    """
     dy, weight = side_by_side(dys, bs, linear)
     return dy @ weight if axis == dy.ndim - 1 else (dy.movedim(axis, 0) @ weight).movedim(0, axis)
 
 
 @torch.library.register_torch_dispatch("hostir::all_gather_matmul_backward", CommDebugMode, lib=LIBRARY)
 def _(mode: CommDebugMode, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, list[Tensor]]:
-    """Call each of the two collectives as an operator: CommDebugMode counts one collective for an operator."""
+    """Compute `all_gather_matmul_backward` under CommDebugMode, by a separate operator for each of its two collectives.
+
+    CommDebugMode counts one collective for an operator, and would miss the other one.
+    """
     a, dys, bs, axis, group, linear, dtypes = args
     ops, dispatch = torch.ops.hostir, mode.__torch_dispatch__
     full = dispatch(ops.all_gather.default, types, (a, axis, group))
@@ -194,14 +230,14 @@ def _(mode: CommDebugMode, func: Any, types: Any, args: Sequence[Any], kwargs: A
 
 
 def differentiate(gather: Operator, scatter: Operator) -> None:
-    """Give an all-gather + matmul gradients; the matmul + reduce-scatter `scatter` computes the input gradient.
+    """Register the gradients of `gather`, an all-gather + matmul.
 
-    Weight gradients are `a^T @ dy` over all rows. If the forward call did not return the gathered tensor, `a` is
-    gathered again.
+    `scatter`, a matmul + reduce-scatter, computes the gradient of `a`. The gradient of a weight is `a^T @ dy`, with all
+    rows of the gathered `a`. If the forward call did not return the gathered `a`, backward gathers `a` again.
     """
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)  # zeros for an unused gathered tensor would be scattered
+        ctx.set_materialize_grads(False)  # otherwise zeros are scattered if the gathered tensor is unused
         a, bs, ctx.axis, ctx.group, *rest = inputs
         full = output[0]
         ctx.gathered, ctx.linear = full is not None, rest[1:] == [True]
@@ -233,6 +269,6 @@ def differentiate(gather: Operator, scatter: Operator) -> None:
         if ctx.needs_input_grad[0] and d_full is not None:
             part = collectives.reduce_scatter.packet(d_full, "sum", ctx.axis, ctx.group)
             d_a = part if d_a is None else d_a + part
-        return (d_a, d_bs, *[None] * (len(ctx.needs_input_grad) - 2))  # torch leaves defaults away
+        return (d_a, d_bs, *[None] * (len(ctx.needs_input_grad) - 2))  # a call may leave out defaults
 
     gather.differentiate(backward, setup)

@@ -1,4 +1,4 @@
-"""All-gather + matmul of fp8 matrices: the scales of rows are gathered with the rows."""
+"""All-gather + matmul of scaled fp8 matrices. If each rank has scales for its rows, they are gathered with the rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hostir.torch.ops.scaled_operands import (
     right_scale,
 )
 
-BLOCKS = "_blocks"  # the suffix of a layout of row scales for scales of 128 elements of a row
-NUMBERED = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn}  # the dtypes that torch's function does not know
+BLOCKS = "_blocks"  # the end of a layout's name if there is a scale for each 128 elements of a row
+NUMBERED = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn}  # dtypes that torch's conversion does not know
 
 
 def dtype_of_number(number: Any) -> torch.dtype | None:
-    """Return a dtype from a list of dtypes, which torch's dispatcher passes as numbers."""
+    """Convert an item of a list of dtypes to a dtype or None. The dispatcher passes these items as numbers."""
     if number in NUMBERED:
         return NUMBERED[number]
     dtypes: list[torch.dtype | None] = symm_mem._maybe_convert_scalar_types_to_dtypes([number])
@@ -42,7 +42,7 @@ def dtype_of_number(number: Any) -> torch.dtype | None:
 
 
 def _with_dtypes(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function with dtypes in the place of their numbers."""
+    """Wrap torch's function: the wrapper converts the numbers of output dtypes to dtypes."""
     return lambda *args: torchs(*args[:8], [dtype_of_number(number) for number in args[8]], *args[9:])
 
 
@@ -63,7 +63,7 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: list[Any],
     use_fast_accum: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather A with its scales, and multiply it with each of Bs."""
+    """All-gather A with its scales, and multiply it with each of Bs; return the gathered A and the products."""
     lists: dict[str, Sequence[Any]] = {
         "B_scales": B_scales,
         "biases": biases,
@@ -96,9 +96,10 @@ def all_gather_scaled_matmul(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gather `a` with its `scales` (as for `gather_fusion`), and multiply it with each of `bs`.
+    """All-gather `a` with its scales, and multiply it with each of `bs`.
 
-    Results: the gathered `a`, the scales of all its rows, and the products.
+    `scales` is the layout of `a_scale`, as for `gather_fusion`. Returns the gathered `a`, the scales of the gathered
+    `a`, and the products.
     """
     rights = [
         ScaledRight(b, scale, bias, None, out_dtype, use_fast_accum)
@@ -118,16 +119,19 @@ def gathered_scaled_products(
     scales: str = "",
     return_a: bool = True,
 ) -> tuple[Any, Any, list[Tensor]]:
-    """Gather `a` along an axis, which is not the last one, with its scales; multiply it with each right side.
+    """All-gather `a` with its scales, and multiply it with each right operand.
+
+    Returns the gathered `a`, its scales, and the products. Raises Unfit for a call that hostir cannot run, and
+    ValueError for scales of wrong shapes.
 
     Args:
         call: the call of the operator.
-        a: rows in fp8.
+        a: this rank's part, in fp8.
         scale: the scales of `a`.
-        rights: the right sides.
-        axis: the axis of `a`.
-        scales: the layout of `scale`, as for `gather_fusion`; by default it follows from the shapes.
-        return_a: whether to return the gathered `a` and its scales, before the products; otherwise they are None.
+        rights: the right operands.
+        axis: the axis of `a` to gather along, not the last one.
+        scales: the layout of `scale`, as for `gather_fusion`. By default it follows from the shapes.
+        return_a: False to return None for the gathered `a` and for its scales.
     """
     check_operands(a, [right.b for right in rights], axis)
     ranks = call.group.size
@@ -164,7 +168,10 @@ def gathered_scaled_products(
 
 
 def layout_of_scales(a: Tensor, scale: Tensor, rights: Sequence[ScaledRight], axis: int, ranks: int) -> str:
-    """Return the layout of the scales of `a`, as for `gather_fusion`. Raises ValueError unless all scales fit."""
+    """Return the layout of `scale`, the scales of `a`, as for `gather_fusion`.
+
+    Raises ValueError if the shapes of the scales do not fit the operands.
+    """
     rows = [n * ranks if k == axis else n for k, n in enumerate(a.shape)]
     blocks = bool(rights) and all(are_of_blocks(a, scale, right) for right in rights)
     along = scale.shape[-1] if blocks else 1
@@ -180,7 +187,7 @@ def layout_of_scales(a: Tensor, scale: Tensor, rights: Sequence[ScaledRight], ax
             f"expected one element, {[*a.shape[:-1], 1]} or {[*rows[:-1], 1]}, or a scale for {BLOCK} elements of a row"
         )
     if layout == "sharded" and scale.numel() == 1 and all(right.scale.numel() == 1 for right in rights):
-        layout = "one"  # one row: its scale belongs to the tensor if the right sides have one scale each
+        layout = "one"  # one row, so one scale: it fits if each right operand has one scale, too
     if blocks and layout != "one":
         return layout + BLOCKS
     for right in rights:
@@ -198,13 +205,21 @@ def gather_fusion(
     outside: int,
     return_a: bool = True,
 ) -> Program:
-    """Return the fusion of sharded rows `%a` with right sides. Outputs: the products, and with `return_a` `%a` and its
+    """Return the fusion that gathers `%a`, sharded on M, and multiplies it with scaled matrices.
 
-    scales.
+    The outputs are the products. With `return_a`, the gathered `%a` follows, and its scales if they are gathered.
 
-    The layout of the scales of `%a` is `one` (of the tensor), `sharded` (each rank has the scales of its rows) or
-    `replicated` (each rank has the scales of all rows). `sharded_blocks` and `replicated_blocks` have a scale for 128
-    elements of a row.
+    Args:
+        ranks: the number of ranks.
+        dtype: the dtype of `%a`.
+        K: the number of columns of `%a`.
+        products: the right operands and results of the products.
+        scales: the layout of the scales of `%a`. `one`: one scale for all of `%a`. `sharded`: each rank has the scales
+            of its rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks` there is a scale
+            for each 128 elements of a row, otherwise one for each row.
+        extra: the number of axes of the rows besides M.
+        outside: how many of these axes stand before M.
+        return_a: True if the gathered `%a` is an output.
     """
     blocks, sharded = scales.endswith(BLOCKS), scales.startswith("sharded")
     along = K // BLOCK if blocks else 1

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce without a product."""
+"""All-gather, reduce-scatter and all-reduce without a matmul."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
 
 @define("all_gather(Tensor x, int gather_dim, str group_name) -> Tensor", GATHERED)
 def all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
-    """Gather a tensor along an axis; the result has that axis outermost in memory."""
+    """All-gather `x` along `gather_dim`. This axis is the outermost in the memory of the result."""
     return gathered(OperatorCall("hostir::all_gather", group_name), x, gather_dim)
 
 
 @define("reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name) -> Tensor", SCATTERED)
 def reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Sum a tensor over all ranks; return this rank's part along an axis, which is outermost in memory."""
+    """Sum `x` over all ranks; return this rank's part along `scatter_dim`, which is the outermost axis in memory."""
     return scattered(OperatorCall("hostir::reduce_scatter", group_name), x, reduce_op, scatter_dim)
 
 
 @define("all_reduce(Tensor x, str group_name) -> Tensor", SUMMED)
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
-    """Sum a tensor over all ranks; the result is contiguous."""
+    """All-reduce: return the sum of `x` over all ranks. It is contiguous."""
     return reduced(OperatorCall("hostir::all_reduce", group_name), x)
 
 
 @define("all_reduce_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()", SUMMED)
 def all_reduce_out(x: Tensor, group_name: str, *, out: Tensor) -> None:
-    """Sum a tensor over all ranks into `out`."""
+    """All-reduce: write the sum of `x` over all ranks to `out`."""
     check_out("hostir::all_reduce_out", x, out)
     into(out, lambda y: reduced(OperatorCall("hostir::all_reduce_out", group_name), x, y))
 
 
 def gathered(call: OperatorCall, x: Tensor, axis: int) -> Tensor:
-    """Gather `x` along an axis, which is outermost in the result's memory."""
+    """Return `x`, gathered along `axis`. This axis is the outermost in the memory of the result."""
     ranks = call.group.size
     if THREAD.tracing:
         return empty_rows(x, [n * ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
@@ -56,7 +56,10 @@ def gathered(call: OperatorCall, x: Tensor, axis: int) -> Tensor:
 
 
 def start_gathered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
-    """Start to gather `x` beside the caller's next computations; return a function that waits for the result."""
+    """Start an all-gather of `x` along `axis`; return a function that waits for it and returns the result.
+
+    The all-gather overlaps what the caller computes in between.
+    """
     if THREAD.tracing:
         return lambda: gathered(call, x, axis)
     (key, operand), ranks = _moved(x, axis), call.group.size
@@ -65,7 +68,7 @@ def start_gathered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Ten
 
 
 def scattered(call: OperatorCall, x: Tensor, reduce_op: str, axis: int) -> Tensor:
-    """Sum `x` over all ranks; return this rank's part along an axis, which is outermost in the result's memory."""
+    """Sum or average `x` over all ranks; return this rank's part along `axis`, the outermost axis in memory."""
     ranks, average = call.group.size, is_average(reduce_op)
     if THREAD.tracing:
         return empty_rows(x, [n // ranks if k == axis else n for k, n in enumerate(x.shape)], axis)
@@ -76,7 +79,10 @@ def scattered(call: OperatorCall, x: Tensor, reduce_op: str, axis: int) -> Tenso
 
 
 def start_scattered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Tensor]:
-    """Start to sum and scatter beside the caller's next computations; return a function that waits for the result."""
+    """Start a reduce-scatter of `x` along `axis`; return a function that waits for it and returns the result.
+
+    The reduce-scatter overlaps what the caller computes in between.
+    """
     if THREAD.tracing:
         return lambda: scattered(call, x, "sum", axis)
     ranks = call.group.size
@@ -86,7 +92,7 @@ def start_scattered(call: OperatorCall, x: Tensor, axis: int) -> Callable[[], Te
 
 
 def reduced(call: OperatorCall, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum `x` over all ranks, into a new contiguous tensor or into `out`, which is contiguous."""
+    """All-reduce: return the sum of `x` over all ranks, in `out` or in a new tensor. Both are contiguous."""
     if THREAD.tracing:
         return x.new_empty(x.shape)
     rows = (prod(x.shape[:-1]), x.shape[-1]) if x.ndim else (1, 1)
@@ -97,7 +103,10 @@ def reduced(call: OperatorCall, x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
-    """Start to sum rows beside the caller's next computations; return a function that waits for the result."""
+    """Start an all-reduce of `x`; return a function that waits for it and returns the result.
+
+    The all-reduce overlaps what the caller computes in between.
+    """
     if THREAD.tracing:
         return lambda: reduced(call, x)
     started = call.start(reduce_fusion, (), [x.reshape(prod(x.shape[:-1]), x.shape[-1])])
@@ -105,27 +114,30 @@ def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
 
 
 def is_average(reduce_op: str) -> bool:
-    """Return True for a mean. Raises ValueError for a reduction that torch's operators do not know."""
+    """Return True for the reduction `avg`, False for `sum`. Raises ValueError for others."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError("reduce_op must be sum or avg")
     return reduce_op == "avg"
 
 
 def dtype_of_sum(x: Tensor, average: bool) -> str:
-    """Return the dtype in which partial sums are added over ranks. Raises Unfit.
+    """Return the name of the dtype that the sum over ranks has. Raises Unfit if hostir does not compute with it.
 
-    The sum for a mean of float16 may overflow; so it is in f32.
+    It is the dtype of `x`. For an average of float16 it is f32, because the sum may overflow in float16.
     """
     return "f32" if average and x.dtype == torch.float16 else dtype_of([x])
 
 
 def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return the mean over ranks in a dtype, from the sum, which it overwrites."""
+    """Return the mean over ranks, `total / ranks`, in `dtype`. Overwrites `total`."""
     return total.mul_(1 / ranks).to(dtype)
 
 
 def _to_scatter(x: Tensor, average: bool, axis: int, ranks: int) -> tuple[tuple[Any, ...], Tensor]:
-    """Return the arguments of `scatter_fusion` and its operand. Raises Unfit."""
+    """Return the arguments of `scatter_fusion` after `dtype`, and the fusion's operand, a view of `x`.
+
+    Raises Unfit if the number of ranks does not divide the length of `axis`.
+    """
     if x.shape[axis] % ranks:
         raise Unfit(f"its {ranks} ranks do not divide axis {axis}, which is {x.shape[axis]}")
     key, operand = _moved(x, axis)
@@ -133,26 +145,29 @@ def _to_scatter(x: Tensor, average: bool, axis: int, ranks: int) -> tuple[tuple[
 
 
 def _moved(x: Tensor, axis: int) -> tuple[tuple[int, ...], Tensor]:
-    """Return the first arguments of a fusion that moves rows along an axis, and its operand."""
+    """Return `extra` and `outside` for a fusion along `axis`, and the fusion's operand, a view of `x`."""
     operand, outside = collapsed(x if x.ndim > 1 else x.unsqueeze(1), axis, last=0)
     return (operand.ndim - 1, outside), operand
 
 
 def _unmoved(y: Tensor, x: Tensor, axis: int, length: int, ranks: int) -> Tensor:
-    """Return the result of a fusion of `x` with all axes of `x`; `axis` has another length."""
+    """Return the output `y` of a fusion with the axes of `x`. Its `axis` has the length `length`."""
     others = [n for k, n in enumerate(x.shape) if k != axis]
     return unaliased(y, x, ranks).view(length, *others).movedim(0, axis)
 
 
 def gather_fusion(ranks: int, dtype: str, extra: int, outside: int) -> Program:
-    """Return the fusion of an all-gather; M is outermost in the result."""
+    """Return the fusion that all-gathers `%x` along M. M is the outermost axis of the output."""
     x, body, front = in_front("%x", dtype, ("M@didx", *extra_sizes(extra)), outside)
     y = f"%y: {type_of(dtype, 'M', *extra_sizes(extra))} = reshard {front}"
     return fusion("all_gather", ranks, [x], ["%y"], [*body, y])
 
 
 def scatter_fusion(ranks: int, dtype: str, extra: int, outside: int, result: str) -> Program:
-    """Return the fusion of a reduce-scatter in the dtype `result`; M is outermost in the result."""
+    """Return the fusion that reduce-scatters `%x` along M.
+
+    The sum has the dtype `result`. M is the outermost axis of the output.
+    """
     sizes = extra_sizes(extra)
     x, body, front = in_front("%x", dtype, ("M", *sizes), outside, " partial(didx)")
     if result != dtype:
@@ -164,7 +179,7 @@ def scatter_fusion(ranks: int, dtype: str, extra: int, outside: int, result: str
 
 
 def reduce_fusion(ranks: int, dtype: str) -> Program:
-    """Return the fusion of an all-reduce: every rank gets the sum."""
+    """Return the fusion that all-reduces the matrix `%x`."""
     y = type_of(dtype, "M", "P")
     return fusion("all_reduce", ranks, [f"%x: {y} partial(didx)"], ["%y"], [f"%y: {y} = reshard %x"])
 
@@ -181,14 +196,20 @@ def _plain_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Te
 
 @takes_over("_low_contention_all_gather", cuda=symm_mem._low_contention_all_gather, cpu=_plain_all_gather)
 def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
-    """Gather rows; on CUDA beside the caller's next computations, until `wait_tensor` of the result."""
+    """All-gather along axis 0.
+
+    On CUDA it runs on a side stream, and the caller must call `wait_tensor` on the result.
+    """
     call = OperatorCall("symm_mem::_low_contention_all_gather", group_name)
     return _overlapped(tensor, gathered, call, tensor, 0)
 
 
 @takes_over("_low_contention_reduce_scatter", cuda=symm_mem._low_contention_reduce_scatter, cpu=_plain_reduce_scatter)
 def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Sum and scatter rows; on CUDA beside the caller's next computations, until `wait_tensor` of the result."""
+    """Reduce-scatter along axis 0.
+
+    On CUDA it runs on a side stream, and the caller must call `wait_tensor` on the result.
+    """
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"reduce_op ({reduce_op}) is not supported")
     call = OperatorCall("symm_mem::_low_contention_reduce_scatter", group_name)
@@ -196,7 +217,10 @@ def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: st
 
 
 def _overlapped(x: Tensor, compute: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Compute on another stream until `wait_tensor` of the result; on CPU at once."""
+    """Run `compute(*args)` on a side stream, and register the result for `wait_tensor`.
+
+    On CPU, run it synchronously.
+    """
     if x.device.type != "cuda":
         return compute(*args)
     stream, current = symm_mem._get_backend_stream(), torch.cuda.current_stream()
@@ -210,7 +234,10 @@ def _overlapped(x: Tensor, compute: Callable[..., Tensor], *args: Any) -> Tensor
 
 
 def _differentiate(gather: Operator, scatter: Operator) -> None:
-    """Let each of an all-gather and a reduce-scatter have its gradient from the other one of hostir's operators."""
+    """Register the gradients of an all-gather and of a reduce-scatter.
+
+    Backward of `gather` runs `hostir::reduce_scatter`. Backward of `scatter` runs `hostir::all_gather`.
+    """
 
     def backward_of_gather(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         refuse_twice(gather.name)
@@ -232,7 +259,7 @@ def _save_arguments(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """All ranks compute one loss from the sum, so `dy` is the same on all ranks: nothing communicates."""
+    """Return a copy of `dy`. All ranks compute one loss, so `dy` is the same on all ranks, and nothing communicates."""
     refuse_twice("hostir::all_reduce")
     return dy.clone(), None
 

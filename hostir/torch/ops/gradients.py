@@ -1,7 +1,7 @@
 """Gradients of operators: record calls for autograd, and compute the gradients of weights.
 
-`register_gradients` does what `torch.library.register_autograd` does, with a fifth of its Python in each call. It takes
-the same set-up and backward functions. Operators may take and return lists of tensors.
+`register_gradients` does what `torch.library.register_autograd` does, and takes the same set-up and backward functions.
+But each call executes only a fifth as much Python code. Operators may take and return lists of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hostir.ir.source import error, user_span
 from hostir.torch.ops.running import MACHINES
 
-Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # backward, and the set-up that saves tensors for it
+Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # the backward and set-up functions
 Record = Callable[[Callable[[], Any], Sequence[Any]], Any]
 PLAIN = {Tensor, torch.nn.Parameter}
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -26,32 +26,35 @@ _after_autograd = torch._C._after_autograd_keyset
 
 
 def needs_autograd_only(tensors: Iterable[Tensor]) -> bool:
-    """Return True if torch's dispatcher would call nothing but autograd before the kernel."""
+    """Return True if torch's dispatcher would run only autograd before the kernel.
+
+    Returns False if there is a dispatch mode, a tensor subclass or a functorch transform.
+    """
     return not _modes() and PLAIN.issuperset(map(type, tensors)) and _transforms() is None
 
 
 def needs_no_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Return True if torch's dispatcher, which takes 10 us, would call nothing but autograd and the kernel."""
+    """Return True if a call may skip torch's dispatcher, which takes 10 us: it would only run autograd."""
     if torch.compiler.is_compiling() or _functions() or _profiled():
         return False
     return needs_autograd_only(tensors)
 
 
 def wants_gradients(args: Iterable[Any]) -> bool:
-    """Return True if autograd records a call with these tensors and lists of tensors."""
+    """Return True if autograd would record a call with these arguments, which are tensors or lists of tensors."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
 @dataclass(slots=True)
 class Recording:
-    """A call that autograd records.
+    """A call of an operator that autograd records.
 
     Fields:
-        formula: its backward and set-up.
-        run: computes its results.
-        args: its arguments.
-        lengths: the length of each list among its results, None for a result that is no list.
-        several: True if the results are a tuple.
+        formula: the operator's backward and set-up functions.
+        run: a function that computes the results.
+        args: the arguments of the call.
+        lengths: for each result, its length if it is a list, otherwise None. Set by the call.
+        several: True if `run` returns a tuple of results. Set by the call.
     """
 
     formula: Gradients
@@ -62,7 +65,10 @@ class Recording:
 
 
 class Recorded(torch.autograd.Function):
-    """A node of autograd's graph; autograd sees each tensor of a list separately."""
+    """Autograd function that runs a `Recording`.
+
+    Lists of tensors are flattened, because autograd does not look into lists.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Recording, *flat: Any) -> tuple[Tensor | None, ...]:
@@ -82,18 +88,18 @@ class Recorded(torch.autograd.Function):
         try:
             results = ctx.formula(ctx, *nested(grads, ctx.outputs))
         finally:
-            ctx.needs_input_grad = needed  # for another backward of this node
+            ctx.needs_input_grad = needed  # restore it for another backward pass through this node
         lists = zip(results, ctx.inputs, strict=True)
         return None, *flattened([x if x is not None or n is None else [None] * n for x, n in lists])
 
 
 def lengths(values: Sequence[Any]) -> list[int | None]:
-    """Return the length of each list among the values, None for other values."""
+    """Return a list with the length of each value that is a list, and None for each other value."""
     return [len(x) if isinstance(x, list) else None for x in values]
 
 
 def flattened(values: Sequence[Any]) -> list[Any]:
-    """Return the values, with the items of lists in the place of the lists."""
+    """Return the values as one list, in which lists are replaced by their items."""
     flat: list[Any] = []
     for x in values:
         flat += x if isinstance(x, list) else (x,)
@@ -101,24 +107,26 @@ def flattened(values: Sequence[Any]) -> list[Any]:
 
 
 def nested(flat: Sequence[Any], counts: Sequence[int | None]) -> list[Any]:
-    """Undo `flattened`; `counts` are the `lengths` of the values."""
+    """Undo `flattened`: return the values. `counts` is what `lengths` returned for them."""
     left = iter(flat)
     return [next(left) if count is None else list(islice(left, count)) for count in counts]
 
 
 def register_gradients(name: str, formula: Gradients, library: Any, kernel: Callable[..., Any]) -> Record:
-    """Give an operator gradients; return the function that records a call which skips the dispatcher.
+    """Register an operator's gradients with torch.
+
+    Returns a function `record(run, args)`, which makes a call that skips the dispatcher and records it for autograd.
 
     Args:
         name: the operator's name, with the namespace.
-        formula: backward and set-up as for `torch.library.register_autograd`. Of the arguments with defaults, they get
-            only those that the call passes.
-        library: the library of the namespace; the registration ends with it.
+        formula: the backward and set-up functions, as for `torch.library.register_autograd`. An argument that the call
+            leaves at its default is not passed to them.
+        library: the library of the namespace. The registration ends when the library is destroyed.
         kernel: the operator's kernel on CPU and CUDA.
     """
     namespace, _, short = name.partition("::")
     overload = getattr(getattr(torch.ops, namespace), short).default
-    function: Any = type(short, (Recorded,), {})  # the name of autograd's nodes
+    function: Any = type(short, (Recorded,), {})  # the class's name is the name of autograd's nodes
 
     def record(run: Callable[[], Any], args: Sequence[Any]) -> Any:
         call = Recording(formula, run, args)
@@ -142,7 +150,7 @@ def register_gradients(name: str, formula: Gradients, library: Any, kernel: Call
 
 
 def refuse_twice(name: str) -> None:
-    """Raise HostIRError if autograd records the backward call itself, as it does for second derivatives."""
+    """Raise HostIRError if autograd records the backward pass of operator `name`, which has no second derivatives."""
     if torch.is_grad_enabled():
         raise error(
             f"the gradients of {name} cannot be differentiated again",
@@ -152,19 +160,25 @@ def refuse_twice(name: str) -> None:
 
 
 def grad_dtype(b: Tensor) -> str:
-    """Return the name of the dtype of a tensor's gradient; an empty name if it needs no gradient.
+    """Return the name of the dtype that the gradient of `b` must have; an empty string if `b` requires no gradient.
 
-    torch defines `grad_dtype` for leaves only; for other tensors `local_weight` of `hostir.torch.modules` sets
-    `dtype_of_gradient`.
+    torch defines `grad_dtype` for leaves only. For the part of a sharded weight, `local_weight` in
+    `hostir.torch.modules` sets `dtype_of_gradient`.
     """
     dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
     return str(dtype).removeprefix("torch.") if b.requires_grad else ""
 
 
 def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: bool) -> Tensor:
-    """Return `x^T @ dy`, or its transpose if `linear`, summed over all axes but the last.
+    """Return the gradient of a weight: `x^T @ dy`, or its transpose if `linear`. It sums over all axes but the last.
 
-    `axis` is the outermost one in memory. With half-precision operands and a gradient in f32, the product is in f32.
+    Args:
+        x: the input of the matmul.
+        dy: the gradient of its output.
+        axis: the axis of `x` and `dy` that is outermost in memory.
+        dtype_name: the dtype of the gradient. With half-precision operands and `float32`, the product is not rounded to
+            half precision.
+        linear: True for the gradient of a transposed weight, as in a linear layer.
     """
     if torch.is_autocast_enabled(x.device.type):  # autocast would round the product
         with torch.autocast(x.device.type, enabled=False):
@@ -180,12 +194,19 @@ def weight_gradient(x: Tensor, dy: Tensor, axis: int, dtype_name: str, linear: b
 
 
 def weight_gradients(x: Tensor, dys: Sequence[Tensor], axis: int, dtypes: Sequence[str], linear: bool) -> list[Tensor]:
-    """Return the gradients of weights with one input, except for weights with an empty dtype."""
+    """Return the gradients of several weights with the same input `x`.
+
+    Leave out weights with an empty name in `dtypes`.
+    """
     pairs = zip(dys, dtypes, strict=True)
     return [weight_gradient(x, dy, axis, dtype, linear) for dy, dtype in pairs if dtype]
 
 
 def side_by_side(dys: Sequence[Tensor], bs: Sequence[Tensor], linear: bool) -> tuple[Tensor, Tensor]:
-    """Return the operands of the input gradient: `dys` side by side, and the transposes of `bs` below each other."""
+    """Return the operands of one matmul that computes the input gradient of several matmuls.
+
+    These are the gradients `dys`, concatenated on columns, and the transposes of `bs`, concatenated on rows. With
+    `linear`, `bs` are transposed already.
+    """
     weights = bs if linear else [b.t() for b in bs]
     return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat([*dys], dim=-1), torch.cat([*weights]))

@@ -1,7 +1,7 @@
-"""Map an operator's tensors to the operands of a fusion, and its outputs to the operator's results.
+"""Map an operator's tensors to the operands of a fusion, and the fusion's outputs to the operator's results.
 
-Operands are views with as few axes as strides allow, so that few fusions serve all calls. Results have the strides that
-torch's functions give them.
+An operand is a view of the operator's tensor with as few axes as its strides allow. So tensors of many shapes share one
+compiled fusion. Results have the same strides as the results of torch's functions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from hostir.ir.source import error, user_span
 
 
 def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tuple[Tensor, int]:
-    """Collapse axes where strides allow; return the view and the new index of `axis`.
+    """Merge axes of `x` where strides allow it; return the view and the new index of `axis`.
 
-    The axes before `axis` become one, and the axes behind it, except for the `last` ones, become one. They become one
-    with `axis` itself if nothing is before it, or if `joined`. With `last=0` the view has at least two axes.
+    The axes before `axis` are merged into one. The axes after `axis` are merged into another one. If all axes
+    before `axis` have size 1, `axis` moves to the front. With `last=1` it is then merged with the axes after it.
+
+    Args:
+        x: the tensor.
+        axis: the axis that a collective gathers or scatters.
+        last: how many of the last axes are never merged: 1 or 0. With 0, the view has at least two axes.
+        joined: True to merge `axis` with the axes after it in every case.
     """
     end = x.ndim - last
     if prod(x.shape[:axis]) > 1:
@@ -36,7 +42,7 @@ def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tupl
 
 
 def merged(x: Tensor, first: int, end: int) -> Tensor | None:
-    """Return a view in which the axes from `first` up to `end` are one; None if strides do not allow it."""
+    """Return a view in which the axes `first` to `end - 1` are merged into one. None if the strides do not allow it."""
     if end - first < 2:
         return x
     try:
@@ -46,7 +52,14 @@ def merged(x: Tensor, first: int, end: int) -> Tensor | None:
 
 
 def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
-    """View gathered rows with the axes of the gathered tensor: those of `part`, with `axis` `ranks` times as long."""
+    """Return gathered rows with the axes of the gathered tensor.
+
+    Args:
+        rows: an output of the fusion, with the gathered axis outermost.
+        part: this rank's part of the tensor before it was gathered.
+        axis: the gathered axis of `part`.
+        ranks: the number of ranks.
+    """
     if part.ndim == 2:
         return rows
     others = [n for k, n in enumerate(part.shape[:-1]) if k != axis]
@@ -54,21 +67,27 @@ def expanded(rows: Tensor, part: Tensor, axis: int, ranks: int) -> Tensor:
 
 
 def unaliased(result: Tensor, operand: Tensor, ranks: int) -> Tensor:
-    """Return a result in separate memory: on one rank, a gathered tensor is a view of the operand."""
+    """Return `result` in memory that it does not share with `operand`.
+
+    On one rank, a gathered tensor may be a view of the operand; it is copied.
+    """
     if ranks > 1 or result.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
         return result
     return result.clone(memory_format=torch.contiguous_format)
 
 
 def empty_rows(x: Tensor, shape: Sequence[int], axis: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor of this shape, with `axis` outermost in memory."""
+    """Return an uninitialized tensor of this shape, with `axis` outermost in memory, on the device of `x`."""
     return x.new_empty([shape[axis], *shape[:axis], *shape[axis + 1 :]], dtype=dtype).movedim(0, axis)
 
 
 def gathered_like(
     x: Tensor, axis: int, ranks: int, columns: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return an empty tensor like the gathered `x`, or with `columns` like its product; for tracers."""
+    """Return an uninitialized tensor with the layout of the gathered `x`, or of its product with `columns` columns.
+
+    For tracers, which need shapes and strides only.
+    """
     shape = [*x.shape]
     shape[axis] *= ranks
     if columns is not None:
@@ -77,14 +96,14 @@ def gathered_like(
 
 
 def check_shape(out: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `out`. Raises HostIRError unless it has the shape of the result."""
+    """Return `out`. Raises HostIRError unless it has the shape `shape`."""
     if list(out.shape) != [*shape]:
         raise error(f"out= has shape {list(out.shape)}", user_span(), expected=f"the shape of the result, {[*shape]}")
     return out
 
 
 def into(out: Tensor, compute: Callable[[Tensor], Any]) -> None:
-    """Compute into `out`, which may have any strides, by a function that writes to a contiguous tensor."""
+    """Write the result of `compute` to `out`, which may have any strides. `compute` writes to a contiguous argument."""
     dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     compute(dense)
     if dense is not out:

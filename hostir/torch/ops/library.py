@@ -1,4 +1,4 @@
-"""Register operators with torch: operators of hostir, and operators of torch that hostir takes over."""
+"""Register operators with torch: hostir's operators, and hostir's kernels for operators of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostir.torch.ops.gradients import Gradients, Record, needs_no_dispatcher, r
 from hostir.torch.ops.running import MACHINES, THREAD, Unfit, leave_to_torch
 
 LIBRARY = torch.library.Library("hostir", "DEF")
-OPERATORS: list[Operator] = []  # of `torch.ops.hostir`
+OPERATORS: list[Operator] = []  # all operators of `torch.ops.hostir`
 GATHERED, SCATTERED, SUMMED = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
@@ -23,9 +23,9 @@ class Operator:
     """An operator of `torch.ops.hostir`.
 
     Fields:
-        name: with the namespace, such as `hostir::all_gather`.
-        compute: computes a call; raises Unfit if hostir cannot.
-        record: records a call for autograd; None for an operator without gradients.
+        name: the name with the namespace, such as `hostir::all_gather`.
+        compute: the function that computes a call. It raises Unfit if hostir cannot run the call.
+        record: the function that makes a call and records it for autograd. None for an operator without gradients.
     """
 
     record: Record | None = None
@@ -36,7 +36,7 @@ class Operator:
         self.packet = getattr(getattr(torch.ops, namespace), self.short_name)
 
     def kernel(self, *args: Any, **options: Any) -> Any:
-        """Compute a call on CPU or CUDA; where hostir cannot, `refuse` it."""
+        """Compute a call on CPU or CUDA. If hostir cannot run it, return what `refuse` returns."""
         try:
             return self.compute(*args, **options)
         except Unfit as unfit:
@@ -48,7 +48,7 @@ class Operator:
         raise error(f"hostir cannot run {self.name}: {why}", user_span())
 
     def fake(self, *args: Any, **options: Any) -> Any:
-        """Return the results of a call without data; for tracers."""
+        """Return results with shapes, dtypes and strides, but without data. Tracers call this."""
         before, THREAD.tracing = THREAD.tracing, True
         try:
             return self.kernel(*args, **options)
@@ -56,10 +56,10 @@ class Operator:
             THREAD.tracing = before
 
     def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-        """Call the operator; `tensors` are all tensors among its arguments.
+        """Call the operator. `tensors` are all tensors among the arguments.
 
-        The call skips torch's dispatcher, which takes 10 us, unless there is a tracer, a mode, a profiler or a subclass
-        of tensors.
+        The call skips torch's dispatcher, which takes 10 us. It goes through the dispatcher if a tracer, a mode, a
+        profiler or a tensor subclass needs that.
         """
         if not needs_no_dispatcher(tensors):
             return self.packet(*args, **options)
@@ -71,21 +71,23 @@ class Operator:
         return self.record(run, args) if self.record is not None and wants_gradients(tensors) else run()
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Give the operator gradients, with functions as for `torch.library.register_autograd`."""
+        """Register gradients. The functions are as for `torch.library.register_autograd`."""
         self.record = register_gradients(self.name, (backward, setup), LIBRARY, self.kernel)
 
 
 def define(
     schema: str, collective: str = "", fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Define an operator of `torch.ops.hostir`. The function below computes it on CPU and CUDA.
+    """Return a decorator that defines an operator of `torch.ops.hostir`. The decorated function computes it.
+
+    The decorated function is the kernel on CPU and on CUDA.
 
     Args:
-        schema: as for `torch.library.define`.
-        collective: the functional collective of torch that the operator stands for. CommDebugMode counts a call as one
-            of these, because it does not see the communication inside a kernel.
-        fake: returns the results without data. By default the operator's kernel does, while `THREAD.tracing`. An
-            operator that returns nothing needs none.
+        schema: the operator's schema, as for `torch.library.define`.
+        collective: the name of the functional collective that CommDebugMode counts for each call. CommDebugMode does
+            not see the communication inside the operator.
+        fake: a function that returns results without data. By default the kernel returns them, with `THREAD.tracing`
+            set. For an operator that returns nothing, the default does nothing.
     """
 
     def register(compute: Callable[..., Any]) -> Operator:
@@ -109,11 +111,11 @@ def _nothing(*args: Any, **options: Any) -> None:
 
 
 class TakenOver(Operator):
-    """An operator of `torch.ops.symm_mem` that `install` takes over.
+    """An operator of `torch.ops.symm_mem` that hostir runs once `install` has been called.
 
     Fields:
         torchs: torch's functions, by the type of device. They run the calls that hostir cannot run.
-        formula: backward and set-up; None for an operator without gradients.
+        formula: the backward and set-up functions. None for an operator without gradients.
     """
 
     formula: Gradients | None = None
@@ -124,16 +126,19 @@ class TakenOver(Operator):
 
     @cached_property
     def group_index(self) -> int:
-        """The position of `group_name` among the arguments."""
+        """The position of the argument `group_name`."""
         return [argument.name for argument in self.packet.default._schema.arguments].index("group_name")
 
     def refuse(self, why: str, args: Sequence[Any], options: Any) -> Any:
-        """Leave a call to torch's function."""
+        """Leave a call to torch's function, and return its result. Raises HostIRError in strict mode."""
         torchs = self.torchs[args[0].device.type]
         return leave_to_torch(self.name, args[self.group_index], why, lambda: torchs(*args, **options))
 
     def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
-        """Make a call that autograd does not record. Skip the dispatcher if `needs_no_dispatcher` allows it."""
+        """Call the operator.
+
+        If `needs_no_dispatcher` allows it, skip the dispatcher; autograd does not record such a call.
+        """
         if tensors[0].device.type not in MACHINES or not needs_no_dispatcher(tensors):
             return self.packet(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
@@ -143,7 +148,7 @@ class TakenOver(Operator):
         self.formula = backward, setup
 
     def register(self, library: Any) -> None:
-        """Register the kernels, and the gradients, in a library that implements `symm_mem`."""
+        """Register the kernels and the gradients in `library`, a torch library of kernels for `symm_mem`."""
         for key in ("CPU", "CUDA"):
             library.impl(self.short_name, self.kernel, key, allow_override=True)
         if self.formula is not None:
@@ -153,18 +158,20 @@ class TakenOver(Operator):
 def takes_over(
     name: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], TakenOver]:
-    """Let the function below compute an operator of `torch.ops.symm_mem`, once `install` has taken it over.
+    """Return a decorator: the decorated function computes an operator of `torch.ops.symm_mem` after `install`.
 
-    `cuda` and `cpu` are torch's functions. For CPU, torch has no kernel; `cpu` is the function of plain collectives
-    by which torch traces the operator.
+    Args:
+        name: the operator's name, without the namespace.
+        cuda: torch's kernel on CUDA. It runs the calls that hostir cannot run.
+        cpu: the function that runs such calls on CPU, where torch has no kernel. It uses plain collectives.
     """
     return lambda compute: TakenOver(f"symm_mem::{name}", compute, {"cuda": cuda, "cpu": cpu})
 
 
 def check_operands(a: Tensor, bs: Sequence[Tensor], axis: int = 0) -> None:
-    """Raise ValueError unless `a` has rows, columns and this axis, and all `bs` are matrices.
+    """Raise ValueError unless `a` has two axes or more and the axis `axis`, and all `bs` are matrices.
 
-    The messages are torch's; it says `gather_dim` for the axis of a scatter, too.
+    The messages are the messages of torch. They say `gather_dim` for the axis of a scatter, too.
     """
     if a.dim() < 2:
         raise ValueError("A_shard must be a matrix")
@@ -176,7 +183,7 @@ def check_operands(a: Tensor, bs: Sequence[Tensor], axis: int = 0) -> None:
 
 
 def check_out(name: str, *tensors: Tensor) -> None:
-    """Raise HostIRError if a tensor of a call with `out` requires gradients, which such a call does not have."""
+    """Raise HostIRError if a tensor requires gradients: a call with `out` has no gradients. `name` is the operator."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise error(
             f"{name} has no gradients, and a tensor requires them",

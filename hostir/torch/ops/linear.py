@@ -1,4 +1,4 @@
-"""Linear layers with a special gradient: a gated pair behind one gather, and layers of an unsharded input."""
+"""Operators for linear layers with special gradients: a gated pair of layers, and layers with a replicated input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hostir.torch.ops.running import OperatorCall
 def all_gather_gated(
     a: Tensor, gate: Tensor, up: Tensor, gather_dim: int, group_name: str, return_a: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather `a` along an axis; return `silu(a @ gate^T) * (a @ up^T)`."""
+    """All-gather `a` along an axis; return `silu(a @ gate^T) * (a @ up^T)`, and the gathered `a`, or None."""
     call = OperatorCall("hostir::all_gather_gated", group_name)
     full, (y,) = gathered_products(call, a, [gate, up], gather_dim, return_a, linear=True, gated=True)
     return y, full
@@ -38,7 +38,7 @@ def _gated_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple[Any, ...]:
-    """Compute the two products again, from the gathered rows."""
+    """Return the gradients of `all_gather_gated`. Computes its two products again from the gathered rows."""
     refuse_twice(all_gather_gated.name)
     x, gate, up = ctx.saved_tensors
     wants_a, *wanted = ctx.needs_input_grad[:3]
@@ -63,7 +63,7 @@ def _gated_backward(ctx: Any, dy: Tensor | None, d_full: Tensor | None) -> tuple
 
 @define("replicated_linear(Tensor x, Tensor[] weights, str group_name) -> Tensor[]")
 def replicated_linear(x: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
-    """Multiply an input that is the same on all ranks with this rank's weights."""
+    """Return `x @ weight^T` for each of this rank's weights. `x` is the same on all ranks."""
     return [torch.nn.functional.linear(x, w) for w in weights]
 
 
@@ -75,7 +75,11 @@ def replicated_linear(x: Tensor, weights: list[Tensor], group_name: str) -> list
 def replicated_linear_backward(
     x: Tensor, dys: list[Tensor], weights: list[Tensor], group_name: str, dtypes: list[str]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Sum the gradient of the input over the ranks, beside the gradients of the weights."""
+    """Return the gradients of `x` and of the weights.
+
+    The all-reduce of the gradient of `x` overlaps the matmuls for the weights' gradients. `dtypes` are as for
+    `all_gather_matmul_backward`.
+    """
     dy, weight = side_by_side(dys, weights, linear=True)
     d_x = collectives.start_reduced(OperatorCall("hostir::all_reduce", group_name), dy @ weight)
     d_ws = weight_gradients(x, dys, 0, dtypes, True)
@@ -94,7 +98,7 @@ def _replicated_backward(ctx: Any, d_products: list[Tensor | None]) -> tuple[Any
     x, *weights = ctx.saved_tensors
     used = [i for i, dy in enumerate(d_products) if dy is not None]
     dys, dtypes = [dy for dy in d_products if dy is not None], [ctx.dtypes[i] for i in used]
-    if ctx.single:  # as a matrix of one row
+    if ctx.single:  # compute with a matrix of one row
         x, dys = None if x is None else x[None], [dy[None] for dy in dys]
     d_x, d_ws = None, list[Tensor | None]([None] * len(weights))
     d_weights: list[Tensor] = []

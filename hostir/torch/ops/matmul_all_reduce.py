@@ -1,7 +1,7 @@
-"""Matmul + all-reduce: sum products over the ranks, for all of them, while other rows are multiplied.
+"""Matmul + all-reduce: sum finished rows of the product over the ranks while other rows are multiplied.
 
-All ranks have the same result and compute one loss from it. So the gradient of the result is the same on all ranks, and
-it is the gradient of each addend: backward does not communicate.
+All ranks have the same result and compute one loss from it. So the gradient of the result is the same on all ranks. It
+is also the gradient of each rank's product. So backward does not communicate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 def matmul_all_reduce(
     a: Tensor, b: Tensor, group_name: str, linear: bool = False, addend: Tensor | None = None
 ) -> Tensor:
-    """Multiply with `b`, with `linear` with its transpose; sum over all ranks, and add the addend."""
+    """Return `all_reduce(a @ b) + addend`. With `linear`, multiply with `b^T`. The addend is optional."""
     return summed_product(OperatorCall("hostir::matmul_all_reduce", group_name), a, b, addend, linear)
 
 
@@ -33,7 +33,7 @@ def matmul_all_reduce(
     "matmul_all_reduce_out(Tensor a, Tensor b, str group_name, *, Tensor(a!) out, Tensor? addend=None) -> ()", SUMMED
 )
 def matmul_all_reduce_out(a: Tensor, b: Tensor, group_name: str, *, out: Tensor, addend: Tensor | None = None) -> None:
-    """Multiply, sum over all ranks, add the addend, and write the result to `out`."""
+    """Write `all_reduce(a @ b) + addend` to `out`. The addend is optional."""
     call = OperatorCall("hostir::matmul_all_reduce_out", group_name)
     check_out(call.name, a, b, out, *(() if addend is None else (addend,)))
     into(out, lambda y: summed_product(call, a, b, addend, out=y))
@@ -47,7 +47,11 @@ def summed_product(
     linear: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply, sum over all ranks, and add the addend; contiguous, and in `out` if given."""
+    """Return `all_reduce(a @ b) + addend`, in `out` or in a new tensor. Both are contiguous.
+
+    With `linear`, multiply with the transpose of `b`. The addend has one row or the shape of the result. Raises Unfit
+    for a call that hostir cannot run.
+    """
     check_operands(a, [b])
     b = b.t() if linear else b
     shape = [*a.shape[:-1], b.shape[1]]
@@ -68,7 +72,11 @@ def summed_product(
 
 
 def sum_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, addend: int) -> Program:
-    """Return the fusion of a matmul + all-reduce; `addend` is 0 without one, 1 for one row, 2 for all rows."""
+    """Return the fusion that all-reduces `%a @ %b` and adds `%z`.
+
+    `extra` is the number of axes of the rows besides M. `addend` is 0 without `%z`, 1 if `%z` has one row, and 2 if it
+    has all rows.
+    """
     others = extra_sizes(extra)
     rows = "*".join(("M", *others))
     a, b = f"%a: {type_of(dtype, 'M', *others, f'{K}@didx')}", f"%b: {type_of(dtype, f'{K}@didx', columns)}"

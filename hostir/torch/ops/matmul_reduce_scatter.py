@@ -1,4 +1,4 @@
-"""Matmul + reduce-scatter: sum products over the ranks while other rows are multiplied."""
+"""Matmul + reduce-scatter: sum finished rows of the product over the ranks while other rows are multiplied."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
     cpu=symm_mem._fused_matmul_reduce_scatter_fallback,
 )
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Multiply, sum over all ranks, and return this rank's part along an axis."""
+    """Multiply A with B, sum or average over all ranks, and return this rank's part along `scatter_dim`."""
     return scattered_product(
         OperatorCall("symm_mem::fused_matmul_reduce_scatter", group_name), A, B, reduce_op, scatter_dim
     )
@@ -39,7 +39,10 @@ def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_di
 def matmul_reduce_scatter(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, linear: bool = False
 ) -> Tensor:
-    """Multiply with `b`, with `linear` with its transpose; sum over all ranks; return this rank's part."""
+    """Multiply `a` with `b`, sum or average over all ranks, and return this rank's part along `scatter_dim`.
+
+    With `linear`, multiply with the transpose of `b`.
+    """
     call = OperatorCall("hostir::matmul_reduce_scatter", group_name)
     return scattered_product(call, a, b, reduce_op, scatter_dim, linear)
 
@@ -52,7 +55,7 @@ def matmul_reduce_scatter(
 def matmul_reduce_scatter_out(
     a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str, *, out: Tensor
 ) -> None:
-    """Multiply, sum over all ranks, and write this rank's part to `out`."""
+    """Multiply `a` with `b`, sum or average over all ranks, and write this rank's part to `out`."""
     call = OperatorCall("hostir::matmul_reduce_scatter_out", group_name)
     check_out(call.name, a, b, out)
     into(out, lambda y: scattered_product(call, a, b, reduce_op, scatter_dim, out=y))
@@ -61,7 +64,11 @@ def matmul_reduce_scatter_out(
 def scattered_product(
     call: OperatorCall, a: Tensor, b: Tensor, reduce_op: str, axis: int, linear: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous, and in `out` if given."""
+    """Multiply `a` with `b`, sum or average over all ranks, and return this rank's part along `axis`.
+
+    Returns `out`, or a new tensor. Both are contiguous. With `linear`, multiply with the transpose of `b`. Raises Unfit
+    for a call that hostir cannot run.
+    """
     check_operands(a, [b], axis)
     b, average = b.t() if linear else b, is_average(reduce_op)
     last, ranks = axis == a.ndim - 1, call.group.size
@@ -79,7 +86,8 @@ def scattered_product(
     collapsed_shape = [*x.shape[:-1], b.shape[1]]
     collapsed_shape[-1 if last else outside] //= ranks
     dense = None if out is None else check_shape(out, shape).view(collapsed_shape)
-    target = None if dense is None or result != dtype_of([a]) else [dense]  # a sum in a wider dtype has separate memory
+    # A sum in a wider dtype than `out` needs separate memory, and is copied to `out` at the end.
+    target = None if dense is None or result != dtype_of([a]) else [dense]
     (y,) = call.execute(columns_fusion if last else rows_fusion, key, [x, b], target)
     y = mean(y, ranks, a.dtype) if average else y
     if dense is None or out is None:
@@ -90,12 +98,16 @@ def scattered_product(
 
 
 def rows_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, outside: int, result: str) -> Program:
-    """Return the fusion that scatters rows of the sum of `%a @ %b`, in the dtype `result`."""
+    """Return the fusion that sums `%a @ %b` over the ranks and scatters M, an axis of the rows.
+
+    `K` is the number of columns of `%a` over all ranks. `columns` is the number of columns of `%b`. The sum has the
+    dtype `result`. The module `fusions` explains `extra` and `outside`.
+    """
     others, part = extra_sizes(extra), "M@didx"
     a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
     inputs = [a, f"%b: {type_of(dtype, f'{K}@didx', columns)}"]
     sizes = (part, *others, columns)
-    if extra > 1:  # kernels take rows of two strides, not of more
+    if extra > 1:  # kernels take rows with at most two strides
         rows = "*".join(others)
         body += [f"%a_rows: {type_of(dtype, 'M', rows, f'{K}@didx')} = reshape {front}"]
         body += _summed("%c_rows", (part, rows, columns), "matmul %a_rows, %b", dtype, result)
@@ -108,7 +120,10 @@ def rows_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, outsid
 
 
 def columns_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, result: str) -> Program:
-    """Return the fusion that scatters columns of the sum of `%a @ %b`, in the dtype `result`."""
+    """Return the fusion that sums `%a @ %b` over the ranks and scatters the columns of the sum.
+
+    The parameters are as for `rows_fusion`.
+    """
     rows = ("M", *extra_sizes(extra))
     inputs = [f"%a: {type_of(dtype, *rows, f'{K}@didx')}", f"%b: {type_of(dtype, f'{K}@didx', columns)}"]
     body = _summed("%c", (*rows, f"{columns}@didx"), "matmul %a, %b", dtype, result)
@@ -116,7 +131,10 @@ def columns_fusion(ranks: int, dtype: str, K: int, columns: int, extra: int, res
 
 
 def _summed(name: str, sizes: Sequence[Any], product: str, dtype: str, result: str) -> list[str]:
-    """Return the statements that sum a product over the ranks and scatter it to these sizes, in the dtype `result`."""
+    """Return the statements that compute `product`, sum it over the ranks in the dtype `result`, and scatter the sum.
+
+    The scattered sum has the name `name` and the sizes `sizes`. `dtype` is the dtype of the product.
+    """
     if result == dtype:
         return [f"{name}: {type_of(dtype, *sizes)} = {product}"]
     unsharded = [str(n).removesuffix("@didx") for n in sizes]
@@ -128,10 +146,10 @@ def _summed(name: str, sizes: Sequence[Any], product: str, dtype: str, result: s
 
 
 def differentiate(scatter: Operator, gathered_products: Callable[..., gather.Products]) -> None:
-    """Give a matmul + reduce-scatter gradients.
+    """Register the gradients of `scatter`, a matmul + reduce-scatter.
 
-    `gathered_products(dy, weights, axis, group, return_a)` gathers `dy` once, for the input gradient and for the
-    gradient of the weights.
+    `gathered_products(dy, weights, axis, group, return_a)` is an all-gather + matmul. It gathers `dy` once, multiplies
+    it with the weight for the input gradient, and returns the gathered `dy` for the weight's gradient.
     """
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:

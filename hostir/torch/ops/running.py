@@ -1,4 +1,4 @@
-"""Run the programs of operators. Each group compiles a program at its first call."""
+"""Run the fusions of operators. The first call on a process group compiles a fusion; later calls reuse it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
 
 @dataclass
 class Settings:
-    """The strategy of all operators, and whether a call that hostir cannot run is an error for torch's operators."""
+    """The settings that `hostir.torch.install` changes.
+
+    Fields:
+        strategy: the strategy of all operators.
+        strict: True if a call that hostir cannot run raises HostIRError. Otherwise torch runs it.
+    """
 
     strategy: str = AUTO
     strict: bool = False
@@ -39,8 +44,8 @@ class ThreadState(threading.local):
     """The state of one thread.
 
     Fields:
-        in_torch: True during a call that hostir has left to torch; nested calls then run torch's functions, too.
-        tracing: True while a kernel runs for a tracer: it returns results without data.
+        in_torch: True during a call that hostir has left to torch. Nested calls then also run torch's functions.
+        tracing: True while a kernel runs for a tracer. The kernel then returns results without data.
     """
 
     in_torch = False
@@ -51,11 +56,14 @@ SETTINGS, THREAD = Settings(), ThreadState()
 
 
 class Unfit(Exception):  # noqa: N818  # no error of the user's: torch's function may run the call
-    """Raised for a call that hostir cannot run; its text is the reason. All ranks raise it before they communicate."""
+    """Raised for a call that hostir cannot run. The text is the reason. All ranks raise it before they communicate."""
 
 
 def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -> Any:
-    """Return the result of torch's function, and warn once. Raises HostIRError in strict mode."""
+    """Leave a call to torch: run `torchs` and return its result, count the call, and warn once for each reason.
+
+    Raises HostIRError in strict mode. `why` is the reason why hostir cannot run the call.
+    """
     if SETTINGS.strict:
         hint = "without strict=True, hostir.torch.install leaves it to torch"
         raise error(f"hostir cannot run {name}: {why}", user_span(), hint=hint)
@@ -69,7 +77,10 @@ def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> str:
-    """Return the name of the tensors' dtype in programs. Raises Unfit for several dtypes, or one that hostir lacks."""
+    """Return the name that programs use for the dtype of the tensors, such as `bf16`.
+
+    Raises Unfit if the tensors have different dtypes, or a dtype that hostir does not support.
+    """
     dtype = tensors[0].dtype
     for x in tensors:
         if x.dtype != dtype:
@@ -80,27 +91,32 @@ def dtype_of(tensors: Sequence[Tensor]) -> str:
 
 
 class OperatorGroup:
-    """The process group that an operator runs on, with the operators' executors.
+    """A process group, with the executors of the fusions that operators run on it.
 
     Fields:
+        name: the name of the process group.
+        process_group: the process group.
         size: the number of ranks.
-        compiled: the executors, by the arguments of `program`; for a program that cannot run, the reason.
+        compiled: the executors, by the arguments of `program`. For a fusion that cannot be compiled, the reason.
     """
 
     def __init__(self, name: str, process_group: Any) -> None:
         self.name, self.process_group = name, process_group
         self.size: int = process_group.size()
         self.compiled: dict[tuple[Any, ...], Executor | str] = {}
-        self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # by key: held while its executor is compiled
+        self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # held while the executor of a key is compiled
 
     def program(
         self, build: Callable[..., Program], *key: Any, strategy: str, device: torch.device, calls: str = "eager"
     ) -> Executor:
-        """Return the executor of the fusion `build(size, *key)`; `calls` as for `hi.compile`. Raises Unfit."""
+        """Return the executor of the fusion `build(size, *key)`. The first call compiles it.
+
+        Raises Unfit if the fusion cannot be compiled. `calls` is as for `hi.compile`.
+        """
         name = (build, strategy, device.type, calls, *key)
         executor = self.compiled.get(name)
         if executor is None:
-            # Other threads wait for this key only: two ranks may compile two keys in opposite order.
+            # One lock for each key: two ranks may compile two keys in opposite order, and must not block each other.
             with self._locks.setdefault(name, threading.RLock()):
                 executor = self.compiled.get(name)
                 if executor is None:
@@ -117,7 +133,7 @@ class OperatorGroup:
         try:
             executor = compiled(build(), strategy, calls=calls, machine=machine, group=self.process_group, warn=False)
         except HostIRError:
-            try:  # a fusion that cannot be lowered fails on all ranks; other failures may be of this rank alone
+            try:  # a fusion that cannot be lowered fails on all ranks; another failure may occur on this rank only
                 lower(build(), "sequential" if strategy == AUTO else strategy)
             except HostIRError as refused:
                 return refused.diagnostics[0].message
@@ -128,10 +144,14 @@ class OperatorGroup:
 
 
 def warn_fallback(group: str, choice: Choice | Ranges) -> None:
-    """Warn that operators do not overlap: once for each reason, even if it applies to many operators."""
+    """Warn if the program of `choice` does not overlap.
+
+    Each reason is warned of once, even if many operators have it.
+    """
     taken = choice.choice(choice.largest) if isinstance(choice, Ranges) else choice
     of_machine = tuple(it for it in taken.impossible if it.warn)
-    taken = replace(taken, impossible=of_machine or taken.impossible)  # users cannot change what an operator computes
+    # Prefer reasons that lie in the machine: users cannot change what an operator computes.
+    taken = replace(taken, impossible=of_machine or taken.impossible)
     notes = [note for note in taken.notes if f" is {NOT_OVERLAPPED}: " in note]
     clauses = [*taken.fallbacks, *notes]
     if not clauses:
@@ -148,7 +168,7 @@ _adding = threading.Lock()  # held while a group is added
 
 
 def group_named(name: str) -> OperatorGroup:
-    """Return the group of this name. Raises HostIRError if torch does not know it."""
+    """Return the `OperatorGroup` of the process group `name`. Raises HostIRError if torch has no such group."""
     known = _groups.get(name)
     if known is not None and known.process_group is registered(name):  # torch reuses the names of destroyed groups
         return known
@@ -156,7 +176,7 @@ def group_named(name: str) -> OperatorGroup:
         known = _groups.get(name)
         if known is None or known.process_group is not registered(name):
             for other, group in list(_groups.items()):
-                if group.process_group is not registered(other):  # it is destroyed, but stays alive while it is here
+                if group.process_group is not registered(other):  # destroyed, but this reference keeps it alive
                     del _groups[other]
             known = _groups[name] = OperatorGroup(name, resolved(name))
         return known
@@ -167,7 +187,7 @@ class OperatorCall:
 
     Fields:
         name: the operator's name in the report.
-        group: the group that it runs on.
+        group: the group that the operator runs on.
     """
 
     __slots__ = ("group", "name")
@@ -183,9 +203,16 @@ class OperatorCall:
         out: Sequence[Tensor] | None = None,
         dtype: str = "",
     ) -> tuple[Tensor, ...]:
-        """Run the fusion `build(ranks, dtype, *key)` on this rank's parts, and return its outputs. Raises Unfit.
+        """Run a fusion on this rank, and return this rank's parts of its outputs.
 
-        Without `dtype`, all inputs have the dtype of the fusion.
+        Raises Unfit if the fusion cannot be compiled.
+
+        Args:
+            build: returns the fusion: it is called as `build(ranks, dtype, *key)`.
+            key: the arguments of `build` after `dtype`.
+            inputs: this rank's parts of the fusion's inputs.
+            out: tensors that the outputs are written to. By default the outputs are new tensors.
+            dtype: the name of the fusion's dtype. By default the dtype of the inputs, which must all have the same.
         """
         executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
         outputs = self._call(executor, executor, inputs, out=out)
@@ -193,16 +220,24 @@ class OperatorCall:
         return outputs
 
     def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
-        """Start the fusion `build(ranks, dtype, *key)` beside the caller's next computations. Raises Unfit."""
+        """Start a fusion asynchronously, and return a handle, whose `wait` returns the outputs.
+
+        The fusion overlaps what the caller computes in between. The parameters are as for `execute`. Raises Unfit if
+        the fusion cannot be compiled.
+        """
         executor = self._executor(build, key, inputs, "eager")
         started: Started = self._call(executor, executor.start, inputs)
         LEDGER.ran(self.name, self.group.name, executor, started=True)
         return started
 
     def _call(self, executor: Executor, call: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> Any:
-        """Make a call of the executor in the name of this operator: ranks pair calls of the same operators only."""
+        """Call `call`, a method of `executor`, under this operator's name.
+
+        The ranks compare the name, so a call can only be paired with calls of the same operator on other ranks.
+        """
         calls = executor.calls
-        before, calls.operator = calls.operator, self.name  # a refused call may be within one, in a signal handler
+        # A signal handler may make another call during this one. It is refused, and must restore this call's name.
+        before, calls.operator = calls.operator, self.name
         try:
             return call(*inputs, **options)
         finally:

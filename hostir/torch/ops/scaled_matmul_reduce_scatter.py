@@ -1,4 +1,7 @@
-"""Matmul + reduce-scatter of fp8 matrices: the scales apply to this rank's product, and the sum is wider than fp8."""
+"""Matmul + reduce-scatter of scaled fp8 matrices.
+
+Each rank applies its scales to its product. The products are summed in the output dtype, which is wider than fp8.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ from hostir.torch.ops.scaled_operands import (
 class FusedArguments(NamedTuple):
     """The arguments of torch's `fused_scaled_matmul_reduce_scatter`, as in its schema.
 
-    `output_shape` is the shape of the product, before axis `orig_scatter_dim` is scattered; without it, the product has
-    the rows of A and the columns of B.
+    `output_shape` is the shape of the product before axis `orig_scatter_dim` is scattered. If it is None, the product
+    has the rows of A and the columns of B.
     """
 
     A: Tensor
@@ -54,7 +57,7 @@ class FusedArguments(NamedTuple):
 
 
 def _with_shape(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of torch: if a call passes no output shape, the wrapper passes the shape of the product."""
+    """Wrap torch's function: if a call passes no output shape, the wrapper passes the shape of the product."""
 
     def call(*args: Any) -> Any:
         it = FusedArguments(*args)
@@ -69,7 +72,7 @@ def _with_shape(torchs: Callable[..., Any]) -> Callable[..., Any]:
     cpu=_with_shape(symm_mem._fused_scaled_matmul_reduce_scatter_fallback),
 )
 def fused_scaled_matmul_reduce_scatter(*args: Any) -> Tensor:
-    """Multiply A with B, sum over all ranks, and return this rank's part along an axis."""
+    """Multiply A with B, sum or average over all ranks, and return this rank's part. Takes `FusedArguments`."""
     it = FusedArguments(*args)
     check_operands(it.A, [it.B], it.scatter_dim_after_maybe_reshape)
     call = OperatorCall("symm_mem::fused_scaled_matmul_reduce_scatter", it.group_name)
@@ -94,7 +97,7 @@ def scaled_matmul_reduce_scatter(
     bias: Tensor | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Multiply `a` with `b`, sum over all ranks, and return this rank's part along an axis."""
+    """Multiply `a` with `b`, sum or average over all ranks, and return this rank's part along `scatter_dim`."""
     check_operands(a, [b], scatter_dim)
     call = OperatorCall("hostir::scaled_matmul_reduce_scatter", group_name)
     right = ScaledRight(b, b_scale, bias, None, out_dtype, use_fast_accum)
@@ -110,10 +113,19 @@ def scattered_scaled_product(
     axis: int,
     output_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Multiply, sum over all ranks, and return this rank's part along an axis; contiguous.
+    """Multiply `a` with a scaled right operand, sum or average over all ranks, and return this rank's part.
 
-    As in torch, each rank adds the bias to its product, and the axis is one of `output_shape`, the shape of the
-    product; by default the product has the rows of `a`.
+    The result is contiguous. As in torch, each rank adds the bias to its product before the sum. Raises Unfit for a
+    call that hostir cannot run, and ValueError for wrong shapes.
+
+    Args:
+        call: the call of the operator.
+        a: this rank's left operand, in fp8.
+        scale: the scales of `a`.
+        right: this rank's right operand, and the dtype of the result.
+        reduce_op: `sum` or `avg`.
+        axis: the axis of `output_shape` to scatter along.
+        output_shape: the shape of the product. By default `[*a.shape[:-1], columns]`.
     """
     b, bias, ranks, average = right.b, right.bias, call.group.size, is_average(reduce_op)
     output_shape = [*(output_shape or (*a.shape[:-1], b.shape[1]))]
@@ -131,7 +143,8 @@ def scattered_scaled_product(
         raise Unfit(f"its {ranks} ranks do not divide axis {axis} of the product, which is {output_shape[axis]}")
     if right.out_dtype not in RESULTS:
         raise Unfit(f"partial sums in {right.out_dtype or b.dtype} would be added over ranks: give out_dtype")
-    summed = torch.float32 if average and right.out_dtype == torch.float16 else right.out_dtype  # f16 may overflow
+    # The sum for an average may overflow in f16.
+    summed = torch.float32 if average and right.out_dtype == torch.float16 else right.out_dtype
     dtype, product = fp8_dtype(a, "A"), product_of(a, right, summed)
     x, outside = collapsed(a.reshape(*output_shape[:-1], a.shape[-1]), axis, joined=True)
     if layout == "one":
@@ -148,7 +161,10 @@ def scattered_scaled_product(
 
 
 def layout_of_scales(a: Tensor, scale: Tensor, right: ScaledRight) -> str:
-    """Return the layout of the scales of both sides, as for `scatter_fusion`. Raises ValueError unless they fit."""
+    """Return the layout of the scales of both operands, as for `scatter_fusion`.
+
+    Raises ValueError if the shapes of the scales do not fit the operands.
+    """
     by_rows = scale.numel() > 1
     if [*scale.shape[:-1]] == [*a.shape[:-1]] and are_of_blocks(a, scale, right):
         return "blocks" if by_rows or right.scale.numel() > 1 else "one"
@@ -165,10 +181,20 @@ def layout_of_scales(a: Tensor, scale: Tensor, right: ScaledRight) -> str:
 def scatter_fusion(
     ranks: int, dtype: str, K: int, product: ScaledProduct, scales: str, extra: int, outside: int
 ) -> Program:
-    """Return the fusion that scatters rows of the sum of `%a @ %b`. Each rank has separate scales.
+    """Return the fusion that sums the scaled products `%a @ %b` over the ranks and scatters M, an axis of the rows.
 
-    The layout of the scales is `one` (of each tensor), `rows` (and columns of `%b`) or `blocks` (128 elements of a row,
-    and 128x128 of `%b`).
+    Each rank has scales for its operands.
+
+    Args:
+        ranks: the number of ranks.
+        dtype: the dtype of `%a`.
+        K: the number of columns of `%a` over all ranks.
+        product: the right operand and the result.
+        scales: the layout of the scales. `one`: one scale for each operand. `rows`: one for each row of `%a` and for
+            each column of `%b`. `blocks`: one for each 128 elements of a row of `%a` and for each 128x128 block of
+            `%b`.
+        extra: the number of axes of the rows besides M.
+        outside: how many of these axes stand before M.
     """
     others, part = extra_sizes(extra), "M@didx"
     a, body, front = in_front("%a", dtype, ("M", *others, f"{K}@didx"), outside)
@@ -186,7 +212,7 @@ def scatter_fusion(
     if product.bias:
         inputs.append(f"%bias: {type_of(product.bias, columns)} partial(didx)")
         plus = " plus %bias"
-    if extra > 1:  # kernels take rows of two strides, not of more
+    if extra > 1:  # kernels take rows with at most two strides
         rows = ["*".join(others)]
         body.append(f"%a_rows: {type_of(dtype, 'M', *rows, f'{K}@didx')} = reshape {front}")
         front = "%a_rows"

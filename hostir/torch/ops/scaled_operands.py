@@ -1,7 +1,8 @@
-"""Operands of matmuls of fp8 matrices with scales: their checks, and the scales as a fusion takes them.
+"""Operands of scaled fp8 matmuls: check their shapes and dtypes, and bring scales into the shape that fusions take.
 
-The left side has one scale, or one for each row, or one for each 128 elements of a row. The right side then has one
-scale, or one for each column, or one for each block of 128x128.
+There are three layouts of scales. Each operand has one scale. Or the left operand has a scale for each row, and the
+right operand has one for each column. Or the left operand has a scale for each 128 elements of a row, and the right
+operand has one for each 128x128 block.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 class ScaledRight(NamedTuple):
-    """The right side of a scaled product, and what becomes of the product.
+    """The right operand of a scaled matmul, and how its result is computed.
 
     Fields:
-        b: the matrix.
-        scale: its scales.
-        bias: added to the product.
-        result_scale: multiplies an fp8 result before it is rounded.
-        out_dtype: of the result; by default the dtype of `b`.
-        fast: whether tensor cores may accumulate.
+        b: the right operand, `[K, N]`.
+        scale: the scales of `b`.
+        bias: a vector that is added to the product, or None.
+        result_scale: a factor for an fp8 result, applied before the result is rounded. None for no factor.
+        out_dtype: the dtype of the result. By default the dtype of `b`.
+        fast: True if tensor cores may accumulate with less precision (torch's `use_fast_accum`).
     """
 
     b: Tensor
@@ -41,7 +42,7 @@ class ScaledRight(NamedTuple):
 
 
 def check_lengths(bs: Sequence[Tensor], **lists: Sequence[Any]) -> None:
-    """Raise ValueError, as torch does, unless each list has a value for each right side."""
+    """Raise ValueError unless each list has as many items as `bs`. torch raises the same error."""
     for name, values in lists.items():
         if len(values) != len(bs):
             raise ValueError(f"len({name}) is {len(values)}, and len(Bs) is {len(bs)}")
@@ -49,15 +50,15 @@ def check_lengths(bs: Sequence[Tensor], **lists: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """A product with scales, as a fusion takes it.
+    """The properties of a scaled matmul that decide the text of its fusion. Dtypes are names in programs.
 
     Fields:
-        b: the dtype of its right side, by its name in programs.
-        columns: the number of columns of the right side.
+        b: the dtype of the right operand.
+        columns: the number of columns of the right operand.
         dtype: the dtype of the result, which may be fp8.
-        bias: the dtype of its bias; empty without a bias.
-        scaled: True if the result is fp8 and is multiplied by a scale before it is rounded.
-        fast: True if tensor cores may accumulate.
+        bias: the dtype of the bias. Empty without a bias.
+        scaled: True if the result is fp8 and is multiplied by a factor before it is rounded.
+        fast: True if tensor cores may accumulate with less precision (torch's `use_fast_accum`).
     """
 
     b: str
@@ -69,7 +70,10 @@ class ScaledProduct:
 
 
 def product_of(a: Tensor, right: ScaledRight, out_dtype: torch.dtype | None) -> ScaledProduct:
-    """Return the product of `a` with a right side. Raises Unfit for a product that hostir does not compute."""
+    """Describe the product of `a` with a right operand. `out_dtype` None means the dtype of the right operand.
+
+    Raises Unfit if hostir cannot compute the product.
+    """
     b, bias = right.b, right.bias
     if b.shape[0] != a.shape[-1]:
         raise Unfit(f"A has {a.shape[-1]} columns, and B has {b.shape[0]} rows")
@@ -90,20 +94,31 @@ def product_of(a: Tensor, right: ScaledRight, out_dtype: torch.dtype | None) -> 
 
 
 def fp8_dtype(x: Tensor, name: str) -> str:
-    """Return the name of a tensor's dtype in programs. Raises Unfit unless it is fp8."""
+    """Return the name that programs use for the fp8 dtype of `x`. Raises Unfit if the dtype is not fp8.
+
+    `name` is the operand's name in the message.
+    """
     if x.dtype not in FP8:
         raise Unfit(f"{name} is {x.dtype}, not fp8")
     return FP8[x.dtype]
 
 
 def are_of_blocks(a: Tensor, scale: Tensor, right: ScaledRight) -> bool:
-    """Return True if both sides have scales of blocks: 128 elements of a row of `a`, and 128x128 of `b`."""
+    """Return True if both operands have scales of blocks.
+
+    `a` then has a scale for each 128 elements of a row, and the right operand has one for each 128x128 block. Checks
+    only the last axis of `scale`.
+    """
     expected = [n / BLOCK for n in right.b.shape]
     return a.shape[-1] == right.b.shape[0] and [*scale.shape[-1:]] == expected[:1] and [*right.scale.shape] == expected
 
 
 def check_right_scale(right: ScaledRight, by_rows: bool) -> None:
-    """Raise ValueError unless the right side has one scale, or, if the left side has scales of rows, of columns."""
+    """Raise ValueError unless the scales of the right operand fit the scales of the left operand.
+
+    If the left operand has a scale for each row (`by_rows`), the right operand must have one for each column. Otherwise
+    it must have one scale.
+    """
     scale, expected = right.scale, [1, right.b.shape[1]] if by_rows else [1, 1]
     if [*scale.shape] != expected if by_rows else scale.numel() != 1:
         left = "row-wise" if by_rows else "tensor-wise"
@@ -111,11 +126,14 @@ def check_right_scale(right: ScaledRight, by_rows: bool) -> None:
 
 
 def right_scale(scale: Tensor, blocks: bool) -> Tensor:
-    """Return the scales of a right side as a fusion takes them."""
+    """Return the scales of a right operand in f32 and contiguous: a matrix for `blocks`, otherwise `[1, columns]`."""
     return scale.float().contiguous() if blocks else scale.float().reshape(1, -1)
 
 
 def left_scale(scale: Tensor, x: Tensor, outside: int, ranks: int = 1) -> Tensor:
-    """Return the scales of the rows of `x`, with axis `outside` outermost, which is `ranks` times as long."""
+    """Return the scales of the rows of `x` with the axes of `x`, but with axis `outside` first. In f32 and contiguous.
+
+    With `ranks`, the scales cover the gathered rows: axis `outside` is `ranks` times as long as in `x`.
+    """
     sizes = [n * ranks if k == outside else n for k, n in enumerate(x.shape[:-1])]
     return scale.float().reshape(*sizes, scale.shape[-1]).movedim(outside, 0).contiguous()
