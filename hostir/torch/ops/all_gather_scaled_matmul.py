@@ -205,21 +205,16 @@ def gather_fusion(
     outside: int,
     return_a: bool = True,
 ) -> Program:
-    """Return the fusion that gathers `%a`, sharded on M, and multiplies it with scaled matrices.
+    """Return the fusion that gathers `%a` with K columns, sharded on M, and multiplies it with scaled matrices.
 
     The outputs are the products. With `return_a`, the gathered `%a` follows, and its scales if they are gathered.
 
     Args:
-        ranks: the number of ranks.
-        dtype: the dtype of `%a`.
-        K: the number of columns of `%a`.
         products: the right operands and results of the products.
-        scales: the layout of the scales of `%a`. `one`: one scale for all of `%a`. `sharded`: each rank has the scales
-            of its rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks` there is a scale
-            for each 128 elements of a row, otherwise one for each row.
-        extra: the number of axes of the rows besides M.
-        outside: how many of these axes stand before M.
-        return_a: True if the gathered `%a` is an output.
+        scales: the layout of the scales of `%a`. `one`: a single scale. `sharded`: each rank has the scales of its
+            rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks` there is a scale for
+            each 128 elements of a row, otherwise one for each row.
+        extra: the number of axes of the rows besides M. The first `outside` of them stand before M.
     """
     blocks, sharded = scales.endswith(BLOCKS), scales.startswith("sharded")
     along = K // BLOCK if blocks else 1
@@ -247,10 +242,8 @@ def gather_fusion(
             plus = f" plus %wide{i}"
         narrow = wide != p.dtype
         name = f"%y{i}" if narrow else f"%c{i}"
-        body.append(
-            f"{name}: {type_of(wide, *result)} = "
-            f"scaled_matmul %a_full, %b{i} scaled {scale}, %t{i}{plus} to {wide}{fast}"
-        )
+        product = f"scaled_matmul %a_full, %b{i} scaled {scale}, %t{i}{plus} to {wide}{fast}"
+        body.append(f"{name}: {type_of(wide, *result)} = {product}")
         if p.scaled:
             inputs.append(f"%r{i}: {type_of('f32', 1)}")
             body.append(f"%z{i}: {type_of(wide, *result)} = mul %y{i}, %r{i}")
