@@ -36,9 +36,9 @@ def random_inputs(
 
 
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the standard deviation of each value that becomes the right side of a contraction, by its name.
+    """Return a standard deviation for each value that becomes the right side of a contraction, by the value's name.
 
-    Views and values that are computed from a single value count as that value.
+    If the right side is a view, or is computed from a single value, the name is that of the value it comes from.
     """
     origin: dict[str, str] = {}  # by name of a value: the value that it views, or the only one it is computed from
     scales: dict[str, float] = {}

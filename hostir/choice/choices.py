@@ -107,7 +107,7 @@ class Choice:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The clauses of a fallback warning: one for each reason, with the strategies that are impossible for it."""
+        """The clauses of a fallback warning: one for each reason, with the strategies that this reason excludes."""
         strategies: dict[str, dict[str, None]] = {}
         for impossible in self.impossible:
             if impossible.warn or self.source == FALLBACK:

@@ -382,7 +382,7 @@ def _encoded(decide: Callable[[], dict[str, Any]]) -> str:
 
 
 def _decoded(text: str) -> dict[str, Any]:
-    """Decode the text of `_encoded`. Raises HostIRError if it is an error."""
+    """Return the result that `_encoded` has encoded in a text. Raises the error if it has encoded an error."""
     data: dict[str, Any] = json.loads(text)
     if "refusal" in data:
         message, expected, hint = data["refusal"]

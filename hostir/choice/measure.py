@@ -203,11 +203,11 @@ def _copied(outputs: Sequence[Part]) -> list[Part]:
 
 
 def closeness(program: Program, sizes: Mapping[str, int]) -> float:
-    """Return the largest difference between two correct results, relative to their norm.
+    """Return the largest difference that is allowed between the results of two programs, relative to their norm.
 
-    It is derived as in `hostir.call.bounds`, but without a float64 reference, which would take too long at this size.
-    So both results have rounding errors. Each statement rounds to its dtype, by half a unit at most, and sums its
-    products in f32 or better, in any order.
+    `hostir.call.bounds` compares with a float64 reference, which would take too long for these sizes. Here both results
+    have rounding errors. Each statement rounds its result to its dtype, with an error of at most half a unit. A
+    contraction sums its products in f32 or better, in any order.
     """
     variance = 0.0
     for s in program.walk():

@@ -77,7 +77,11 @@ def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool
 
 
 def _position(event: Event, positions: Mapping[TaskKey, list[int]], earliest: bool = False) -> int | None:
-    """Return the position of an event in a run: the earliest or the latest access of its statement."""
+    """Return the position in a run at which an event accesses memory; None if the run has no such access.
+
+    If the event's statement accesses memory several times, this is the last access. It is the first access if
+    `earliest` is True, if the event reads, or if it is the caller's write at the beginning of a call.
+    """
     accesses = positions.get((event.rank, id(event.statement), event.rounds, event.call))
     if not accesses:
         return None

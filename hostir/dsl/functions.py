@@ -250,7 +250,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
-    """The sum over one axis, which the result does not have.
+    """The sum of the elements along `axis`. The result does not have this axis.
 
     It is computed in f32, or in f64 if `x` is f64. A negative axis counts from the end. Raises HostIRError if there is
     no such axis.

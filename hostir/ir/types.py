@@ -117,7 +117,7 @@ class Axis:
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """The mesh axes, and STREAM, on which factors of the axis lie, outermost first."""
+        """The mesh axes that shard the factors of this axis, and STREAM if it slices one, outermost first."""
         return tuple(f.on for f in self.factors if f.on)
 
     def resized(self, extent: Size) -> Axis:

@@ -200,9 +200,9 @@ def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
 
 
 def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """Return `type` with its sharding over the mesh axis `mark` added, on the axis that has it in `goal`.
+    """Return `type` with one tensor axis also sharded over the mesh axis `mark`: the axis that `goal` shards over it.
 
-    Return None if `goal` is not sharded over `mark`, or if this single change does not lead towards `goal`.
+    Return None if `goal` is not sharded over `mark`, or if the axis could not get the sharding of `goal` after that.
     """
     k = goal.axis_on(mark)
     if k is None:

@@ -117,9 +117,10 @@ def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
 def rows_of(x: View, block: int, blocks: int, inner: int = 1) -> View | None:
     """Return block number `block` of the rows of `x`, which are cut into `blocks` equal blocks.
 
-    The last `inner` axes form a row, and the axes before them number the rows. Adjacent axes of rows are merged where
-    strides allow. Then the blocks cut the first axis, or each index of the first axis holds several blocks, which cut
-    the second axis, and so on. Return None if a block would cut several axes: then it is not a view.
+    The last `inner` axes form a row, and the axes before them number the rows. Axes that number rows are merged where
+    strides allow. If `blocks` divides the extent of the first merged axis, the blocks cut this axis. If the extent
+    divides `blocks`, each index of the axis holds equally many blocks, and these cut the next axis in the same way.
+    Otherwise return None: no view holds exactly the rows of a block.
     """
     last = max(len(x.shape) - inner, 0)
     offset, axes = x.offset, list(_merged(x.shape[:last], x.strides[:last]))

@@ -45,20 +45,20 @@ def schedule(tiles: int, steps: int, sms: int, split: int, max_parts: int = MAX_
 
 @dataclass(frozen=True)
 class Grid:
-    """The tiles that cover an output, in the order in which programs take them: batch by batch, block by block.
+    """The counts of the tiles that cover an output. Programs take the tiles batch by batch, and block by block.
 
     Fields:
-        batches: the number of batches. No tile spans two batches. If the gemm has one batch and rows arrive in blocks,
-            each block becomes a batch: if blocks are at least as high as a tile, or if no tile may span two blocks.
-            Lower blocks do not become batches, because their tiles would be partly empty.
+        batches: the number of batches. No tile spans two batches. Each block counts as a batch if the gemm has one
+            batch, its rows arrive in blocks, and one of two things holds: a block is at least as high as a tile, or no
+            tile may span two blocks. Other blocks do not, because their tiles would be partly empty.
         rows: the number of rows of a batch.
         tiles: the number of tiles.
         steps: the number of steps along K of each tile.
         blocks: the number of blocks that arrive one after another; 1 if all rows are ready.
-        early_blocks: the number of early blocks; 0 if tiles span blocks.
-        early: the number of tiles of early blocks. Each is split in two.
-        first: the number of tiles that are early or hold `own_rows`. They come first. They are never among the last
-            tiles that are split.
+        early_blocks: the number of blocks at the beginning whose tiles are split in two; 0 if tiles span blocks.
+        early: the number of tiles of these early blocks.
+        first: the number of tiles at the beginning that are early or hold `own_rows`. They are never among the tiles
+            at the end that are split.
     """
 
     batches: int

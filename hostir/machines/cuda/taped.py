@@ -1,8 +1,8 @@
-"""Runs of a plan by its tape: one call of a C function replaces many closures.
+"""Record a run of a plan on a tape, and issue later runs from the tape by native code.
 
-The second run of a plan on the same stream, with tensors of the same alignment, is recorded. Later runs issue the
-segments of the tape by native code. Some steps remain in Python: those that only torch can run, and those that allocate
-or free memory.
+The second run of a plan on the same stream, with tensors of the same alignment, is recorded. In later runs, one call of
+a C function issues each segment of the tape, instead of many closures. Some steps remain in Python: for example those
+that only torch can run, and those that allocate or free memory.
 """
 
 from __future__ import annotations
@@ -146,9 +146,10 @@ class TapedRun:
         self.pending = []
 
     def memories(self) -> list[Memory]:
-        """Return the memory of all tensors that are in registers now.
+        """Return the memory of each buffer that is in a register now, without views.
 
-        The slot of a tensor that changes from call to call is its register. Symmetric memory is fixed.
+        The address of a buffer may change from call to call. Its slot has the number of the buffer's register. The
+        address of symmetric memory is fixed, so it has no slot.
         """
         unrolled, registers = self.plan.unrolled, self.plan.registers
         memories: list[Memory] = []

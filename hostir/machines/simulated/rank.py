@@ -131,10 +131,11 @@ class RankMachine(Observer, OptionalMethods):
         return x.permute(axes)
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` if it is contiguous, or else a copy.
+        """Return `x` or a contiguous copy of it.
 
-        On real ranks, the caller's strides decide. To test both cases, this also copies a contiguous `x` in every other
-        call; odd ranks do so in other calls than even ranks.
+        An `x` that is not contiguous is always copied. A contiguous `x` is copied in every other call, so that both
+        cases are tested: in one call on the odd ranks, in the next call on the even ranks. On real ranks, the strides
+        of the caller's tensor decide.
         """
         if x.is_contiguous() and (self.rank + self.issuer.call) % 2 == 0:
             return x
