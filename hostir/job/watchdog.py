@@ -192,9 +192,11 @@ class Watchdog:
             self.links.announce("back")
 
     def renewed(self) -> None:
-        """Forget the abandoned call, because the ranks have renewed their shared state."""
+        """Forget the abandoned call and earlier failures, because all ranks have met in a later call."""
         with self.links.changing:
             self.renewals += 1
+            if self.first is not None and self.first.renewals < self.renewals:
+                self.first = None
             if self.abandoned is not None and self.abandoned.renewals < self.renewals:
                 self.abandoned = None
 
@@ -278,7 +280,9 @@ class Watchdog:
             self.first = None
 
     def take_failure(self, event: RankEvent) -> None:
-        if event.what == "abandoned" and event.renewals >= self.renewals:
+        if event.what == "abandoned" and event.renewals < self.renewals:
+            return  # since then every rank has made a call
+        if event.what == "abandoned":
             if self.abandoned is None or self.abandoned.renewals < event.renewals:
                 self.abandoned = event
             self.disturbed = True

@@ -13,8 +13,8 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Layer:
         self.program, self.rank, self.device = hi.lower(fusion, strategy), rank, device
         self.executors = [hi.Executor(hi.parse(str(self.program)), kernels=kernels) for _ in range(2)]
         # a copy to the device would wait for a call that a peer has left
-        self.parts = lru_cache(maxsize=4)(self._parts)
+        self.parts = lru_cache(maxsize=8)(self._parts)
 
     def _parts(self, seed: int) -> list[torch.Tensor | None]:
         unsharded = random_inputs(self.program, {}, seed=seed)
@@ -73,18 +73,30 @@ class Layer:
         return ((steps, k) for steps in lists for k in range(len(steps)))
 
 
+def issue_all(layers: Iterable[Layer]) -> None:
+    for layer in layers:
+        layer.issue(0)
+
+
 def fail() -> None:
     raise RuntimeError("this step fails")
+
+
+def first_error(calls: Callable[[], object]) -> str:
+    """Make these calls; return the text of the error that one of them raises, or an empty text."""
+    try:
+        calls()
+    except hi.HostIRError as problem:
+        return str(problem)
+    return ""
 
 
 def error_of(layer: Layer, seed: int, seconds: float = 60.0) -> str:
     """The error of the first call that raises one: this call or a later one."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
-            layer.issue(seed)
-        except hi.HostIRError as problem:
-            return str(problem)
+        if message := first_error(lambda: layer.issue(seed)):
+            return message
         time.sleep(0.02)
     raise SystemExit(f"rank {layer.rank} got no error within {seconds:g} s")
 
@@ -108,7 +120,7 @@ def main() -> None:
             for k in range(0, min(map(int, count)), chosen.every):
                 layer.check(0)
                 layer.check(1)
-                for each, seed in itertools.product((layer, other), (turn + 1, turn + 2)):
+                for each, seed in itertools.product((layer, other), (0, turn + 1, turn + 2)):
                     each.parts(seed)
                 job.exchange("no rank is in a call", "")
                 failing, turn, began = turn % job.size, turn + 1, time.monotonic()
@@ -119,15 +131,16 @@ def main() -> None:
                     steps[at] = step
                     assert "this step fails" in message, message
                     store.set(f"midway/{turn}", job.groups.abandoned)
-                early = turn % 2 == 0 and job.rank != failing and not on_cpu
-                if early:
-                    layer.issue(0)
+                early, message = turn % 2 == 0 and job.rank != failing and not on_cpu, ""
+                ahead = (layer, other, layer, layer, layer) if turn % 2 == 0 and not on_cpu else (layer,)
+                if early:  # flags, a communication of NCCL and flags again wait for the failing rank
+                    message = first_error(partial(issue_all, ahead))
                 abandoned = on_cpu or store.get(f"midway/{turn}")  # on a CPU a call needs all ranks at once
                 if not abandoned:  # no rank has noticed: this rank makes the call again
-                    if not early:
-                        layer.check(0)
+                    for each in () if early else ahead:
+                        each.check(0)
                 elif job.rank != failing:
-                    message = error_of(layer, 0)
+                    message = message or error_of(layer, 0)
                     assert "this step fails" in message, message
                 for caller in (layer, other, layer):
                     caller.check(turn)

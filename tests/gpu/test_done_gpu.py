@@ -67,7 +67,7 @@ def test_a_product_is_added_to_its_output_and_rounded_once(batch, M, N, K, block
     before, flags = filled([batch, M, N], BF16, device=CUDA), flags_of(blocks)
     exact = a.double() @ b.double() + before.double()
     for use_descriptors in descriptor_modes():
-        for tile in (None, *tiles_of(BF16, descriptors=use_descriptors)):
+        for tile in (None, *tiles_of(BF16, descriptors=use_descriptors, adds=True)):
             for epoch in (1, 2):  # the second launch bypasses Triton
                 out, done = before.clone(), DoneFlags(flags.zero_(), epoch, 0)
                 multiply(a, b, out, done=done, use_descriptors=use_descriptors, tile=tile, adds=True)

@@ -124,6 +124,21 @@ def test_calls_abandoned_before_a_renewal_are_forgotten_and_later_ones_are_not(d
     assert dog.abandoned == after
 
 
+def test_no_rank_is_waited_for_after_a_renewal_because_all_ranks_have_called(dog: Watchdog) -> None:
+    dog.everyone = {0, 1}
+    for event in (RankEvent("abandoned", 1, "fails"), RankEvent("back", 1), RankEvent("back", 0)):
+        dog.take(event)
+    lost = RankEvent("abandoned", 0, "its call is lost")
+    dog.take(lost)  # rank 0 came back to a call that raised, and rank 1 is in the call that renews
+    assert dog.first == lost
+    dog.renewed()
+    assert dog.first is None
+    dog.take(lost)  # on another rank, the event arrives after the renewal
+    assert dog.first is None
+    dog.take(later := RankEvent("failed", 1, "later", 1))
+    assert dog.first == later
+
+
 class Waiting(Plan):
     """A plan that waits for a peer. `raised`: the error that was raised from its run."""
 

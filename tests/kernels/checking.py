@@ -87,10 +87,10 @@ def user_allows(setting: str, allowed: bool) -> Iterator[None]:
         setattr(torch.backends.cuda.matmul, setting, before)
 
 
-def tiles_of(dtype: torch.dtype, *, descriptors: bool) -> tuple[Tile, ...]:
-    """Return the candidate tiles for operands of a torch dtype."""
+def tiles_of(dtype: torch.dtype, *, descriptors: bool, adds: bool = False) -> tuple[Tile, ...]:
+    """Return the candidate tiles for operands of a torch dtype; `adds` as in `multiply`."""
     names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-    return candidates(names[dtype], descriptors=descriptors)
+    return candidates(names[dtype], descriptors=descriptors, adds=adds)
 
 
 @contextlib.contextmanager

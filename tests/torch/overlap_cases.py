@@ -47,8 +47,9 @@ from tests.torch.on_ranks import (
 )
 from tests.torch.without_code import backend_with
 
-if torch.__version__ < "2.13":  # for gathers along other axes than the first: dynamo cannot trace this function
-    torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
+if torch.__version__ < "2.13":  # dynamo cannot trace these functions
+    torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)  # gathers along other axes than the first
+    torch.compiler.allow_in_graph(torch._scaled_mm_v2)  # products of fp8 with recipes
 
 
 class Watched(OverlapPass):

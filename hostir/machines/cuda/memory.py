@@ -6,7 +6,9 @@ Streams copy to and from a peer's memory with copy engines, set flags in it, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,8 +25,9 @@ from hostir.machines.cuda.flow_control import CREDITS, flow_control_of, notes, p
 from hostir.machines.cuda.streams import calling_streams, own_stream
 from hostir.plan.unrolled import UnrolledProgram
 
-# Fractions of the timeout: first the GPU may end by itself, and then it may end after its flags have been raised.
-PATIENT, RELEASING = 0.25, 0.6
+# When the next means is tried, as fractions of the timeout. First the GPU may end by itself. Then its flags are raised.
+# Last, NCCL's communications are aborted, while flags are still raised.
+PATIENT, RAISING, ABORTED = 0.25, 0.5, 0.85
 PAGE = 1 << 20  # bytes of NaN that one copy stores
 PAUSE = 0.01  # seconds between two looks at the GPU
 # The priority of the stream that raises flags. CUDA clamps it to its range. Streams of another priority have other
@@ -94,7 +97,8 @@ class PeerMemory:
 
         hostir calls this after a call that ended midway. Earlier calls end by themselves. Calls that end only because
         their flags are raised here read NaN. This method polls the streams, because a thread that waits for the
-        complete device may keep the driver from issuing the work that raises the flags.
+        complete device may keep the driver from issuing the work that raises the flags. Another thread aborts NCCL,
+        because NCCL then frees memory, and the driver waits until the device is idle.
 
         Args:
             memories: all symmetric memory of this rank.
@@ -103,38 +107,40 @@ class PeerMemory:
 
         Returns the reason why the GPU does not become idle; empty if it does.
         """
-        streams = calling_streams(self.device)
-        first = time.monotonic() + PATIENT * seconds
+        streams, began = calling_streams(self.device), time.monotonic()
+        aborting = threading.Thread(target=abort, name="hostir aborts NCCL", daemon=True)
 
-        def is_busy() -> bool:
-            return not all(stream.query() for stream in streams)
+        def is_busy(until: float = 1.0) -> bool:
+            """Return True if work has not ended and less than the fraction `until` of the timeout has passed."""
+            if time.monotonic() - began >= until * seconds:
+                return False
+            return aborting.is_alive() or not all(stream.query() for stream in streams)
 
         try:
-            while is_busy() and time.monotonic() < first:
+            while is_busy(PATIENT):
                 time.sleep(PAUSE)
-        except RuntimeError as problem:
-            abort()
-            return str(problem)
-        abort()
-        last = time.monotonic() + RELEASING * seconds
-        try:
-            if is_busy() and self.aside is not None:
-                self.raise_flags(self.aside, memories, lambda: is_busy() and time.monotonic() < last)
+            self.raise_flags(memories, functools.partial(is_busy, RAISING))
+            aborting.start()
+            self.raise_flags(memories, functools.partial(is_busy, ABORTED))
+            aborting.join(max(0.0, ABORTED * seconds - (time.monotonic() - began)))
             if is_busy():
-                return f"its GPU has not ended its work after {(PATIENT + RELEASING) * seconds:g} s"
+                return f"its GPU has not ended its work after {ABORTED * seconds:g} s"
             self.synchronize()  # wait for the writes that raised flags last
         except RuntimeError as problem:
+            if aborting.ident is None:
+                abort()
             return str(problem)
         return ""
 
-    def raise_flags(
-        self, aside: torch.cuda.Stream, memories: Sequence[SharedMemory], needed: Callable[[], bool]
-    ) -> None:
+    def raise_flags(self, memories: Sequence[SharedMemory], needed: Callable[[], bool]) -> None:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
         Flags must be raised repeatedly: a call that ends resets them, and the next call waits for them again. Copy
         engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
         """
+        aside = self.aside
+        if aside is None or not needed():
+            return
         with torch.cuda.stream(aside):
             for memory in memories:
                 memory.overwrite(self.rank, self.nans)
