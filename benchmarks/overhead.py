@@ -1,7 +1,8 @@
 """hostir's time on the host, against the same torch calls written by hand.
 
-It measures the statements of a pipeline; an all-gather + matmul of few rows; a call that is replayed from a CUDA graph;
-layers and torch's operators of few rows, with gradients and for new numbers of tokens; and parse, lower and verify.
+It measures the statements of a pipeline; an all-gather + matmul of few rows; a matmul with each collective, called
+without `out=`; a call that is replayed from a CUDA graph; layers and torch's operators of few rows, with gradients and
+for new numbers of tokens; and parse, lower and verify.
 
     python -m benchmarks.overhead                                                        parse, lower, verify only
     torchrun --standalone --nproc-per-node 2 -m benchmarks.overhead --out benchmarks/results/overhead
@@ -20,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ import hostir as hi
 from benchmarks.harness import graphed, synchronize, table, write
 from benchmarks.torch_operators import ByHand, Gathering, Scattering
 from examples import patterns
+from hostir.call.parts import shard
+from hostir.call.random import random_inputs
 from hostir.check import verify
 from hostir.ir import parse
 from hostir.job.session import Session, session
@@ -148,6 +152,59 @@ def gathering(joined: Session, repeats: int) -> list[dict[str, Any]]:
             ours = timed(partial(executor, a, b, out=c), repeats, settle)
             title = f"all-gather + matmul, {strategy}, {mode}"
             results.append({"what": title, "ours us": ours, "by hand us": by_hand[mode], "ratio": ours / by_hand[mode]})
+            settle()
+            dist.barrier()  # no rank frees symmetric memory while others use it
+    return results
+
+
+def eager(joined: Session, repeats: int) -> list[dict[str, Any]]:
+    """Return host times of calls without `out=`, by strategy and by hand: results are dropped, or kept for 200 calls.
+
+    torch's allocator gives dropped results the same addresses again. With kept results no address repeats.
+    """
+    ranks, (M, N, K) = joined.size, (2048, 3584, 4096)
+    settle, kept = partial(torch.cuda.synchronize, joined.device), deque[Any](maxlen=200)
+
+    def call(work: Callable[..., Any], keep: Callable[[Any], Any], parts: Sequence[torch.Tensor]) -> None:
+        keep(work(*parts))
+
+    def gathered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        full = a.new_empty(M, K)
+        dist.all_gather_into_tensor(full, a.view(-1, K))
+        return full @ b
+
+    def scattered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = a.new_empty(M // ranks, N)
+        dist.reduce_scatter_tensor(y, a.view(M, -1) @ b)
+        return y
+
+    def reduced(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = a.view(M, -1) @ b
+        dist.all_reduce(y)
+        return y
+
+    results = []
+    for what, pattern, hand, one_sided in (
+        ("all-gather + matmul", patterns.allgather_matmul, gathered, ("fused", "push")),
+        ("matmul + reduce-scatter", patterns.row_parallel_scattered, scattered, ("fused", "push")),
+        ("matmul + all-reduce", patterns.row_parallel, reduced, ("fused", "push")),
+    ):
+        fusion = pattern(ranks=ranks, S=1, M=M, K=K, N=N, dtype="bf16")
+        program = hi.lower(fusion, "sequential")
+        unsharded = random_inputs(program, {}, seed=0)
+        parts = [
+            part.to(joined.device)
+            for x, value in zip(unsharded, program.inputs, strict=True)
+            if (part := shard(x, value.tensor, joined.rank, {})) is not None
+        ]
+
+        for strategy in ("sequential", *one_sided):
+            executor = hi.Executor(hi.lower(fusion, strategy))
+            for title, keep in (("dropped", lambda y: None), ("kept", kept.append)):
+                ours, by_hand = (timed(partial(call, work, keep, parts), repeats, settle) for work in (executor, hand))
+                kept.clear()
+                row = {"what": f"{what}, {strategy}, results {title}", "ours us": ours, "by hand us": by_hand}
+                results.append({**row, "ratio": ours / by_hand})
             settle()
             dist.barrier()  # no rank frees symmetric memory while others use it
     return results
@@ -279,6 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
             add([issuing(joined, options.repeats)])
             with torch.no_grad():
                 add(gathering(joined, options.repeats))
+                add(eager(joined, options.repeats))
                 add(alone(joined, options.repeats))
             with install(strict=True):
                 add(layers(joined, options.repeats))
