@@ -214,8 +214,8 @@ NATIVE: Knob[bool] = Knob(
     True,
     "1 or 0",
     _truth,
-    "1: native code issues calls on CUDA, from the third call of each shape on. It is built once, by the C compiler that "
-    "Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
+    "1: native code issues calls on CUDA, from the third call of each shape on. It is built once, by the C compiler "
+    "that Triton needs, too. 0: Python issues all calls, which takes two to three times as long on the host.",
 )
 
 KNOBS: tuple[Knob[Path | None] | Knob[int] | Knob[int | None] | Knob[float] | Knob[str] | Knob[bool], ...] = (

@@ -19,8 +19,9 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import hostir as hi
 import hostir.torch
+from hostir.torch.ops.library import Operator
 from hostir.torch.ops.running import group_named
-from tests.torch.on_ranks import OPS, RANK, RANKS, broadcast, case, group, main, part, parts_of_all
+from tests.torch.on_ranks import OPS, RANK, RANKS, assert_near, broadcast, case, group, main, part, parts_of_all
 
 STRATEGIES = ("auto", "sequential", "pipeline", "ring", "fused", "push")
 
@@ -49,6 +50,85 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 def assert_refused(strategy: str, call: Callable[[], object], reason: str) -> None:
     with hi.torch.install(strict=True, strategy=strategy), pytest.raises(hi.HostIRError, match=reason):
         call()
+
+
+# Remembered calls -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def computed(times: int) -> Iterator[None]:
+    """Assert at the end that so many calls were worked out, and all others were repeated from memory."""
+    counts = []
+
+    def count(operator: Operator, args: object, options: object) -> object:
+        counts.append(operator.name)
+        return work_out(operator, args, options)
+
+    work_out = Operator.computed
+    with mock.patch.object(Operator, "computed", count):
+        yield
+    assert len(counts) == times, counts
+
+
+def random_parts(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a random tensor that is the same on all ranks, and this rank's part of its first axis."""
+    unsharded = broadcast(torch.rand(shape))
+    return unsharded, part(unsharded, 0)
+
+
+@case
+def calls_with_known_layouts_are_repeated_from_memory() -> None:
+    with computed(5):
+        for _ in range(4):
+            (x, mine), w, v = random_parts(8 * RANKS, 3, 16), torch.rand(12, 16), torch.rand(12, 16)
+            assert_near(hi.torch.all_gather_matmul(mine, w.t(), group()), x.double() @ w.t().double())
+            ys = hi.torch.column_parallel_linear(mine, [w, v], group())
+            for y, weight in zip(ys, (w, v), strict=True):
+                assert_near(y, x.double() @ weight.t().double())
+            full, y = hi.torch.all_gather_matmul(mine.movedim(0, 1), w.t(), group(), gather_dim=1, return_a=True)
+            assert_near(full, x.movedim(0, 1).double())
+            assert_near(y, x.movedim(0, 1).double() @ w.t().double())
+            a = torch.rand(4 * RANKS, 2, 16)
+            total = torch.stack(parts_of_all(a @ w.t())).sum(0)
+            assert_near(hi.torch.row_parallel_linear(a, w, group()), part(total, 0).double())
+            assert_near(hi.torch.matmul_all_reduce(a, w.t(), group()), total.double())
+
+
+@case
+def calls_that_do_more_than_run_one_fusion_are_worked_out_each_time() -> None:
+    (x, _), b = random_parts(8 * RANKS, 16), torch.rand(16, 12)
+    expected = torch.stack(parts_of_all(x @ b)).mean(0)
+    out = torch.empty(8, 12)
+    with computed(6):
+        for _ in range(3):  # a mean divides the sum in place, and `out=` is the caller's memory
+            assert_near(hi.torch.matmul_reduce_scatter(x, b, group(), reduce_op="avg"), part(expected, 0).double())
+            hi.torch.matmul_reduce_scatter(x, b, group(), out=out.fill_(torch.nan))
+            assert_near(out, part(expected, 0).double() * RANKS)
+
+
+@case
+def another_layout_dtype_strategy_or_aliasing_is_no_remembered_call() -> None:
+    x, mine = random_parts(8 * RANKS, 16)
+    w, v = torch.rand(12, 16), torch.rand(12, 16)
+
+    def check(mine: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> None:
+        for y, weight in zip(hi.torch.column_parallel_linear(mine, [w, v], group()), (w, v), strict=True):
+            assert_near(y, x.double() @ weight.t().double())
+
+    with computed(3):  # the first and the last time, both weights are one tensor
+        check(mine, w, w)
+        check(mine, w, v)
+        check(mine, v, w)
+        check(mine, v, v)
+    with computed(3):
+        check(mine.t().contiguous().t(), w, v)
+        check(mine.bfloat16(), w.bfloat16(), v.bfloat16())
+        check(mine.requires_grad_(), w, v)
+    for strategy, times in (("sequential", 1), ("ring", 1), ("sequential", 0)):
+        hi.torch.report(clear=True)
+        with hi.torch.install(strategy=strategy), computed(times):
+            check(mine.detach(), w, v)
+        assert {row.strategy.split(",")[0] for row in hi.torch.report()} == {strategy}
 
 
 # AsyncTPTest ------------------------------------------------------------------------------------------------------

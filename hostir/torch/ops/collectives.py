@@ -17,7 +17,7 @@ from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, type_of
 from hostir.torch.ops.gradients import refuse_twice
 from hostir.torch.ops.layouts import check_shape, collapsed, empty_rows, into, unaliased
 from hostir.torch.ops.library import GATHERED, SCATTERED, SUMMED, Operator, check_out, define, takes_over
-from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, dtype_of
+from hostir.torch.ops.running import THREAD, OperatorCall, Unfit, do_not_remember, dtype_of
 
 
 @define("all_gather(Tensor x, int gather_dim, str group_name) -> Tensor", GATHERED)
@@ -130,6 +130,7 @@ def dtype_of_sum(x: Tensor, average: bool) -> str:
 
 def mean(total: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
     """Return the mean over ranks, `total / ranks`, in `dtype`. Overwrites `total`."""
+    do_not_remember()
     return total.mul_(1 / ranks).to(dtype)
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hostir.ir.source import error, user_span
+from hostir.torch.ops.remembered import PLAIN
 from hostir.torch.ops.running import MACHINES
 
 Gradients = tuple[Callable[..., Any], Callable[..., Any]]  # the backward and set-up functions
 Record = Callable[[Callable[[], Any], Sequence[Any]], Any]
-PLAIN = {Tensor, torch.nn.Parameter}
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _after_autograd = torch._C._after_autograd_keyset
@@ -95,14 +95,14 @@ class Recorded(torch.autograd.Function):
 
 def lengths(values: Sequence[Any]) -> list[int | None]:
     """Return a list with the length of each value that is a list, and None for each other value."""
-    return [len(x) if isinstance(x, list) else None for x in values]
+    return [len(x) if type(x) is list else None for x in values]
 
 
 def flattened(values: Sequence[Any]) -> list[Any]:
     """Return the values as one list, in which lists are replaced by their items."""
     flat: list[Any] = []
     for x in values:
-        flat += x if isinstance(x, list) else (x,)
+        flat += x if type(x) is list else (x,)
     return flat
 
 

@@ -12,7 +12,16 @@ from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
 from hostir.ir.source import error, user_span
 from hostir.torch.ops.gradients import Gradients, Record, needs_no_dispatcher, register_gradients, wants_gradients
-from hostir.torch.ops.running import MACHINES, THREAD, Unfit, leave_to_torch
+from hostir.torch.ops.remembered import Executed, Remembered, key_of
+from hostir.torch.ops.running import (
+    MACHINES,
+    SETTINGS,
+    THREAD,
+    Unfit,
+    do_not_remember,
+    group_named,
+    leave_to_torch,
+)
 
 LIBRARY = torch.library.Library("hostir", "DEF")
 OPERATORS: list[Operator] = []  # all operators of `torch.ops.hostir`
@@ -37,6 +46,32 @@ class Operator:
 
     def kernel(self, *args: Any, **options: Any) -> Any:
         """Compute a call on CPU or CUDA. If hostir cannot run it, return what `refuse` returns."""
+        if self.group_index is None or THREAD.tracing:
+            return self.computed(args, options)
+        key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
+        if key is None:
+            return self.computed(args, options)
+        do_not_remember()  # the operator that makes this call, if any, does more than this call
+        group = group_named(args[self.group_index])
+        known = group.remembered.get(key)
+        if known is not None and known.fits(*tensors):
+            return known.run(self.name, group.name, tensors)
+        before, THREAD.executed = THREAD.executed, (executed := Executed())
+        try:
+            result = self.computed(args, options)
+        finally:
+            THREAD.executed = before
+        group.remember(key, Remembered.of(executed, tensors, result))
+        return result
+
+    @cached_property
+    def group_index(self) -> int | None:
+        """The position of the argument `group_name`; None without one."""
+        names = [argument.name for argument in self.packet.default._schema.arguments if not argument.kwarg_only]
+        return names.index("group_name") if "group_name" in names else None
+
+    def computed(self, args: Sequence[Any], options: Any) -> Any:
+        """Return the result of `compute`. If hostir cannot run the call, return what `refuse` returns."""
         try:
             return self.compute(*args, **options)
         except Unfit as unfit:
@@ -124,14 +159,10 @@ class TakenOver(Operator):
         super().__init__(name, compute)
         self.torchs = torchs
 
-    @cached_property
-    def group_index(self) -> int:
-        """The position of the argument `group_name`."""
-        return [argument.name for argument in self.packet.default._schema.arguments].index("group_name")
-
     def refuse(self, why: str, args: Sequence[Any], options: Any) -> Any:
         """Leave a call to torch's function, and return its result. Raises HostIRError in strict mode."""
         torchs = self.torchs[args[0].device.type]
+        assert self.group_index is not None
         return leave_to_torch(self.name, args[self.group_index], why, lambda: torchs(*args, **options))
 
     def call(self, tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:

@@ -21,9 +21,11 @@ from hostir.ir.source import HostIRError, error, user_span, warn_once
 from hostir.job.guest import registered, resolved
 from hostir.lower import AUTO, lower
 from hostir.lower.pipeline import NOT_OVERLAPPED
+from hostir.torch.ops.remembered import Executed, Remembered
 from hostir.torch.reporting import LEDGER
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+MAX_REMEMBERED = 256  # calls that a group remembers
 MACHINES = {"cpu": "gloo", "cuda": "cuda"}  # by the type of a device
 
 
@@ -46,10 +48,12 @@ class ThreadState(threading.local):
     Fields:
         in_torch: True during a call that hostir has left to torch. Nested calls then also run torch's functions.
         tracing: True while a kernel runs for a tracer. The kernel then returns results without data.
+        executed: what the current call of an operator has executed so far. None outside such calls.
     """
 
     in_torch = False
     tracing = False
+    executed: Executed | None = None
 
 
 SETTINGS, THREAD = Settings(), ThreadState()
@@ -76,6 +80,12 @@ def leave_to_torch(name: str, group: str, why: str, torchs: Callable[[], Any]) -
         THREAD.in_torch = before
 
 
+def do_not_remember() -> None:
+    """Mark the current call of an operator: it does more than to run one executor on views of its tensors."""
+    if THREAD.executed is not None:
+        THREAD.executed.others = True
+
+
 def dtype_of(tensors: Sequence[Tensor]) -> str:
     """Return the name that programs use for the dtype of the tensors, such as `bf16`.
 
@@ -98,13 +108,23 @@ class OperatorGroup:
         process_group: the process group.
         size: the number of ranks.
         compiled: the executors, by the arguments of `program`. For a fusion that cannot be compiled, the reason.
+        remembered: calls that later calls with the same layouts repeat, by `key_of`.
     """
 
     def __init__(self, name: str, process_group: Any) -> None:
         self.name, self.process_group = name, process_group
         self.size: int = process_group.size()
         self.compiled: dict[tuple[Any, ...], Executor | str] = {}
+        self.remembered: dict[tuple[Any, ...], Remembered] = {}
         self._locks: dict[tuple[Any, ...], threading.RLock] = {}  # held while the executor of a key is compiled
+
+    def remember(self, key: tuple[Any, ...], call: Remembered | None) -> None:
+        """Keep a call for later calls with the same key, unless it is None."""
+        if call is None:
+            return
+        if len(self.remembered) >= MAX_REMEMBERED:
+            self.remembered.clear()
+        self.remembered[key] = call
 
     def program(
         self, build: Callable[..., Program], *key: Any, strategy: str, device: torch.device, calls: str = "eager"
@@ -217,6 +237,8 @@ class OperatorCall:
         executor = self._executor(build, key, inputs, "eager" if out is None else "out", dtype)
         outputs = self._call(executor, executor, inputs, out=out)
         LEDGER.ran(self.name, self.group.name, executor)
+        if (executed := THREAD.executed) is not None:
+            executed.note(executor, inputs, outputs, into=out is not None)
         return outputs
 
     def start(self, build: Callable[..., Program], key: tuple[Any, ...], inputs: Sequence[Tensor]) -> Started:
@@ -226,6 +248,7 @@ class OperatorCall:
         the fusion cannot be compiled.
         """
         executor = self._executor(build, key, inputs, "eager")
+        do_not_remember()
         started: Started = self._call(executor, executor.start, inputs)
         LEDGER.ran(self.name, self.group.name, executor, started=True)
         return started

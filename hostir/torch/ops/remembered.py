@@ -1,0 +1,184 @@
+"""Remember what an operator's call runs, so that a later call with the same layouts need not work it out again.
+
+An operator finds the executor of a fusion, makes views of its tensors as operands, and makes views of the executor's
+outputs as results. All of this depends only on layouts and on arguments that are not tensors. So a call that did
+nothing else is remembered. A later call makes the same views, and runs the same executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+from hostir.call.executor import Executor
+from hostir.torch.reporting import LEDGER
+
+PLAIN = {Tensor, torch.nn.Parameter}
+SIMPLE = {int, bool, str, float, type(None)}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstView:
+    """A view that begins at the first element of a tensor.
+
+    Fields:
+        of: the position of the tensor.
+        layout: sizes and strides of the view; None for the tensor itself.
+    """
+
+    of: int
+    layout: tuple[Sequence[int], Sequence[int]] | None
+
+    @staticmethod
+    def find(x: Tensor, tensors: Sequence[Tensor]) -> FirstView | None:
+        """Return `x` as a view of one of `tensors`; None if it is none. All `tensors` have different addresses."""
+        for i, y in enumerate(tensors):
+            if x.data_ptr() == y.data_ptr() and x.dtype == y.dtype:
+                same = x.shape == y.shape and x.stride() == y.stride()
+                return FirstView(i, None if same else (x.shape, x.stride()))
+        return None
+
+
+class Executed:
+    """Collects what a call of an operator has executed so far.
+
+    Fields:
+        executor: the executor of the fusion; None if no executor has run yet.
+        operands: its inputs.
+        outputs: its outputs.
+        versions: how often each output had been changed in place when the executor returned.
+        others: True if the call also did something that a remembered call would leave out.
+    """
+
+    __slots__ = ("executor", "operands", "others", "outputs", "versions")
+
+    def __init__(self) -> None:
+        self.executor: Executor | None = None
+        self.operands: Sequence[Tensor] = ()
+        self.outputs: Sequence[Tensor] = ()
+        self.versions: list[int] = []
+        self.others = False
+
+    def note(self, executor: Executor, operands: Sequence[Tensor], outputs: Sequence[Tensor], *, into: bool) -> None:
+        """Note that an executor has run. `into`: it has written to tensors of the caller."""
+        self.others = self.others or into or self.executor is not None
+        self.executor, self.operands, self.outputs, self.versions = executor, operands, outputs, _versions(outputs)
+
+    @property
+    def is_simple(self) -> bool:
+        """True if the call ran one executor, and neither changed its outputs nor did anything else."""
+        return self.executor is not None and not self.others and self.versions == _versions(self.outputs)
+
+
+class Remembered:
+    """A call of an operator that later calls with the same layouts repeat. Make one with `Remembered.of`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        tensors: Sequence[Tensor],
+        operands: Sequence[FirstView],
+        results: Sequence[Any] | FirstView,
+    ) -> None:
+        self.executor, self.results = executor, results
+        self.operands = [(view.of, view.layout) for view in operands]
+        # The guards of torch.compile compare types, layouts, dtypes, devices and modes in C++.
+        self.fits = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+
+    @staticmethod
+    def of(executed: Executed, tensors: Sequence[Tensor], result: Any) -> Remembered | None:
+        """Return a call that has just been made; None if it did more than to make views and run one executor.
+
+        Args:
+            executed: what the call has executed.
+            tensors: all tensors among its arguments.
+            result: its result.
+        """
+        executor = executed.executor
+        if executor is None or not executed.is_simple or not _apart(tensors) or not _apart(executed.outputs):
+            return None
+        operands = [FirstView.find(x, tensors) for x in executed.operands]
+        views = [view for view in operands if view is not None]
+        try:
+            results = _template(result, executed.outputs)
+        except LookupError:
+            return None
+        return Remembered(executor, tensors, views, results) if len(views) == len(operands) else None
+
+    def run(self, operator: str, group: str, tensors: Sequence[Tensor]) -> Any:
+        """Make the call with other tensors, and return its result."""
+        executor = self.executor
+        operands = [
+            tensors[i] if layout is None else tensors[i].as_strided(layout[0], layout[1]) for i, layout in self.operands
+        ]
+        calls = executor.calls
+        before, calls.operator = calls.operator, operator
+        try:
+            outputs = executor(*operands)
+        finally:
+            calls.operator = before
+        LEDGER.ran(operator, group, executor)
+        return _filled(self.results, outputs)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place. Inference tensors do not count it."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def _apart(tensors: Sequence[Tensor]) -> bool:
+    """Return True if all tensors have elements, and no two have the same address."""
+    addresses = [x.data_ptr() for x in tensors]
+    return len(set(addresses)) == len(addresses) and 0 not in addresses
+
+
+def _template(result: Any, outputs: Sequence[Tensor]) -> Any:
+    """Return `result` with a `FirstView` in the place of each tensor. Raises LookupError for a tensor that is no view."""
+    if result is None:
+        return None
+    if isinstance(result, tuple | list):
+        return type(result)(_template(x, outputs) for x in result)
+    view = FirstView.find(result, outputs)
+    if view is None:
+        raise LookupError
+    return view
+
+
+def _filled(template: Any, outputs: Sequence[Tensor]) -> Any:
+    """Return a template with the views of these outputs."""
+    if type(template) is FirstView:
+        x, layout = outputs[template.of], template.layout
+        return x if layout is None else x.as_strided(layout[0], layout[1])
+    return template and type(template)([_filled(x, outputs) for x in template])
+
+
+def key_of(
+    name: tuple[str, ...], args: Sequence[Any], options: dict[str, Any]
+) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+    """Return the key by which a call is remembered, and the tensors among its arguments.
+
+    The key begins with `name`. It has the arguments, and shapes in the place of tensors. It is None for a call that
+    cannot be remembered.
+    """
+    key: list[Any] = [*name, *options]
+    tensors: list[Tensor] = []
+    try:
+        for x in (*args, *options.values()):
+            for item in x if type(x) is list else (x,):
+                if type(item) in PLAIN:
+                    tensors.append(item)
+                    key.append(item.shape)
+                elif type(item) in SIMPLE:
+                    key.append(item)
+                else:
+                    return None, []
+            if type(x) is list:
+                key.append(list)  # ends it
+    except RuntimeError:  # a nested tensor has no shape
+        return None, []
+    return (tuple(key), tensors) if tensors else (None, [])
