@@ -1,4 +1,4 @@
-"""Checks for tensors that hostir cannot use: their memory is not plain and strided, or overlaps."""
+"""Find tensors that hostir cannot use: tensors without plain strided memory, and tensors that overlap."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants of a GPU in a host with several. Times are in microseconds, rates in GB/s.
+    """The constants of a GPU in a host with several GPUs. Times are in microseconds, rates in GB/s.
 
     Fields:
         throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power

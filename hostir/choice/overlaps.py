@@ -1,6 +1,6 @@
 """Find the communications of an unrolled program that may run at the same time as its computations.
 
-The order of the operations on the rank's streams decides, as on the machines. The strategy does not matter.
+Only the order of the operations on the rank's streams decides, as it does when a machine runs them.
 """
 
 from __future__ import annotations
