@@ -95,7 +95,7 @@ class Ranges:
 
     @cached_property
     def first_program(self) -> Program:
-        """The program of the first candidate: the sequential program if there is one, because it accepts the most sizes."""
+        """The program of the first candidate: if possible the sequential program, because it accepts the most sizes."""
         return next(iter(self.decider.candidates.programs.values()))
 
     @property

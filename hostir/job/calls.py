@@ -399,10 +399,13 @@ class Calls:
     def _same_thread(self, rank: int, theirs: str) -> bool:
         """Return True if the thread that makes this call on another rank can correspond to the current thread.
 
-        Threads with the same name correspond. Otherwise, look at the thread of this rank that has the name of the other
-        rank's thread. If it makes calls of this team, too, the current thread does not correspond. If it has made none,
-        wait SHOWING seconds for one. After that, it must have made a call of another team, or make one within STARTING
-        seconds; otherwise return False.
+        Threads with the same name correspond. If the names differ, the other rank's thread may correspond to another
+        thread of this rank instead: the running thread T with the name `theirs`.
+
+        - If T has made calls of this team, return False.
+        - If T has not, wait, because T may still make one.
+        - After SHOWING seconds, stop waiting for T if T has made a call of another team.
+        - After STARTING seconds, return False if T has made no call of any team.
 
         Args:
             rank: the other rank.

@@ -164,7 +164,7 @@ class SharedMemory:
         buffers: for each buffer and rank, the elements that the sizes at the rendezvous use.
         read: the buffers that a peer reads, with the rank that owns them.
         plans: the plans that use the memory.
-        captured: the plans among them that CUDA graphs of the caller use.
+        captured: the items of `plans` that CUDA graphs of the caller use.
         used: the time of the latest call that was bound to the memory, in seconds of this rank's clock.
         calls: the number of runs of all plans, if the machine counts runs. It is the same on every rank.
         gone: True once the memory was released. Plans that use it must be dropped.

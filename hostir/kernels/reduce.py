@@ -107,7 +107,8 @@ class SumConstants(NamedTuple):
         BLOCK: elements that a program adds at a time.
         VECTOR: the elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else 1.
         AXES: the number of axes into which the axes of the output were merged.
-        READY: the number of flags of a block (one a source), rounded up to a power of 2; 0 without ready flags.
+        READY: the number of flags that a block waits for, one for each source, rounded up to a power of 2; 0 without
+            ready flags.
         DONE: the kernel raises completion flags of blocks.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         WIDE: accumulate in float64.

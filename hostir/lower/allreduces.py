@@ -46,8 +46,8 @@ class AllReduceSteps:
     def one(self, s: AllReduce, *, unknown: bool) -> bool:
         """Return True if an allreduce takes one step.
 
-        It takes one step if it has two ranks, if the number of ranks does not divide its rows, or if it is small.
-        `unknown` is the result for more than two ranks if the size is not known before a call.
+        It takes one step if it has two ranks, if the number of ranks does not divide its rows, or if it is small. If
+        the size is not known before a call, the result for more than two ranks is `unknown`.
         """
         ranks, size = s.mesh.size(s.over), _bytes(s)
         if shared_axis(s) is None or ranks == 2:

@@ -200,9 +200,10 @@ def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
 
 
 def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """Return `type` with one tensor axis also sharded over the mesh axis `mark`: the axis that `goal` shards over it.
+    """Return `type` after one more step to `goal`: an axis is also sharded over the mesh axis `mark`, as in `goal`.
 
-    Return None if `goal` is not sharded over `mark`, or if the axis could not get the sharding of `goal` after that.
+    Return None if `goal` shards no axis over `mark`. Also return None if the current sharding of the axis is not what
+    remains of its sharding in `goal` without `mark`.
     """
     k = goal.axis_on(mark)
     if k is None:

@@ -108,9 +108,10 @@ class RowCollectives:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
     def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
-        """Return the teams, as (mesh, axis), with flags that order successive calls of this program without a barrier.
+        """Return the teams that need no barrier between successive calls, because their flags order these calls.
 
-        `gathering` are the allreduces that end with an allgather.
+        A team is a pair: the name of the mesh, and the name of the mesh axis. `gathering` are the allreduces that end
+        with an allgather.
         """
         teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
         return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
@@ -379,7 +380,7 @@ def first_matmul(program: Program, s: AllGather) -> Statement | None:
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Return True if a tensor of rows is an output, or if any statement but a matmul of these rows reads it."""
+    """Return True if a tensor of rows is an output, or is read by a statement that is not a matmul of these rows."""
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 
@@ -424,8 +425,8 @@ def shard_place(s: RowCollective) -> SlicePlace:
 def piece_axis(s: RowCollective) -> int:
     """Return the axis along which a rank's rows can be cut into pieces.
 
-    It is the first axis with several elements on a rank, beginning with the sharded axis, without the last axis. If
-    there is no such axis, it is the sharded axis.
+    It is the first axis with more than one element on a rank. The search begins at the sharded axis and leaves out the
+    last axis. If it finds no axis, the result is the sharded axis.
     """
     k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
     return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)

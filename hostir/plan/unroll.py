@@ -281,7 +281,8 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 def _copying(ops: Sequence[Op], stream: int) -> int:
     """Return the number of SMs that the copies at the end of `ops` use, if they are copies by SMs on this stream.
 
-    Return 0 if `ops` ends otherwise. A waiting kernel that is issued next may overlap such copies and their signals.
+    Return 0 if `ops` does not end with such copies. A waiting kernel that is issued next may overlap the copies and
+    their signals.
     """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)

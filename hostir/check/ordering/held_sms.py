@@ -150,8 +150,8 @@ class Lanes:
 
     Fields:
         of: for each rank, its lanes with events that need SMs.
-        rivals: for each rank, the begins and ends of its waiting kernels and communications. They may take the SM that
-            another waiting kernel leaves free, and keep it.
+        rivals: for each rank, the events at which its waiting kernels and communications begin and end. Such a kernel
+            or communication may take the SM that another waiting kernel leaves free, and keep it.
         latest: for each waiting kernel, the vector clock of all events that happen before a signal that it waits for.
     """
 
@@ -219,9 +219,10 @@ class Lanes:
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, cycle: list[WaitingKernel], *, sure: bool = True) -> Trouble | None:
-        """Return the deadlock of a cycle of kernels; return None if the cycle holds up no signal of some kernel in it.
+        """Return the deadlock of a cycle of kernels, or None if the cycle is no deadlock.
 
-        If `sure` is False, the search was given up. Then the first kernel is reported as a deadlock without this test.
+        It is no deadlock if some kernel of the cycle waits for no signal that a kernel of the cycle holds up. If `sure`
+        is False, the search was given up. Then the first kernel is reported as a deadlock without this test.
         """
         troubles: list[Trouble] = []
         for kernel in cycle:

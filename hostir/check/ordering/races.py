@@ -133,8 +133,8 @@ class CallUses:
     """The events of one call that access a buffer, kept in a form that is quick to compare with a vector clock.
 
     Fields:
-        ticks: for each lane, the tick of the last such event on the lane. A vector clock that has reached all these
-            ticks follows the events.
+        ticks: for each lane, the tick of the last event on the lane that accesses the buffer. An event happens after
+            all these events if its vector clock has reached all these ticks.
         others: the events that have not exactly one tick. They are compared one by one.
     """
 
@@ -187,7 +187,7 @@ class RaceDetector:
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
         """Record an access; return True if it happens after all accesses of earlier calls to the buffer.
 
-        It does not matter which elements are accessed. If both are reads, they need no order.
+        It does not matter which elements are accessed. Two reads need no order.
         """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():
