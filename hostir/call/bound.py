@@ -85,5 +85,5 @@ class BoundCall:
 
 
 def _never(*tensors: Any) -> bool:
-    """Return False. It takes the place of the guards if an argument is None, because guards accept only tensors."""
+    """Return False. This function takes the place of the guards if an argument is None: guards accept only tensors."""
     return False

@@ -202,11 +202,11 @@ class Executor:
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        """Return the symmetric buffer that the program copies each input to; None for an input that it does not copy.
+        """Return, for each input, the symmetric buffer that the program copies it to; None for an input without a copy.
 
-        A call makes no copy of an input that is the returned tensor itself. So compute this input in the returned
-        tensor. The memory belongs to the executor. It keeps the caller's data until the program overwrites it. All
-        ranks must call this method.
+        If you pass the returned tensor itself as the input, a call makes no copy. So compute the input in this tensor.
+        The memory belongs to the executor. It keeps your data until the program overwrites it. All ranks must call this
+        method.
         """
         raise NotImplementedError
 

@@ -283,7 +283,7 @@ class Decider:
 
 
 def _communicates(programs: Iterable[Program]) -> bool:
-    """Return True if a program has a collective, so that there is something to overlap."""
+    """Return True if one of the programs has a collective, so that there is something to overlap."""
     return any(s.collective for program in programs for s in program.walk())
 
 

@@ -23,7 +23,7 @@ LARGEST = 16  # the exponent of the largest size that choices are made for; it s
 
 @dataclass(frozen=True)
 class Range:
-    """A range of values of a size with the same choice: from `first` to `last`; from `first` on if `last` is None."""
+    """The values of a size from `first` to `last`, all with the same choice. `last` is None if there is no end."""
 
     first: int
     last: int | None

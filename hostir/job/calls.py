@@ -331,8 +331,9 @@ class Calls:
     def compare_new(self, call: Call) -> None:
         """Compare a call whose sizes are new on this rank, if not all calls are compared. No rank waits.
 
-        The call is compared with the call of the first rank for which the sizes at this position were new, too. Every
-        rank raises MisalignedError if these calls differ, or if the two ranks have made different calls before.
+        The first rank that has new sizes in its n-th call writes this call to the store. Every other rank that has new
+        sizes in its n-th call compares its call with this text. If the calls differ, or if the two ranks have made
+        different calls before, every rank raises MisalignedError.
         """
         if not self.others:
             return

@@ -192,7 +192,7 @@ class Watchdog:
             self.links.announce("back")
 
     def renewed(self) -> None:
-        """Forget the abandoned call and earlier failures: all ranks have met after them."""
+        """Forget the abandoned call and earlier failures, because all ranks have met since then."""
         with self.links.changing:
             self.renewals += 1
             if self.first is not None and self.first.renewals < self.renewals:

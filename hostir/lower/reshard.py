@@ -195,7 +195,7 @@ def _without(type: TensorType, *marks: str) -> TensorType:
 
 
 def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
-    """Return the axis, sharded only over those of its mesh axes that are in `marks`."""
+    """Return the axis without its sharding over mesh axes that are not in `marks`."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 

@@ -168,8 +168,8 @@ class RowCollectives:
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
         """Return the collectives changed so that tensors have block axes, `[blocks, ranks, ..., K]`.
 
-        This concerns the collectives for which `wanted` is true. Matmuls of their gathered rows get the same axes.
-        Reshapes lead back to the old axes.
+        Only the collectives for which `wanted` returns True are changed. Matmuls of their gathered rows get the same
+        axes. Reshapes lead back to the old axes.
         """
         names = Names.of(self.program)
         full: dict[str, Value] = {}  # by the name of gathered rows or scales: the tensor with block axes
@@ -212,7 +212,8 @@ class RowCollectives:
     def with_products_in_blocks(self) -> RowCollectives:
         """Return the collectives with products changed to have block axes.
 
-        This concerns products that only a reduce_scatter reads, through a reshape to its block axes.
+        Only products that a reduce_scatter reads through a reshape to its block axes, and nothing else reads, are
+        changed.
         """
         program, names = self.program, Names.of(self.program)
         makers = {result_of(s).name: s for s in program.body}

@@ -80,7 +80,7 @@ class RankTrace(Observer):
         return [last] if last else []
 
     def issued(self, stream: str) -> list[Event]:
-        """Return the latest events of a stream. If they have ended, everything that was issued to the stream has ended."""
+        """Return the latest events of a stream. Once they have ended, all work that was issued to it has ended."""
         return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
 
     def follow(self, event: Event, *lane: object) -> Event:

@@ -35,8 +35,8 @@ class Constants(NamedTuple):
         OWN: block `first` needs no flag, because its rows come from `own_rows`. They are read there or in `a`.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks are split in two.
-        DONE: the largest number of blocks that hold rows of one tile, rounded up to a power of 2. Blocks are those of
-            the completion flags. 0 without completion flags.
+        DONE: the largest number of blocks of the completion flags that hold rows of one tile, rounded up to a power of
+            2; 0 without completion flags.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 products by FMAs without tensor cores.
@@ -417,7 +417,7 @@ def tile_position(tile, product, C: tl.constexpr):
 
 @triton.jit
 def _blocks_of(product, place, C: tl.constexpr):
-    """Return the indices of the first and the last block that hold rows of a tile. Blocks are those of `raised`."""
+    """Return the indices of the first and the last block of `raised` that hold rows of a tile."""
     batch, row, _ = place
     top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
     return top // product.raised.height, (end - 1) // product.raised.height

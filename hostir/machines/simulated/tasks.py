@@ -115,7 +115,7 @@ class Gate:
         return False
 
     def released(self) -> list[Task]:
-        """Return the parked tasks, which should try again, and park none."""
+        """Remove the parked tasks from the gate and return them. Each of them should ask again whether it may run."""
         parked, self.parked = self.parked, []
         return parked
 
