@@ -174,7 +174,7 @@ class Costs:
         return h.push * copy.first + copy.bytes / rate / 1e3
 
     def in_matmul(self, work: TaskWork) -> bool:
-        """Return True for a copy that a matmul makes: it stores its result to the peer itself."""
+        """Return True if the work is a copy that the matmul itself makes, by storing its result to the peer."""
         return self.in_triton and isinstance(work, CostCopy) and work.in_matmul
 
     def transfer(self, transfer: CostTransfer) -> float:

@@ -149,8 +149,8 @@ class Calls:
     Fields:
         lock: held by the thread whose call runs.
         inside: the thread whose call runs; None between calls.
-        visible: True if other ranks may know of this call and run it, because this rank has written it to the store, or
-            has issued work that peers may notice.
+        visible: True if other ranks may know of the running call and run it, too. Either this rank has written the call
+            to the store, or it has issued work that peers may notice.
         entered: the number of calls that have begun.
         latest: the thread that made the latest call.
         caller: the thread to which the latest call belongs. A call that a thread of autograd makes belongs to the
@@ -164,9 +164,9 @@ class Calls:
         broken: the reason why this rank makes no more calls: its calls differ from those of other ranks.
         slots: the texts that this rank last read from the slots of the store.
         made: the number of calls that were not compared.
-        trail: a hash of the sequence of these calls.
-        asked: the number of calls that `compare_new` has compared since the last of these calls. There can be several,
-            because a call that fails may be followed by a call with other sizes.
+        trail: a hash of the sequence of the calls that were not compared.
+        asked: the number of calls that `compare_new` has compared since the last call that was not compared. There can
+            be several, because a call that fails may be followed by a call with other sizes.
         posted: the keys that this rank has written in `compare_new`.
     """
 

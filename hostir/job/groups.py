@@ -153,7 +153,7 @@ class Groups:
             _destroy(groups, default)
 
     def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Create the missing process groups of these teams, for teams that this rank is in.
+        """Create the missing process groups of the teams in `teams` that this rank is in.
 
         On CUDA the ranks of a group also connect, because they cannot connect during a graph capture.
         """

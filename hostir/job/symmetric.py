@@ -101,7 +101,7 @@ class Sharing(Protocol):
         """Close everything that this rank holds open besides the memory, because the session ends."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Store data of the machine in new memory's `kept`, if the data must live as long as the memory."""
+        """Store data of the machine in the field `kept` of new memory, if the data must live as long as the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
         """Prepare this rank's memory for the first call, before peers access it. Its buffers are already cleared."""
@@ -329,7 +329,8 @@ class SymmetricMemory:
         return memory
 
     def allocate(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
-        """Allocate and map memory with this room on all ranks, and return it. If a rank fails, return the error.
+        """Allocate and map new memory on all ranks, with the room of `rooms`, and return it; return the error if a rank
+        fails.
 
         Every rank returns the same error.
         """
@@ -442,8 +443,8 @@ def _needs(
 ) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
     """Return the buffers that a rank must offer to its peers, and the buffers of peers that it uses.
 
-    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers
-    among them that it reads. The flags of barriers are included in the first two.
+    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers of
+    peers that the rank reads. The flags of barriers are included in the first two.
     """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)

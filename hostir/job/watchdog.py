@@ -88,7 +88,7 @@ class Watchdog:
         everyone: all ranks.
         known: the number of events that were processed.
         died: the event of the first rank that died.
-        died_at: the clock when this event was processed.
+        died_at: the clock when the event `died` was processed.
         done: the ranks that have made their last call.
         first: the first failure of a call; None once all ranks have failed or have made another call.
         failed: the ranks that have failed since the first failure.

@@ -248,7 +248,7 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 class Communicate(Pass):
     """Turns each reshard into a communication, or into a view if a rank already has the elements.
 
-    If both terms of an addition are partial sums reduced the same way, their sum is reduced once.
+    If both terms of an addition are partial sums that are reduced in the same way, their sum is reduced once.
     """
 
     name = "communicate"

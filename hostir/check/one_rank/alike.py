@@ -209,7 +209,8 @@ class Alike(Order):
 def _access(access: Access, rank: int) -> Access:
     """Return the access to rank 0's memory that `rank` makes where rank 0 itself makes `access`.
 
-    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is an access to a buffer of rank 0.
+    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is the corresponding access of `rank` to
+    the buffer of rank 0.
     """
     region = access.region
     offset: Any = region.offset

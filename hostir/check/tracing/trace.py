@@ -24,7 +24,7 @@ class RankTrace(Observer):
         statement: the current statement; None during actions of the caller.
         rounds: the indices of the loops around the current statement.
         tails: the last event of each lane.
-        pushing: for each stream, the copies by SMs that were issued last to it.
+        pushing: for each stream, the copies by SMs and their signals that were issued last to it.
         collectives, messages, barriers: what the rank has issued for each team.
         kernels: the kernels that wait for flags.
         by_blocks: the computations that wait for flags or set flags.

@@ -340,7 +340,7 @@ def wait_for_first_sum(tickets, tile):
 def arrive(tickets, tile, parts):
     """Signal that this program's partial sum of a tile is in memory; return True if all `parts` sums are there now.
 
-    So one program gets True, the last one. It sees all sums. It resets the ticket to 0 for the next launch.
+    So only the last program gets True. This program sees all sums. It resets the ticket to 0 for the next launch.
     """
     tl.debug_barrier()  # orders the writes of all threads before the atomic by one thread
     last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1

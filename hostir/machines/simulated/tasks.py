@@ -20,7 +20,7 @@ class Task:
     Fields:
         lane: the label of its stream; a unique label if it is on no stream.
         order: the number of tasks that its rank created before it.
-        step: the number of statements of its rank so far when it was created.
+        step: the number of statements of its rank up to the moment when the task was created.
         statement: the statement that it belongs to; None for a task of the caller.
         rounds: the rounds of the loops around the statement.
         call: the number of the call, from 0.
