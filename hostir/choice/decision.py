@@ -223,8 +223,7 @@ class Decider:
         return cache.read(cache.key_of(self.program, sizes, self.platform))
 
     def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
-        """Return the choice for these sizes: the candidate with the best measurements; without measurements, estimates
-        decide.
+        """Return the choice for these sizes: the fastest candidate by measurements if there are any, else by estimates.
 
         `entries` are the measurements; None for the measurements in this process's cache.
         """

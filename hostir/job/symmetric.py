@@ -329,10 +329,9 @@ class SymmetricMemory:
         return memory
 
     def allocate(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
-        """Allocate and map new memory on all ranks, with the room of `rooms`, and return it; return the error if a rank
-        fails.
+        """Allocate and map new memory on all ranks, and return it. Return the error instead if a rank fails.
 
-        Every rank returns the same error.
+        `rooms` has the number of bytes of each buffer. Every rank returns the same error.
         """
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
