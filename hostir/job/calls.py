@@ -161,7 +161,8 @@ class Calls:
         paired: the latest such pair: the other rank, the name of its thread, and the name of the thread here.
         operator: the name of the operator of hostir.torch that is calling an executor; empty for other callers.
         number: the number of the next call.
-        broken: the reason why this rank makes no more calls: its calls differ from those of other ranks.
+        broken: the reason why this rank makes no more calls: its calls differ from the calls of other ranks. Empty if
+            they do not differ.
         slots: the texts that this rank last read from the slots of the store.
         made: the number of calls that were not compared.
         trail: a hash of the sequence of the calls that were not compared.

@@ -29,7 +29,7 @@ _abandoned: list[Any] = []  # process groups of sessions that failed, which must
 
 
 def _alone(key: str, mine: str) -> list[str]:
-    """Exchange a text if there is only one rank: return only this rank's text."""
+    """Do what `Groups.exchange` does, for a rank that is alone: return a list with only this rank's text."""
     return [mine]
 
 

@@ -77,7 +77,10 @@ class RowCollectives:
         return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
 
     def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
-        """Return the allgather of the rows that `user` multiplies; None if `s` does not gather their scales."""
+        """Return the allgather of the rows that `user` multiplies.
+
+        Return None if `s` does not gather the scales of these rows.
+        """
         if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
             return None
         gather = next((g for g in self.gathers if g.out.name == user.a.name), None)

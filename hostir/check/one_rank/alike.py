@@ -76,8 +76,8 @@ class _Frame(Frame):
     def member(self, team: tuple[int, ...], place: Any) -> int:
         """Return the peer of rank 0: the rank at a place in its team.
 
-        On other ranks, the place may be another one. Raise UnlikeError if the distance from rank to peer is not the
-        same on all ranks.
+        The place may differ from rank to rank. Raise UnlikeError if the distance from rank to peer is not the same on
+        all ranks.
         """
         assert isinstance(self.machine, _Tracer)
         stride = team[1] if len(team) > 1 else 1
