@@ -306,7 +306,7 @@ class RankExecutor(Executor):
     def _blamed(self, failure: HostIRError) -> HostIRError:
         """Report a failure of a call to the other ranks, and return the error to raise.
 
-        Without a watchdog, no rank waits for a report: if the call was abandoned, renew the memory at once.
+        Without a watchdog, report nothing. If the call was abandoned, renew the memory at once instead.
         """
         groups = self._machine.groups
         if self.watchdog is not None:

@@ -30,7 +30,7 @@ from hostir.plan.unrolled import RegisterView, UnrolledProgram
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return every team of two or more ranks that has collectives, in program order. The ranks of a team are ascending.
 
-    The order of the teams is the same on all ranks, because all ranks must create their process groups in one order.
+    All ranks must create their process groups in the same order. So this order does not depend on the rank.
     """
     teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))

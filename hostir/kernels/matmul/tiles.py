@@ -94,7 +94,7 @@ class Tile:
         Args:
             itemsize: the bytes of an element of an operand.
             descriptors: True if tiles move through TMA descriptors.
-            result: the bytes of an element of the result; None: `itemsize`.
+            result: the bytes of an element of the result; by default `itemsize`.
             adds: True if the product is added to the old output.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize
