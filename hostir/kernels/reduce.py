@@ -239,12 +239,12 @@ def sum_kernel(
     segments,  # segments of a block; a segment lies within one run of the last axis
     length,  # elements of a segment
     first,  # the block to begin with
-    flags,  # from flags to polls: with READY only, fields of ReadyFlags, and waits, the number of flags of a source
+    flags,  # flags to polls are set with READY only: fields of ReadyFlags; waits is the number of flags of a source
     timeouts,
     epoch,
     waits,
     polls,
-    raised_flags,  # from raised_flags to counts: with DONE only, fields of Raised, and raises, the number of flags
+    raised_flags,  # raised_flags to counts are set with DONE only: fields of Raised; raises is the number of flags
     raised_epoch,
     raises,
     counts,

@@ -602,18 +602,18 @@ def matmul_kernel(
     scales,  # Scales, with SCALES only
     first,  # the block to begin with, of READY or else of DONE; None if neither is set
     height,  # rows of a block
-    flags,  # from flags to polls: with READY only, fields of ReadyFlags, and blocks, the number of flags
+    flags,  # flags to polls are set with READY only: fields of ReadyFlags; blocks is the number of flags
     timeouts,
     epoch,
     blocks,
     polls,
-    raised_flags,  # all fields of Raised except counts, with DONE only
+    raised_flags,  # raised_flags to raised_height are set with DONE only: all fields of Raised except counts
     raised_epoch,
     raised_height,
     pushed,  # a Pushed, with PUSHED only
     counts,  # the last field of Raised, with DONE only
     workspace,  # a Workspace, with SPLIT or EARLY
-    unsplit,  # from unsplit to parts: with SPLIT only. Number of tiles before the split ones, early tiles included
+    unsplit,  # unsplit to parts are set with SPLIT only. Number of tiles before the split tiles, with early tiles
     split,  # number of split tiles
     parts,  # parts of each split tile
     early,  # number of first blocks in which tiles are split in two, with EARLY; each is complete batches
