@@ -40,7 +40,7 @@ class Room:
         self.name = program.name
 
     def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
-        """Raise HostIRError if `total` bytes are needed and only `there` bytes are available, which are fewer.
+        """Raise HostIRError if `total` bytes are needed, but only `there` bytes are available.
 
         The other arguments are parts of the message. `where` says who needs the bytes, `has` says who has the available
         bytes, and `whole` is a remark on the unsharded inputs.
