@@ -63,7 +63,7 @@ def check_apart(program: Program, written: Collection[str], inputs: Sequence[Any
 
 
 def refuse_gradients(program: Program, inputs: Sequence[Any]) -> None:
-    """Refuse inputs that require gradients: autograd does not see what an executor computes."""
+    """Raise HostIRError if an input requires gradients: autograd does not see what an executor computes."""
     if not torch.is_grad_enabled():
         return
     for value, x in zip(program.inputs, inputs, strict=False):
@@ -154,7 +154,10 @@ def addresses(tensors: Iterable[Any]) -> list[int]:
 
 
 def unwritable(tensors: Iterable[Any]) -> bool:
-    """Return True if torch would refuse to write a tensor: made in inference mode, it is now used outside that mode."""
+    """Return True if torch would refuse to write one of the tensors.
+
+    torch refuses to write a tensor outside inference mode if the tensor was made in inference mode.
+    """
     outside = not torch.is_inference_mode_enabled()
     return outside and any(isinstance(x, torch.Tensor) and x.is_inference() for x in tensors)
 

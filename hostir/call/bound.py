@@ -44,7 +44,7 @@ class BoundCall:
     Args:
         plan: the plan.
         tensors: the inputs of the first such call, and its tensors of `out=`.
-        where: the addresses of `tensors`, if later calls must use the same addresses; None if any addresses fit.
+        where: the addresses that later calls must use, which are the addresses of `tensors`; None if any addresses fit.
         digest: the digest of the program's text; empty for a rank without a session.
 
     Fields:
@@ -85,5 +85,5 @@ class BoundCall:
 
 
 def _never(*tensors: Any) -> bool:
-    """Return False. It takes the place of the guards if an argument is None, because guards accept only tensors."""
+    """Return False. This function takes the place of the guards if an argument is None: guards accept only tensors."""
     return False

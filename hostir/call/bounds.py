@@ -5,13 +5,14 @@ the same inputs. The allowed error is
 
     (1.1 * error of the plain computation + slack) * sqrt(1 + s)
 
-- The slack has two parts. A unit is the machine epsilon of a dtype. Half a unit of f32 allows for another order of
-  summation. For n elements, 1.5/sqrt(n) units of the dtype allow for chance, because the norm over a few elements
-  varies.
-- s accounts for sums over ranks: every sum over R ranks adds to s. A sum rounds every partial sum to the dtype.
-  Rounding errors are independent, so their squares add up. A sum that is computed in f32, as on the CPU, adds 1 to s.
-  NCCL's ring also rounds the sum of the first j partial sums, for every j. Such a sum has the size sqrt(j/R). So NCCL
-  adds (R + 1) / 2 to s.
+- The slack has two parts. Here a unit is the machine epsilon of a dtype. The first part is half a unit of f32: it
+  allows for another order of summation. The second part is 1.5/sqrt(n) units of the result's dtype, for a result of n
+  elements: it allows for chance, because the norm over a few elements varies.
+- s accounts for the sums over ranks. Rounding errors are independent, so their squares add up. Every sum over R ranks
+  adds to s the squared error of its roundings, in units of the squared error of one rounding of the result. A sum that
+  is computed in f32, as on the CPU, rounds each partial sum to the dtype, and adds 1 to s. NCCL's ring also rounds the
+  sum of the first j partial sums, for every j. Such a sum has the size sqrt(j/R), relative to the result. So NCCL adds
+  (R + 1) / 2 to s.
 
 If a program computes only in f64, the reference is as inexact as the results, and is mostly equal to the plain
 computation bit for bit. The slack then has 64 units of f64 instead of half a unit of f32. Sums of 16,000 products stay
@@ -75,9 +76,10 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def reductions(program: Program, *, ring: bool = False) -> float:
-    """Return the `s` of this module's docstring for a host program: the squared error that its sums over ranks add.
+    """Return `s` for a host program: the squared rounding errors that its sums over ranks add to a result.
 
-    The unit is the square of one rounding error. `ring`: True if NCCL computes the sums in the dtype, hop by hop.
+    The module's docstring explains `s`. Its unit is the square of one rounding error. `ring` is True if NCCL computes
+    the sums in the dtype, hop by hop.
     """
     return sum((s.addends + 1) / 2 if ring and s.collective else 1 for s in program.walk() if s.addends)
 

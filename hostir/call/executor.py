@@ -55,16 +55,17 @@ class Executor:
     simulated rank.
 
     On a CPU a call returns when everything is done. On CUDA it returns when everything is issued. After a first call
-    with tensors of the same shapes, calls on CUDA may be captured into a CUDA graph. Only one thread at a time may make
+    with tensors of the same shapes, you may capture calls on CUDA into a CUDA graph. Only one thread at a time may make
     calls of the same ranks.
 
     The caller owns the outputs. With `out=`, a tensor or a sequence of tensors, the call writes into the caller's
     tensors. They must be contiguous, and must share no memory with the inputs or each other. On CUDA, the third and
     later calls with `out=` at the same addresses are replayed from a CUDA graph; docs/calls.md has the details.
 
-    Symmetric buffers and flags last from call to call. Sizes of one kind share them: the buffers have room for the
-    largest sizes so far, so that smaller sizes need no rendezvous. docs/memory-model.md defines the kinds of sizes.
-    Executors of equal programs share buffers and flags, too. Their calls run one after another, on any streams.
+    Symmetric buffers and flags last from call to call. Calls with sizes of one kind share buffers and flags;
+    docs/memory-model.md defines the kinds of sizes. The buffers have room for the largest sizes so far, so smaller
+    sizes need no rendezvous. Executors of equal programs also share buffers and flags. The calls of these executors run
+    one after another, on any streams.
 
     Executors compute no gradients. Inputs that require gradients are refused, unless the call is under
     `torch.no_grad()`. An input that the program only computes with may have any strides. An input that it communicates
@@ -201,11 +202,11 @@ class Executor:
 
     @untraced
     def places(self, *inputs: Any) -> tuple[Part, ...]:
-        """Return the symmetric buffer that the program copies each input to; None for an input that it does not copy.
+        """Return, for each input, the symmetric buffer that the program copies it to; None for an input without a copy.
 
-        A call makes no copy of an input that is the returned tensor itself. So compute this input in the returned
-        tensor. The memory belongs to the executor. It keeps the caller's data until the program overwrites it. All
-        ranks must call this method.
+        If you pass the returned tensor itself as the input, a call makes no copy. So compute the input in this tensor.
+        The memory belongs to the executor. It keeps your data until the program overwrites it. All ranks must call this
+        method.
         """
         raise NotImplementedError
 
@@ -271,7 +272,10 @@ def run(program: Program, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
 
 
 def everyones(parts: Sequence[Part], joined: Session | None) -> list[Sequence[Part]]:
-    """Return every rank's parts, in the order of the ranks; `[parts]` without a session. All ranks call it."""
+    """Return every rank's parts, in the order of the ranks. All ranks call it.
+
+    Without a session this process is the only rank, and the result is `[parts]`.
+    """
     if joined is None:
         return [parts]
     gathered: list[Any] = [None] * joined.size

@@ -111,8 +111,8 @@ def run_local(
 ) -> list[Parts]:
     """Run one call with `run_calls`; return the part of every rank for each output, `outputs[i][rank]`.
 
-    `out`: tensors of the caller that receive the outputs and are returned: a list of parts for each output, or one list
-    if there is one output.
+    `out` holds the caller's tensors to copy the outputs to: a list of every rank's part for each output, or just this
+    list if there is one output. The function then returns these tensors.
     """
     (outputs,) = run_calls(program, [inputs], sizes, seed=seed, kernels=kernels, watch=watch, trace=trace)
     return outputs if out is None else _deliver(program, inputs, outputs, out)

@@ -15,8 +15,8 @@ from hostir.kernels.dtypes import BITS
 def shard(tensor: torch.Tensor, type: TensorType, rank: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
     """Return a contiguous copy of one rank's part of an unsharded tensor; None for a rank outside the mesh.
 
-    For a partial sum over a mesh axis of n ranks, each of them gets every n-th element, and zeros elsewhere. So the
-    parts add up to `tensor` without rounding.
+    If the type is a partial sum over a mesh axis of n ranks, each of the n ranks gets every n-th element, and zeros for
+    all other elements. So the parts add up to `tensor` without rounding.
     """
     mesh = type.mesh
     if mesh is None:
@@ -80,10 +80,10 @@ def check_shape(tensor: torch.Tensor, type: TensorType, sizes: Mapping[str, int]
 def _split(
     type: TensorType, mesh: Mesh, sizes: Mapping[str, int], coordinate: Callable[[str], int]
 ) -> tuple[list[int], tuple[int | slice, ...]]:
-    """Return a shape to view the unsharded tensor in, and the index of one rank's part in this view.
+    """Return a shape in which to view the unsharded tensor, and the index of one rank's part in this view.
 
-    In the shape, each sharded factor is split into two axes: ranks, and elements of a rank. `coordinate` returns the
-    rank's place on a mesh axis.
+    The view splits each sharded factor of an axis into two axes: one for the ranks, and one for the elements of a rank.
+    `coordinate` returns the rank's position on a mesh axis.
     """
     shape: list[int] = []
     at: list[int | slice] = []

@@ -38,7 +38,8 @@ def random_inputs(
 def _scales(program: Program, sizes: Mapping[str, int]) -> dict[str, float]:
     """Return a standard deviation for each value that becomes the right side of a contraction, by the value's name.
 
-    If the right side is a view, or is computed from a single value, the name is that of the value it comes from.
+    If the right side is a view of another value, or is computed from a single other value, the name is the name of that
+    other value.
     """
     origin: dict[str, str] = {}  # by name of a value: the value that it views, or the only one it is computed from
     scales: dict[str, float] = {}

@@ -306,7 +306,7 @@ class RankExecutor(Executor):
     def _blamed(self, failure: HostIRError) -> HostIRError:
         """Report a failure of a call to the other ranks, and return the error to raise.
 
-        Without a watchdog, no rank waits for a report: if the call was abandoned, renew the memory at once.
+        Without a watchdog, report nothing. If the call was abandoned, renew the memory at once instead.
         """
         groups = self._machine.groups
         if self.watchdog is not None:
@@ -332,7 +332,7 @@ class RankExecutor(Executor):
         self._blamed(error(what))
 
     def _resume(self) -> None:
-        """Do before a call what another rank or an earlier failure asks for: raise an error, or begin anew.
+        """Recover before a call: raise the error that a rank or an earlier call has left, or renew the shared state.
 
         The watchdog has set `disturbed`. It is set again if this method raises.
         """
@@ -583,7 +583,7 @@ _with_threads: weakref.WeakSet[RankExecutor] = (
 
 
 def _forked() -> None:
-    """Prepare executors for a forked child: drop what lets a call skip the check that refuses it there."""
+    """Drop the bound calls of executors in a forked child, so that the next call runs the check that refuses it."""
     for executor in _with_threads:
         executor.latest = None
     for calls in {executor.calls for executor in _with_threads}:

@@ -40,10 +40,10 @@ class Room:
         self.name = program.name
 
     def check(self, total: int, there: int, where: str, has: str, whole: str = "") -> None:
-        """Raise HostIRError if `total` bytes are more than the `there` bytes that are available.
+        """Raise HostIRError if `total` bytes are needed, but only `there` bytes are available.
 
-        `where`, `has` and `whole` are parts of the message: who takes the bytes, who has the available bytes, and a
-        remark on the unsharded inputs.
+        The other arguments are parts of the message. `where` says who needs the bytes, `has` says who has the available
+        bytes, and `whole` is a remark on the unsharded inputs.
         """
         if total <= there:
             return

@@ -69,8 +69,8 @@ def _check_input(
 ) -> bool:
     """Return True if the rank holds a part of the input.
 
-    Raises HostIRError for a tensor of the wrong type, memory, dtype, device or number of axes. Extents are not checked
-    here.
+    Raises HostIRError if the input is no tensor, has no plain memory, or has the wrong dtype, device or number of axes.
+    It does not check extents.
     """
     type, mesh = value.tensor, value.tensor.mesh
     if rank is not None and mesh is not None and rank not in mesh.devices:
@@ -99,7 +99,7 @@ def _same_device(got: torch.device, expected: torch.device) -> bool:
 def _solve(size: Size, extent: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
     """Solve `size == extent` for the only unbound symbol of `size`, and return the symbol and its value.
 
-    Return None if `size` has no unbound symbol, or several, or if any value is a solution.
+    Return None if `size` has no unbound symbol, if it has several, or if every value of the symbol solves the equation.
     """
     unbound = [(name, power) for name, power in size.symbols if name not in sizes]
     if len(unbound) != 1 or unbound[0][1] < 1:

@@ -102,7 +102,8 @@ def _capture(now: torch.cuda.Stream) -> int:
 class SideStreams:
     """The two side streams of an executor's started calls: one for calls within captures, one for all other calls.
 
-    One stream is not enough: during a capture, all work on its streams is captured, also the work of other threads.
+    One stream is not enough. While a capture includes a stream, CUDA captures all work on this stream, also the work of
+    other threads.
     """
 
     def __init__(self, device: torch.device) -> None:

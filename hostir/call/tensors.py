@@ -1,4 +1,4 @@
-"""Checks for tensors that hostir cannot use: their memory is not plain and strided, or overlaps."""
+"""Find tensors that hostir cannot use: tensors without plain strided memory, and tensors that overlap."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 def overlaps_itself(x: torch.Tensor) -> bool:
     """Return True if elements of a tensor may share memory.
 
-    They may if the stride of an axis is not longer than the span of all axes with shorter strides.
+    They may share memory if the stride of an axis is not longer than the span of all axes with shorter strides.
     """
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):

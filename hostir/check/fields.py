@@ -98,7 +98,7 @@ def _is_expr(held: object) -> bool:
 
 
 def _is_size(held: object) -> bool:
-    """Return True if a value is a `Size` that has symbols or is an integer."""
+    """Return True if a value is a `Size`, and either has symbols or is an integer."""
     if not isinstance(held, Size) or not (_is_int(held.num) and _is_int(held.den) and held.num and held.den):
         return False
     return held.den == 1 or bool(held.symbols)

@@ -65,8 +65,8 @@ def _of_one_rank(program: Program, sizes: Mapping[str, int], calls: int | None) 
     All ranks have to be traced in these cases:
     - Rank 0 does not represent all ranks.
     - More calls have to be checked than were traced.
-    - There are findings, and the program is small enough to trace all ranks. Those findings are more precise.
-    - A kernel may hold SMs that others need. One rank cannot decide this.
+    - There are findings, and the program is small enough to trace all ranks. Findings about all ranks are more precise.
+    - A kernel may hold SMs that other kernels need. The events of one rank cannot decide this.
     - No small sizes fit, or even one rank has too many statements. `analyse` reports both as errors.
     """
     if misfits := program.misfits(sizes):

@@ -104,8 +104,8 @@ def _cut(axes: Shape, counts: Shape, share: tuple[Size, Size], sizes: Mapping[st
     Args:
         axes: the extents of the row axes of one tensor.
         counts: numbers of blocks; the rows are cut into their least common multiple.
-        share: for `own` rows, the number of blocks that they replace and the number of all blocks. The rows of other
-            tensors have equal numbers.
+        share: a pair. For a tensor of `own` rows: the number of blocks that these rows replace, and the number of all
+            blocks. For any other tensor the two numbers are equal.
         sizes: the values of all symbols.
     """
     if len(axes) < 2:
@@ -128,7 +128,7 @@ class _Walk:
         symmetric: the shape of each symmetric buffer.
         strides: the strides of each value.
         buffers: for each value, the name of its buffer.
-        by_chance: True if some view exists for some sizes only, or is dense, or equals another view, for some only.
+        by_chance: True if, only for some sizes, a view exists, is dense, or equals another view.
         fits: False if the signature has to consist of all sizes of the program.
     """
 

@@ -113,7 +113,9 @@ def _ignored(path: Path, reason: str) -> Entries:
 
 
 def write(key: Mapping[str, Any], name: str, entries: Entries) -> Path:
-    """Add measurements to the file of a key, and return its path. `name` helps people who read the file.
+    """Add measurements to the file of a key, and return its path.
+
+    `name` is the name of the fusion. It is in the file only for people who read the file.
 
     Raises HostIRError if the folder cannot be written.
     """

@@ -46,8 +46,8 @@ def candidates_of(
     Args:
         fusion: a program in the fusion phase.
         platform: the platform that it will run on.
-        kernels: the only kernels to consider: `aten`, `cublas` or `triton`, or several of them; `auto` for those that
-            suit the platform.
+        kernels: the only kernels to consider: one or several of `aten`, `cublas` and `triton`. `auto` considers the
+            kernels that suit the platform.
         for_testing: include candidates that run on the platform only for testing, so that they can be measured.
     """
     programs: dict[Candidate, Program] = {}
@@ -116,7 +116,7 @@ def _kernel_families(fusion: Program, platform: Platform, kernels: str | Sequenc
     if platform.computes != "cuda" or (platform.machine == CUDA and find_spec("triton") is None):
         return ("aten",)
     if any(s.contracts for s in fusion.body):
-        return ("cublas", "triton")  # both sum in Triton: ATen's sums read and write several times as many bytes
+        return ("cublas", "triton")  # both compute sums in Triton: ATen's sums move several times as many bytes
     return ("triton",) if any(value.tensor.partial for value in fusion.inputs) else ("aten",)
 
 
@@ -125,7 +125,10 @@ def _signals_by_sms(program: Program) -> bool:
 
 
 def _equal_reason(program: Program, strategy: str) -> str:
-    """Return why a candidate is dropped that has the same program as an earlier candidate, which has this strategy."""
+    """Return the reason to drop a candidate: its program equals the program of an earlier candidate.
+
+    `program` is the program of both candidates, and `strategy` is the strategy of the earlier one.
+    """
     if strategy == SEQUENTIAL:
         return next(iter(not_overlapped(program).values()), NOTHING_TO_OVERLAP)
     return f"it lowers to the same program as '{strategy}'"
@@ -134,8 +137,8 @@ def _equal_reason(program: Program, strategy: str) -> str:
 def asked_for(strategy: str, program: Program, kernels: str) -> tuple[Candidate, tuple[str, ...]]:
     """Return the candidate for a strategy that the caller asked for, and notes on communications without overlap.
 
-    If `program`, which the strategy returned, uses neither worker streams nor peers' memory, the candidate has the
-    strategy `sequential`.
+    `program` is the result of lowering by this strategy. If it uses neither worker streams nor peers' memory, it is the
+    sequential program, and the candidate gets the strategy `sequential`.
     """
     if strategy == SEQUENTIAL:
         return Candidate(SEQUENTIAL, 1, kernels), ()

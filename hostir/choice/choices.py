@@ -35,7 +35,7 @@ class Timing:
     """The time of one call of a candidate, in microseconds, and the symmetric memory that the candidate uses.
 
     Fields:
-        us: the time that candidates are ranked by: `eager` or `graph`, depending on `calls` (see `hostir.lower.CALLS`).
+        us: the time that ranks the candidates. It is `eager` or `graph`, as `ranked_by` decides.
         eager: the time of a call that issues every statement anew.
         graph: the time of a replay of a CUDA graph; None if the candidate cannot be replayed.
         symmetric: the bytes of symmetric memory on a rank.
@@ -49,9 +49,15 @@ class Timing:
 
 
 def ranked_by(calls: str, eager: float | None, graph: float | None, *, captured_by_caller: bool) -> float | None:
-    """Return the time that candidates are ranked by for this value of `calls`: `eager` or `graph`; None if unknown.
+    """Return the time that ranks a candidate: `graph` if its calls are replays of a CUDA graph, else `eager`.
 
-    `captured_by_caller`: True if only the caller can capture a graph of the program, because executors do not.
+    The result is `eager` as well if `graph` is None. It is None if `eager` is also None.
+
+    Args:
+        calls: how calls are made, as for `hostir.choice.choose`. Calls are replays for `graph`. They are also replays
+            for `out`, unless `captured_by_caller` is True.
+        eager, graph: the two times of the candidate, as in `Timing`.
+        captured_by_caller: True if only the caller can capture the program in a CUDA graph, because executors do not.
     """
     replayed = calls == "graph" or (calls == "out" and not captured_by_caller)
     return graph if replayed and graph is not None else eager
@@ -77,8 +83,9 @@ class Choice:
     Fields:
         fusion: the name of the fusion.
         taken: the chosen candidate.
-        source: why it was chosen: it was the fastest as `measured` (now or earlier) or as `estimated` by the cost
-            model; it was `asked for` by the caller; or it is a `fallback`, because nothing else was possible.
+        source: the reason for the choice. `measured`: the candidate was the fastest in measurements. `estimated`: it is
+            the fastest by the cost model. `asked for`: the caller named its strategy. `fallback`: the program
+            communicates, but only the sequential strategy is possible.
         machine: a description of the machine that the times are valid for.
         timings: the times of the candidates, the fastest first.
         impossible: the candidates that could not be chosen, with the reasons.

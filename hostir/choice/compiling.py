@@ -64,9 +64,9 @@ def compile(
         sizes: values of the fusion's symbols, for which the choice is made. In calls, symbols in the shapes of inputs
             may have other values. Symbols that are left out must be in the shapes of inputs.
         kernels, machine, group: as for `Executor`. `auto` chooses the kernels as well, unless `kernels` names them.
-        calls: the way in which calls are made on CUDA, which decides the times that are compared. `out`: with `out=`,
-            so that programs of one-sided copies are replayed from a CUDA graph. `eager`: without `out=`. `graph`:
-            inside a graph that the caller captures.
+        calls: how you will make calls on CUDA. `auto` compares the times of such calls. `out`: you pass `out=`, so the
+            executor replays programs without collectives from a CUDA graph. `eager`: you do not pass `out=`. `graph`:
+            you capture the calls in a CUDA graph.
         symmetric_limit: the most bytes of symmetric memory that the program may use on a rank. By default the knob
             HOSTIR_SYMMETRIC_LIMIT decides. `auto` chooses the fastest program within the limit.
         options: further options of `Executor`: `seed`, `trace`, `check`, `timeout`, `graphs`, `compare_calls`.

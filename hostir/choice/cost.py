@@ -65,9 +65,9 @@ class Traffic:
     """A computation that is bound by memory.
 
     Fields:
-        bytes: the bytes that one kernel reads and writes for it.
-        aten_kernels: the number of kernels in which ATen computes it.
-        aten_bytes: the bytes that these kernels read and write; 0 stands for the number in `bytes`.
+        bytes: the bytes that a single kernel for the computation reads and writes.
+        aten_kernels: the number of kernels that ATen launches for the computation.
+        aten_bytes: the bytes that ATen's kernels read and write together; 0 if they are as many as `bytes`.
     """
 
     bytes: int
@@ -181,7 +181,11 @@ class Registers:
         return home.rank, home.home, row.offset + slot * row.strides[0]
 
     def gemm(self, op: ComputeOp, local_rows: int) -> Gemm:
-        """Return an operation's matmul. `local_rows`: the number of rows that are apart from other ranks' rows."""
+        """Return the matmul of an operation, as the cost model describes it.
+
+        `local_rows` is the number of rows that this rank stores apart from the gathered rows; 0 if it stores none
+        apart.
+        """
         out, ready = self.unrolled.layouts[op.out], op.ready
         rows, k = prod(out.shape[:-1]), self.unrolled.layouts[op.operands[0]].shape[-1]
         dtype, result = self.gemm_dtype(op), self.unrolled.dtypes[out.buffer].bytes
@@ -194,8 +198,8 @@ class Registers:
     def traffic(self, op: ComputeOp) -> Traffic:
         """Return the traffic of a computation that is not a matmul.
 
-        ATen computes some sums in f32, with one kernel for each addend: sums with an activation or further operands,
-        and sums of which this rank's rows are stored apart.
+        ATen computes three kinds of sums in f32, with one kernel for each addend: sums with an activation, sums with
+        further operands, and sums that read this rank's rows from a separate tensor.
         """
         bytes_once = self.total((op.out, *op.operands))
         local_apart = op.ready is not None and op.ready.own_rows is not None
@@ -266,7 +270,7 @@ class RankTasks:
         task.partners = partners
 
     def launch(self, operation: str) -> None:
-        """Count an operation that the host issues for the next task, or between the latest task and the next one."""
+        """Count an operation that the host issues after the latest task. The next task gets the counts."""
         self.launches[operation] = self.launches.get(operation, 0) + 1
 
     def allocate(self, op: AllocateOp) -> None:
@@ -286,7 +290,7 @@ class RankTasks:
         contracts, ready = op.place.statement.contracts, op.ready
         local = NONE if ready is None or ready.own_rows is None else ready.own_rows
         local_rows = 0 if local == NONE else prod(self.unrolled.layouts[local].shape[:-1])
-        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # Triton copies so few rows to the other rows first
+        if contracts and 0 < local_rows < MIN_OWN_ROWS:  # Triton first copies so few rows next to the gathered rows
             self.issue(op.stream, Traffic(2 * self.registers.bytes[local]), launch="compute")
         work = self.registers.gemm(op, local_rows) if contracts else self.registers.traffic(op)
         task = self.issue(op.stream, work, launch="matmul" if contracts else "compute")
@@ -307,7 +311,7 @@ class RankTasks:
                 self.shared.waits.append((task, turn, self.registers.flag(ready.flags, slot), ready.epoch))
 
     def raise_flags(self, task: CostTask, op: ComputeOp, done: Done) -> None:
-        """Let a task raise its flags, each after a block of its result."""
+        """Let a task raise one flag after each block of its result."""
         order = done.order
         if op.ready is not None:  # it computes in the order of the blocks that it waits for
             first = -(-op.ready.first * done.blocks // op.ready.results)

@@ -65,9 +65,9 @@ def choose(
         kernels: the only kernels to consider: `aten`, `cublas` or `triton`. By default the knob HOSTIR_KERNELS decides.
         machine: `local`, `gloo` or `cuda`, as for `Executor`.
         group: the ranks that run it, as for `Executor`.
-        calls: the way in which calls are made on CUDA, which decides the times that are compared. `out`: with `out=`,
-            so that programs of one-sided copies are replayed from a CUDA graph. `eager`: without `out=`. `graph`:
-            inside a graph that the caller captures.
+        calls: how the caller will make calls on CUDA. The times of such calls are compared. `out`: the caller passes
+            `out=`, so the executor replays programs without collectives from a CUDA graph. `eager`: the caller does not
+            pass `out=`. `graph`: the caller captures the calls in a CUDA graph.
         symmetric_limit: the most bytes of symmetric memory on a rank. By default the knob HOSTIR_SYMMETRIC_LIMIT
             decides.
         warn: True if rank 0 warns of strategies and overlaps that are not possible here. Pass False to report them
@@ -143,9 +143,10 @@ def from_rank_0(machine: str | None, group: Any, decide: Callable[[], dict[str, 
 
 
 def machine_name(machine: str | None, group: object = None) -> str:
-    """Return the machine of an `Executor` with these arguments: `machine`, unless it is None.
+    """Return the name of the machine on which an `Executor` with these arguments runs.
 
-    The default is `gloo` or `cuda` under torchrun, and simulated ranks elsewhere.
+    It is the argument `machine` if the caller names one. Otherwise it is `gloo` or `cuda` under torchrun, and `local`
+    (simulated ranks) elsewhere.
     """
     if machine is not None:
         check_known("machine", machine, ("local", "gloo", "cuda"))
@@ -212,7 +213,7 @@ class Decider:
 
     @cached_property
     def measurable(self) -> Candidates:
-        """The candidates that can be measured; on a CPU these are more than `candidates`."""
+        """The candidates that can be measured. On a CPU they include candidates that run there only for testing."""
         return candidates_of(self.program, self.platform, self.kernels, for_testing=True)
 
     def measurements(self, sizes: Mapping[str, int]) -> Entries:
@@ -222,7 +223,7 @@ class Decider:
         return cache.read(cache.key_of(self.program, sizes, self.platform))
 
     def choice(self, sizes: Mapping[str, int], entries: Entries | None = None) -> Choice:
-        """Return the choice for these sizes: the fastest candidate by measurements, or without any, by estimates.
+        """Return the choice for these sizes: the fastest candidate by measurements if there are any, else by estimates.
 
         `entries` are the measurements; None for the measurements in this process's cache.
         """
@@ -282,7 +283,7 @@ class Decider:
 
 
 def _communicates(programs: Iterable[Program]) -> bool:
-    """Return True if a program has a collective, so that there is something to overlap."""
+    """Return True if one of the programs has a collective, so that there is something to overlap."""
     return any(s.collective for program in programs for s in program.walk())
 
 
@@ -306,12 +307,14 @@ def estimated(
 ) -> tuple[tuple[Timing, ...], tuple[Impossible, ...]]:
     """Return the estimated times of the candidates, and the impossible candidates.
 
-    A candidate is impossible if the sizes do not fit its program. Raises HostIRError if they do not fit the sequential
-    program.
+    A candidate is impossible if the sizes do not fit its program, or if it needs more than `limit` bytes of symmetric
+    memory on a rank. Raises HostIRError if the sizes do not fit the sequential program.
     """
     timings: list[Timing] = []
     impossible = list(candidates.impossible)
-    simulated: dict[int, tuple[Sequence[CostTask], int]] = {}  # by id of a program, which several kernels share
+    simulated: dict[
+        int, tuple[Sequence[CostTask], int]
+    ] = {}  # by the id of the program: candidates with other kernels share it
     for candidate, program in candidates.programs.items():
         try:
             program.check_whole(sizes)
@@ -382,7 +385,7 @@ def _encoded(decide: Callable[[], dict[str, Any]]) -> str:
 
 
 def _decoded(text: str) -> dict[str, Any]:
-    """Return the result that `_encoded` has encoded in a text. Raises the error if it has encoded an error."""
+    """Decode the text that `_encoded` returns. Return the result of `decide`, or raise its error again."""
     data: dict[str, Any] = json.loads(text)
     if "refusal" in data:
         message, expected, hint = data["refusal"]

@@ -57,7 +57,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants of a GPU in a host with several. Times are in microseconds, rates in GB/s.
+    """The constants of a GPU in a host with several GPUs. Times are in microseconds, rates in GB/s.
 
     Fields:
         throttle: the share of the peak that a call loses for each doubling of its work beyond 0.2 TFLOP, because power
@@ -80,7 +80,8 @@ class Hardware:
         kernel_signal: the time from the end of a copy until a kernel on another stream has set the flag for the copy.
         edge: the time from the end of a task until a task on another stream that waits for it starts.
         flag_wait: the time between two matmuls on a stream if the stream waits for a flag between them.
-        poll: the time until a kernel that polls flags multiplies, from its start or from the signal.
+        poll: the time until a kernel that polls flags multiplies. It counts from the start of the kernel, or from the
+            signal if the signal comes later.
         launch: the time in which the host issues one operation of each name, if no CUDA graph replays it. `flags` is
             the extra time of a Triton matmul that waits for flags. `call` is the fixed time of a call.
         host_lead: the host time that does not count, because the device is still busy with earlier work when a call

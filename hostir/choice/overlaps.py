@@ -1,6 +1,6 @@
 """Find the communications of an unrolled program that may run at the same time as its computations.
 
-The order of the operations on the rank's streams decides, as on the machines. The strategy does not matter.
+Only the order of the operations on the rank's streams decides, as it does when a machine runs them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def _starts_before_the_end(unrolled: UnrolledProgram, at: int, copy: int) -> boo
 
 
 def overlap_clauses(unrolled: UnrolledProgram) -> tuple[str, ...]:
-    """Return a clause for each keyword of communications: how many of these overlap, and with which computations."""
+    """Return one clause for each type of communication: how many of them overlap, and with which computations.
+
+    A program without communications gives one clause that says so.
+    """
     counts: Counter[str] = Counter()
     overlapping: Counter[str] = Counter()
     parallel: dict[str, dict[str, None]] = {}

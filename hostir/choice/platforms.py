@@ -22,8 +22,8 @@ class Platform:
     """The machine that ranks run on: GPU or CPU, number of ranks, links and versions.
 
     Fields:
-        machine: the machine of the executor: `cuda`, `gloo` or `local`; `elsewhere` for a platform that is not here,
-            of which only the constants are known.
+        machine: the machine of the executor: `cuda`, `gloo` or `local`. It is `elsewhere` for a platform that is not
+            here: only the constants of its hardware are known.
         name: the name of the GPU, or of the CPU.
         ranks: the number of ranks.
         link: the link between ranks: `nvlink`, `peer access`, `no peer access`, `several hosts`, `one host` (CPU) or
@@ -76,7 +76,7 @@ class Platform:
 
 
 def reference(hardware: Hardware, ranks: int) -> Platform:
-    """Return a platform with this hardware, of which only the constants are known."""
+    """Return a platform that is not here: only its number of ranks and the constants of its hardware are known."""
     return Platform(ELSEWHERE, hardware.name, ranks, "nvlink", (), hardware)
 
 
@@ -88,8 +88,9 @@ def simulated(ranks: int) -> Platform:
 def platform_here(machine: str, ranks: int, group: object = None) -> Platform:
     """Return this process's platform for a program of `ranks` ranks; `machine` and `group` are as for an `Executor`.
 
-    Under torchrun all ranks of the group call it together, and `ranks` is the size of the group. Outside torchrun, each
-    rank stands for one GPU of this host (`cuda`), or all ranks together stand for its CPU (`gloo`).
+    Under torchrun all ranks of the group call it together, and the platform has the ranks of the group. Outside
+    torchrun, the platform has `ranks` ranks. For `cuda`, each rank then stands for one GPU of this host. For `gloo`,
+    all ranks run on its CPU.
     """
     if machine == SIMULATED:
         return simulated(ranks)

@@ -27,8 +27,8 @@ from hostir.machines.binding import Part
 class RangedExecutor(Executor):
     """Runs a fusion with free sizes: each call runs the program that is chosen for its sizes.
 
-    It makes the executor of a candidate when a call first needs it. Attributes that it lacks are attributes of
-    `current`, the executor of the latest call.
+    It makes the executor of a candidate when a call first needs it. If it lacks an attribute, it looks the attribute up
+    in `current`, the executor of the latest call.
 
     Args:
         ranges: the choices for all sizes.

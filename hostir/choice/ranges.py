@@ -23,7 +23,7 @@ LARGEST = 16  # the exponent of the largest size that choices are made for; it s
 
 @dataclass(frozen=True)
 class Range:
-    """A range of values of a size with the same choice: from `first` to `last`; from `first` on if `last` is None."""
+    """The values of a size from `first` to `last`, all with the same choice. `last` is None if there is no end."""
 
     first: int
     last: int | None
@@ -95,14 +95,15 @@ class Ranges:
 
     @cached_property
     def first_program(self) -> Program:
-        """The program of the first candidate: the sequential program if there is one, since it divides sizes least."""
+        """The program of the first candidate: if possible the sequential program, because it accepts the most sizes."""
         return next(iter(self.decider.candidates.programs.values()))
 
     @property
     def largest(self) -> dict[str, int]:
         """The largest sizes that choices are made for.
 
-        Several free sizes get smaller values with the same product, because the number of rows may be their product.
+        If several sizes are free, each gets a smaller value. Their product stays about the same, because the number of
+        rows may be this product.
         """
         return dict.fromkeys(self.free, 1 << LARGEST // max(len(self.free), 1))
 
@@ -162,7 +163,8 @@ def agreed_ranges(
 ) -> Ranges:
     """Return the ranges of a fusion, the same on all ranks. All ranks call it, and rank 0 sends its measurements.
 
-    The choice for the largest sizes is made and logged at once. If `warn` is True, its fallbacks are warned of, too.
+    The choice for the largest sizes is made and logged at once. If `warn` is True, rank 0 warns of the strategies and
+    overlaps that are not possible for these sizes.
     """
     decider = decider_for(program, kernels, machine, calls, symmetric_limit, group)
     ranges = Ranges(decider, fixed)
@@ -197,7 +199,7 @@ def _power(size: int) -> int:
 
 
 def _first(power: int) -> int:
-    """Return the smallest size that 2 to this power stands for."""
+    """Return the smallest size that the power of two with this exponent stands for."""
     return (0, 2)[power] if power < 2 else 3 << power - 2
 
 

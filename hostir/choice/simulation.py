@@ -174,7 +174,7 @@ class Costs:
         return h.push * copy.first + copy.bytes / rate / 1e3
 
     def in_matmul(self, work: TaskWork) -> bool:
-        """Return True for a copy that a matmul makes: it stores its result to the peer itself."""
+        """Return True if the work is a copy that the matmul itself makes, by storing its result to the peer."""
         return self.in_triton and isinstance(work, CostCopy) and work.in_matmul
 
     def transfer(self, transfer: CostTransfer) -> float:
@@ -200,7 +200,8 @@ class Costs:
     def share(self, task: CostTask, idle: float) -> float:
         """Return the share of all SMs that a computation gets if the share `idle` is free.
 
-        A matmul of a single wave that can use more than `idle` gets nothing: it would not end earlier.
+        A matmul whose tiles fit one wave gets nothing if it can use more than `idle`: on fewer SMs it would not end
+        earlier than if it waited for all of them.
         """
         width = self.width(task)
         if width <= idle + EPSILON:
@@ -297,7 +298,7 @@ class Activity:
         return min(self.remaining, self.raises[0][0] - self.done) if self.raises else self.remaining
 
     def advance(self, step: float) -> None:
-        """Let so many microseconds pass."""
+        """Let `step` microseconds pass."""
         if self.rate > 0:
             self.remaining -= step * self.rate
             self.done += step * self.rate
@@ -316,9 +317,8 @@ class Simulation:
         self.costs = costs
         self.now = 0.0
         self.ended: dict[CostTask, float] = {}
-        self.followers: dict[
-            CostTask, list[tuple[CostTask, float]]
-        ] = {}  # the tasks that wait for a task, and the time between
+        # For each task, the tasks that wait for it, and the time from its end to their start.
+        self.followers: dict[CostTask, list[tuple[CostTask, float]]] = {}
         self.missing = {task: len(task.after) + len(task.joins) for task in tasks}  # the number of tasks to wait for
         self.missing |= {flag: 1 for task in tasks for flag in task.raises}
         self.active: list[Activity] = []
@@ -390,7 +390,7 @@ class Simulation:
                     self._set_end(a)
 
     def _dependency_ended(self, task: CostTask) -> None:
-        """Count one task less that `task` waits for. After the last one, start `task`."""
+        """Record that one of the tasks that `task` waits for has ended. After the last of them, start `task`."""
         self.missing[task] -= 1
         if not self.missing[task]:
             self._start(task)

@@ -1,6 +1,7 @@
 """Let the ranks of an executor agree on a call before they run it.
 
-They compare the call at a meeting, where all ranks wait for each other, or through the store, without waiting.
+There are two ways to compare the call. At a meeting, all ranks wait for each other. Through the store, a rank compares
+its call with a text that another rank has written there, and does not wait.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Meetings:
     to its slot in the store, and waits until all other ranks have written theirs.
 
     A rank that refuses a call writes the refusal to its slot. It may replace the refusal by another call, as long as no
-    rank that makes the refused call has read it. Once a rank has read it, this meeting has failed for all ranks. A rank
-    ignores a refusal of an earlier call that it has already run.
+    rank that makes the refused call has read the refusal. Once such a rank has read the refusal, this meeting has
+    failed for all ranks. A rank ignores a refusal of an earlier call that it has already run.
 
     If all calls are compared, each call has a meeting with the number of the call. Then a refusal cannot be replaced.
 
@@ -172,7 +173,7 @@ class Agreement:
             raise
 
     def refuse(self, refusal: HostIRError) -> None:
-        """Report to the other ranks that this rank does not run its next call, with the reason."""
+        """Report to the other ranks that this rank does not run its next call. `refusal` is the reason."""
         if self.compare:
             self.calls.refuse(replace(self.call, refusal=headline(refusal)))
         self._announce(refusal)
@@ -228,9 +229,9 @@ class Agreement:
             self.failed = self._made(), self._tries() + 1
 
     def _concerns(self, mine: Call, refusal: Call) -> bool:
-        """Return True if a refusal is a refusal of the call that this rank makes.
+        """Return True if the refusal of another rank concerns the call that this rank makes.
 
-        Return False if it is a refusal of an earlier call, or of an earlier attempt that has also failed on this rank.
+        Return False if it concerns an earlier call, or an earlier attempt that has also failed on this rank.
         """
         same = refusal.made == mine.made and (self.compare or refusal.is_by(mine))
         return same and refusal.tries >= mine.tries

@@ -149,8 +149,8 @@ class Calls:
     Fields:
         lock: held by the thread whose call runs.
         inside: the thread whose call runs; None between calls.
-        visible: True if other ranks may know of this call and run it, because this rank has written it to the store, or
-            has issued work that peers may notice.
+        visible: True if other ranks may know of the running call and run it, too. Either this rank has written the call
+            to the store, or it has issued work that peers may notice.
         entered: the number of calls that have begun.
         latest: the thread that made the latest call.
         caller: the thread to which the latest call belongs. A call that a thread of autograd makes belongs to the
@@ -161,12 +161,13 @@ class Calls:
         paired: the latest such pair: the other rank, the name of its thread, and the name of the thread here.
         operator: the name of the operator of hostir.torch that is calling an executor; empty for other callers.
         number: the number of the next call.
-        broken: the reason why this rank makes no more calls: its calls differ from those of other ranks.
+        broken: the reason why this rank makes no more calls: its calls differ from the calls of other ranks. Empty if
+            they do not differ.
         slots: the texts that this rank last read from the slots of the store.
         made: the number of calls that were not compared.
-        trail: a hash of the sequence of these calls.
-        asked: the number of calls that `compare_new` has compared since the last of these calls. There can be several,
-            because a call that fails may be followed by a call with other sizes.
+        trail: a hash of the sequence of the calls that were not compared.
+        asked: the number of calls that `compare_new` has compared since the last call that was not compared. There can
+            be several, because a call that fails may be followed by a call with other sizes.
         posted: the keys that this rank has written in `compare_new`.
     """
 
@@ -331,8 +332,9 @@ class Calls:
     def compare_new(self, call: Call) -> None:
         """Compare a call whose sizes are new on this rank, if not all calls are compared. No rank waits.
 
-        The call is compared with the call of the first rank for which the sizes at this position were new, too. Every
-        rank raises MisalignedError if these calls differ, or if the two ranks have made different calls before.
+        The first rank that has new sizes in its n-th call writes this call to the store. Every other rank that has new
+        sizes in its n-th call compares its call with this text. If the calls differ, or if the two ranks have made
+        different calls before, every rank raises MisalignedError.
         """
         if not self.others:
             return
@@ -399,10 +401,13 @@ class Calls:
     def _same_thread(self, rank: int, theirs: str) -> bool:
         """Return True if the thread that makes this call on another rank can correspond to the current thread.
 
-        Threads with the same name correspond. Otherwise, look at the thread of this rank that has the name of the other
-        rank's thread. If it makes calls of this team, too, the current thread does not correspond. If it has made none,
-        wait SHOWING seconds for one. After that, it must have made a call of another team, or make one within STARTING
-        seconds; otherwise return False.
+        Threads with the same name correspond. If the names differ, the other rank's thread may correspond to another
+        thread of this rank instead: the running thread T with the name `theirs`.
+
+        - If T has made calls of this team, return False.
+        - If T has not, wait, because T may still make one.
+        - After SHOWING seconds, stop waiting for T if T has made a call of another team.
+        - After STARTING seconds, return False if T has made no call of any team.
 
         Args:
             rank: the other rank.

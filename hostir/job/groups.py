@@ -29,7 +29,7 @@ _abandoned: list[Any] = []  # process groups of sessions that failed, which must
 
 
 def _alone(key: str, mine: str) -> list[str]:
-    """Exchange a text if there is only one rank: return only this rank's text."""
+    """Do what `Groups.exchange` does, for a rank that is alone: return a list with only this rank's text."""
     return [mine]
 
 
@@ -153,7 +153,7 @@ class Groups:
             _destroy(groups, default)
 
     def prepare(self, teams: Sequence[tuple[int, ...]]) -> None:
-        """Create the missing process groups of these teams, for teams that this rank is in.
+        """Create the missing process groups of the teams in `teams` that this rank is in.
 
         On CUDA the ranks of a group also connect, because they cannot connect during a graph capture.
         """

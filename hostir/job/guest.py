@@ -183,7 +183,7 @@ def _leave() -> None:
 
 
 def _forked() -> None:
-    """Detach a forked child process from the sessions of groups: it is no rank."""
+    """Detach a forked child process from the sessions of groups, because the child is no rank."""
     global _opening
     _opening = threading.RLock()
     for guest in _guests.values():

@@ -322,7 +322,10 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
 
 
 class AlikeError(HostIRError):
-    """Raised on every rank in the same call, if the ranks have met and one of them cannot go on. So no rank waits."""
+    """Raised on every rank in the same call, after the ranks have met, if one of them cannot go on.
+
+    Because every rank raises it, no rank waits for another.
+    """
 
 
 def headline(failure: BaseException) -> str:

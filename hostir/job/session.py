@@ -178,7 +178,7 @@ class Session:
     ) -> None:
         """Poll until all ranks have arrived. Raise a HostIRError that names the ranks that do not arrive in time.
 
-        If another rank has abandoned a call, raise the error for this call, because that rank does not arrive.
+        If another rank has abandoned a call, it does not arrive. Then raise the error about the abandoned call.
 
         Args:
             arrived: returns True if all the given ranks have arrived.
@@ -413,7 +413,7 @@ def _has_forked() -> None:
 
 
 def _forked() -> None:
-    """Detach a forked child process from the session: it is no rank."""
+    """Detach a forked child process from the session, because the child is no rank."""
     global _current, _opening
     _opening = threading.RLock()  # a thread of the parent may have held the old one
     if _current is not None:

@@ -101,7 +101,7 @@ class Sharing(Protocol):
         """Close everything that this rank holds open besides the memory, because the session ends."""
 
     def begin(self, unrolled: UnrolledProgram, memory: SharedMemory) -> None:
-        """Store data of the machine in new memory's `kept`, if the data must live as long as the memory."""
+        """Store data of the machine in the field `kept` of new memory, if the data must live as long as the memory."""
 
     def prepare(self, memory: SharedMemory) -> None:
         """Prepare this rank's memory for the first call, before peers access it. Its buffers are already cleared."""
@@ -164,7 +164,7 @@ class SharedMemory:
         buffers: for each buffer and rank, the elements that the sizes at the rendezvous use.
         read: the buffers that a peer reads, with the rank that owns them.
         plans: the plans that use the memory.
-        captured: the plans among them that CUDA graphs of the caller use.
+        captured: the items of `plans` that CUDA graphs of the caller use.
         used: the time of the latest call that was bound to the memory, in seconds of this rank's clock.
         calls: the number of runs of all plans, if the machine counts runs. It is the same on every rank.
         gone: True once the memory was released. Plans that use it must be dropped.
@@ -329,9 +329,9 @@ class SymmetricMemory:
         return memory
 
     def allocate(self, unrolled: UnrolledProgram, rooms: Rooms) -> SharedMemory | HostIRError:
-        """Allocate and map memory with this room on all ranks, and return it. If a rank fails, return the error.
+        """Allocate and map new memory on all ranks, and return it. Return the error instead if a rank fails.
 
-        Every rank returns the same error.
+        `rooms` has the number of bytes of each buffer. Every rank returns the same error.
         """
         self.meetings += 1
         with contextlib.ExitStack() as until_all_have_mapped:
@@ -442,8 +442,8 @@ def _needs(
 ) -> tuple[tuple[BufferInfo, ...], tuple[PeerPlace, ...], tuple[PeerPlace, ...]]:
     """Return the buffers that a rank must offer to its peers, and the buffers of peers that it uses.
 
-    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers
-    among them that it reads. The flags of barriers are included in the first two.
+    The second item of the result holds all buffers of peers that the rank accesses. The third item holds the buffers of
+    peers that the rank reads. The flags of barriers are included in the first two.
     """
     rank, uses = unrolled.rank, []
     mine = (op for op in unrolled.symmetric.values() if op.rank == rank)

@@ -2,7 +2,8 @@
 
 Python numbers all threads of a process together, and one rank may have more threads than another, such as a logger or a
 progress bar. So the names of Python differ between ranks. A *common name* is made of the class and the name of a
-thread, without digits. Threads that agree in these are numbered in the order of their start.
+thread, without digits. Threads with the same class and the same name without digits are numbered in the order of their
+start.
 """
 
 from __future__ import annotations

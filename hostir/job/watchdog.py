@@ -10,8 +10,8 @@ If one of them occurs, the thread prints one diagnostic that names this rank, it
 it ends the process at once, because a thread that is stuck in a collective cannot be stopped.
 
 Ranks notice a death by the connections of `hostir.job.links`, which live as long as the processes. So a process that is
-busy, stopped or holds the GIL does not count as dead. A warm call does two comparisons for the watchdog. The watchdog
-itself reads the position of a run from the iterator of the run.
+busy, stopped or holds the GIL does not count as dead. A call with a plan does two comparisons for the watchdog. The
+watchdog itself reads the position of a run from the iterator of the run.
 
 If a call fails, its caller gets an error and may try again. If the call has failed on every rank, nothing else happens.
 Otherwise each rank has HOSTIR_TIMEOUT seconds to make its next call. If a rank does not make it, all ranks end with the
@@ -88,11 +88,11 @@ class Watchdog:
         everyone: all ranks.
         known: the number of events that were processed.
         died: the event of the first rank that died.
-        died_at: the clock when this event was processed.
+        died_at: the clock when the event `died` was processed.
         done: the ranks that have made their last call.
         first: the first failure of a call; None once all ranks have failed or have made another call.
-        failed: the ranks that have failed since then.
-        away: the ranks that have not made another call since then.
+        failed: the ranks that have failed since the first failure.
+        away: the ranks that have not made another call since the first failure.
         since: the clock at the first failure.
         misaligned: the first report that the calls of the ranks differ; else empty.
         disturbed: True if this rank's next call must look at an event before it runs.
@@ -192,7 +192,7 @@ class Watchdog:
             self.links.announce("back")
 
     def renewed(self) -> None:
-        """Forget the abandoned call and earlier failures, because all ranks have met in a later call."""
+        """Forget the abandoned call and earlier failures, because all ranks have met since then."""
         with self.links.changing:
             self.renewals += 1
             if self.first is not None and self.first.renewals < self.renewals:

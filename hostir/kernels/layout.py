@@ -15,7 +15,7 @@ import torch
 def launch_layout(t: torch.Tensor | None) -> tuple[object, ...] | None:
     """Return a key of all properties of a tensor that a prepared launch depends on; None without a tensor.
 
-    The address is not in the key, only whether it is a multiple of 16.
+    The key says whether the address is a multiple of 16. It does not hold the address itself.
     """
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
 

@@ -107,7 +107,8 @@ class SumConstants(NamedTuple):
         BLOCK: elements that a program adds at a time.
         VECTOR: the elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else 1.
         AXES: the number of axes into which the axes of the output were merged.
-        READY: the number of flags of a block (one a source), rounded up to a power of 2; 0 without ready flags.
+        READY: the number of flags that a block waits for, one for each source, rounded up to a power of 2; 0 without
+            ready flags.
         DONE: the kernel raises completion flags of blocks.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         WIDE: accumulate in float64.
@@ -238,12 +239,12 @@ def sum_kernel(
     segments,  # segments of a block; a segment lies within one run of the last axis
     length,  # elements of a segment
     first,  # the block to begin with
-    flags,  # from flags to polls: with READY only, fields of ReadyFlags, and waits, the number of flags of a source
+    flags,  # flags to polls are set with READY only: fields of ReadyFlags; waits is the number of flags of a source
     timeouts,
     epoch,
     waits,
     polls,
-    raised_flags,  # from raised_flags to counts: with DONE only, fields of Raised, and raises, the number of flags
+    raised_flags,  # raised_flags to counts are set with DONE only: fields of Raised; raises is the number of flags
     raised_epoch,
     raises,
     counts,
@@ -475,15 +476,15 @@ def reduce_sum(
 ) -> torch.Tensor:
     """Compute `out = activation(x.sum(axis) + addend)` on the current stream; return `out`.
 
-    Accumulates in float32, and float32 inputs in float64: a plain loop in float32 would be less accurate than torch's
-    cascade. The sum is bound by memory bandwidth, so this costs no time.
+    Sums are accumulated in float32. Sums of float32 inputs are accumulated in float64, because a plain loop in float32
+    would be less accurate than torch's cascade. This costs no time, because the sum is bound by memory bandwidth.
 
     Args:
-        x: any shape and strides; bfloat16, float16 or float32.
-        out: the shape of `x` without `axis`, any strides, overwritten; bfloat16, float16 or float32, not necessarily
-            the dtype of `x`. It must overlap neither itself nor `x`.
-        axis: the axis summed over, counted from the end when negative. An axis of size 0 gives zeros.
-        addend: a tensor of the dtype of `x`, broadcast to the shape of `out`; added before rounding.
+        x: a tensor of bfloat16, float16 or float32, with any shape and strides.
+        out: a tensor with the shape of `x` without `axis`, and with any strides. It is overwritten. It must overlap
+            neither itself nor `x`. It has dtype bfloat16, float16 or float32, and need not have the dtype of `x`.
+        axis: the axis to sum over. It counts from the end if it is negative. An axis of size 0 gives zeros.
+        addend: a tensor of the dtype of `x`. It is broadcast to the shape of `out`, and added before rounding.
         activation: `relu`, `gelu` or `silu`, applied in float32 before rounding; empty for none.
         ready: flags for equal blocks of the flattened rows of `x`, which may still arrive. The sources are the indices
             of axis 0; each has the same number of flags. A block of `out` waits for the same block of every source.
@@ -491,7 +492,8 @@ def reduce_sum(
             `ready.timeouts`. Blocks of `out` that need it are then not written, or only in part. The same holds for
             blocks that the same programs would have computed later.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
-            block is stored. Blocks come in order, from `done.first` on; with `ready`, from block 0 on.
+            block is stored. Blocks are computed in order, from `done.first` on. But with `ready`, they are computed
+            from block 0 on.
         own_rows: rows that replace source `ready.source`, which the kernel does not wait for. They may have any shape
             with the same number of rows and the same last axis.
 

@@ -37,10 +37,11 @@ def scaled_matmul(
         a: `[..., K]` of float8_e4m3fn or float8_e5m2.
         b: `[K, N]` of float8_e4m3fn or float8_e5m2. Tensor cores read 8-bit operands along K. If `b` is not contiguous
             along K, each call copies it.
-        scale_a: float32: one element, or the axes of `a` with 1 (row-wise) or `K / 128` (block-wise) as the last one.
-            With `ready`, the kernel reads the scales of a row after it has waited for the row. `scale_a` also holds the
-            scales of `own_rows`.
-        scale_b: float32: one element, `[1, N]`, or block-wise `[K / 128, N / 128]`, where `N / 128` is rounded up.
+        scale_a: float32. Either one element, or the shape of `a` with 1 (row-wise) or `K / 128` (block-wise) in the
+            place of K. With `ready`, the kernel reads the scales of a row after it has waited for the row. `scale_a`
+            also holds the scales of `own_rows`.
+        scale_b: float32. Either one element, or `[1, N]`, or block-wise `[K / 128, N / 128]`, where `N / 128` is
+            rounded up.
         bias: `[N]` of any type that `out` may have, added before rounding.
         fast: let tensor cores add up all products along K. On Hopper, their sums have fewer bits than float32. If
             `fast` is False or scales are block-wise, tensor cores add up 128 products at a time, and these sums are

@@ -40,7 +40,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Pass:
-    """A pure function of a program. Its fields are its options; its docstring's first line describes it in listings."""
+    """A pure function of a program.
+
+    The fields of a pass are its options. The first line of its docstring describes the pass in listings.
+    """
 
     name: ClassVar[str]
     explicit_reshards: ClassVar[bool] = True  # after it, every change of sharding is explicit

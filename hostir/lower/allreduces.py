@@ -3,11 +3,12 @@
 In one step, every rank sends its complete partial sum to all other ranks, and adds up the partial sums of all ranks
 (`hostir/lower/scatters.py`). In two steps, each rank adds up its share of the rows, then sends the sum to all ranks.
 With R ranks, two steps move 2 / R of the bytes that one step moves. But the second step must wait for the first, and
-the number of ranks must divide the rows. In one step, all ranks add in the same order. In two steps, one rank adds for
-all. So all ranks get the same bits in every run.
+the number of ranks must divide the rows. In one step, all ranks add in the same order. In two steps, each sum is
+computed by one rank, for all ranks. So all ranks get the same bits in every run.
 
-Two steps are either two collectives, which are lowered like others (`in_two_steps`), or chunks of rows: one chunk is
-gathered while the product of the next one runs (`hostir/lower/chunks.py`).
+There are two forms of two steps. Either two collectives replace the allreduce, and are lowered like other collectives
+(`in_two_steps`). Or the rows are cut into chunks: one chunk is gathered while the product of the next chunk runs
+(`hostir/lower/chunks.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class AllReduceSteps:
     def one(self, s: AllReduce, *, unknown: bool) -> bool:
         """Return True if an allreduce takes one step.
 
-        It takes one step if it has two ranks, if the number of ranks does not divide its rows, or if it is small.
-        `unknown` is the result for more than two ranks if the size is not known before a call.
+        It takes one step if it has two ranks, if the number of ranks does not divide its rows, or if it is small. If
+        the size is not known before a call, the result for more than two ranks is `unknown`.
         """
         ranks, size = s.mesh.size(s.over), _bytes(s)
         if shared_axis(s) is None or ranks == 2:

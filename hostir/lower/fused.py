@@ -221,8 +221,8 @@ class _Sending:
 def added_onto(program: Program) -> tuple[Program, dict[str, Value]]:
     """Replace each addition of a product and another partial sum by `matmul ... plus`; return the new program.
 
-    So a single product finishes the rows, and can set their flags. The product is added to the other partial sum in
-    place. Also return a map from the name of each such partial sum to the result that takes over its memory.
+    Then the product is added to the other partial sum in place. So a single kernel finishes the rows, and can set their
+    flags. Also return a map from the name of each such partial sum to the result that takes over its memory.
     """
     makers, users, names = {result_of(s).name: s for s in program.body}, users_of(program), Names.of(program)
     body, onto = [*program.body], dict[str, Value]()
@@ -246,8 +246,8 @@ def _added(
 ) -> tuple[Contraction, Value] | None:
     """Return the term of an addition of partial sums that can become `matmul ... plus`, and the other term.
 
-    Return None if no term can. `users` maps the name of a tensor to its readers, and `makers` to the statement that
-    computes it. `outputs` are the names of the program's outputs.
+    Return None if neither term can become one. `users` has the readers of each tensor, and `makers` has the statement
+    that computes it. The keys of both are names of tensors. `outputs` are the names of the program's outputs.
     """
     alone = all(len(users[v.name]) == 1 and v.name not in outputs and v.type == s.out.type for v in s.operands)
     if not alone or not s.out.tensor.partial or not all(isinstance(makers.get(v.name), TensorOp) for v in s.operands):

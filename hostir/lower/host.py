@@ -35,8 +35,9 @@ from hostir.lower.propagate import keeps_dense, result_of, splits_only, users_of
 class Front:
     """A view of a tensor in which the axis that is communicated is outermost.
 
-    `split` is the type of the tensor after some axes have been split. `order` is the permutation of these axes.
-    Communications need dense buffers. So the tensor is copied if the permutation changes the order of its elements.
+    The view first splits axes of the tensor, and then permutes the axes. `split` is the type of the tensor after the
+    split, and `order` is the permutation. Communications need dense buffers. So the tensor is copied if the permutation
+    changes the order of its elements.
     """
 
     split: TensorType

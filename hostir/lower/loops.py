@@ -170,7 +170,7 @@ class Slices(Scope):
     def partial_of(self, out: Value, reduce: AllReduce) -> Value:
         """Return the memory for the slice of a partial sum that only an allreduce reads.
 
-        It is the memory of the allreduce's result, so that the sum is reduced in place. If the slice of that result is
+        This is the slice of the allreduce's result, so the allreduce works in place. But if the slice of the result is
         not contiguous, it is a slice of another buffer.
         """
         target = self.slices[reduce.out.name] = self.destination(reduce.out)

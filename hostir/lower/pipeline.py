@@ -198,10 +198,11 @@ class _Groups:
 
 
 def _needs_axis(s: Statement, place: SlicePlace) -> bool:
-    """Return True if slices of one element must keep the sliced axis.
+    """Return True if a slice of one element must keep the sliced axis, as an axis of extent 1.
 
-    The axis must stay if it is the columns of a product. It must also stay if another operand is broadcast, and is
-    aligned with the result by this axis.
+    The axis must stay if it is the columns of a product. It must also stay if another operand is broadcast along it and
+    has an axis there or further out. Shapes are aligned at their last axes, so the operand's axes would otherwise
+    shift.
     """
     if isinstance(s, Contraction):
         return place.axis == len(s.out.tensor.axes) - 1

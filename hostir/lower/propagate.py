@@ -160,9 +160,9 @@ def _parts(type: TensorType) -> list[Size]:
 
 
 def _sharded(s: Statement, declared: TensorType, wanted: TensorType | None) -> TensorType:
-    """Return the type of a statement's result. The sharding follows from the operands, Stream factors from `declared`.
+    """Return the type of a statement's result. The operands decide its sharding, and `declared` its Stream factors.
 
-    A partial sum is reduced to the sharding of `wanted`, where that is possible.
+    If possible, a partial sum is reduced to the sharding of `wanted`.
     """
     if isinstance(s, Reshard):
         return replace(declared, mesh=s.x.tensor.mesh)

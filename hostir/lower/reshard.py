@@ -195,14 +195,15 @@ def _without(type: TensorType, *marks: str) -> TensorType:
 
 
 def _with_only(axis: Axis, marks: Sequence[str]) -> Axis:
-    """Return the axis, sharded only over those of its mesh axes that are in `marks`."""
+    """Return the axis without its sharding over mesh axes that are not in `marks`."""
     return axis.without(*(mark for mark in axis.marks if mark not in marks))
 
 
 def _with_mark(type: TensorType, goal: TensorType, mark: str) -> TensorType | None:
-    """Return `type` with one tensor axis also sharded over the mesh axis `mark`: the axis that `goal` shards over it.
+    """Return `type` after one more step to `goal`: an axis is also sharded over the mesh axis `mark`, as in `goal`.
 
-    Return None if `goal` is not sharded over `mark`, or if the axis could not get the sharding of `goal` after that.
+    Return None if `goal` shards no axis over `mark`. Also return None if the current sharding of the axis is not what
+    remains of its sharding in `goal` without `mark`.
     """
     k = goal.axis_on(mark)
     if k is None:
@@ -247,7 +248,7 @@ def _in_line(type: TensorType, mesh: Mesh) -> bool:
 class Communicate(Pass):
     """Turns each reshard into a communication, or into a view if a rank already has the elements.
 
-    If both terms of an addition are partial sums reduced the same way, their sum is reduced once.
+    If both terms of an addition are partial sums that are reduced in the same way, their sum is reduced once.
     """
 
     name = "communicate"

@@ -77,7 +77,10 @@ class RowCollectives:
         return all(self._scales_of(user, s) is not None for user in users(self.program, s.out))
 
     def _scales_of(self, user: Statement, s: AllGather) -> AllGather | None:
-        """Return the allgather of the rows that `user` multiplies; None if `s` does not gather their scales."""
+        """Return the allgather of the rows that `user` multiplies.
+
+        Return None if `s` does not gather the scales of these rows.
+        """
         if not isinstance(user, ScaledMatmul) or [v.name for v in operands_of(user)].count(s.out.name) != 1:
             return None
         gather = next((g for g in self.gathers if g.out.name == user.a.name), None)
@@ -108,9 +111,10 @@ class RowCollectives:
         return [s for s in self.moves if isinstance(s, ReduceScatter)]
 
     def ordered(self, program: Program, gathering: Collection[AllReduce] = ()) -> frozenset[tuple[str, str]]:
-        """Return the teams, as (mesh, axis), with flags that order successive calls of this program without a barrier.
+        """Return the teams that need no barrier between successive calls, because their flags order these calls.
 
-        `gathering` are the allreduces that end with an allgather.
+        A team is a pair: the name of the mesh, and the name of the mesh axis. `gathering` are the allreduces that end
+        with an allgather.
         """
         teams = {(s.mesh.name, s.over) for s in (*self.moves, *self.reduces)}
         return frozenset(team for team in teams if self._orders_calls(*team, program, gathering))
@@ -167,8 +171,8 @@ class RowCollectives:
     def with_block_axes(self, wanted: Callable[[RowCollective], bool]) -> RowCollectives:
         """Return the collectives changed so that tensors have block axes, `[blocks, ranks, ..., K]`.
 
-        This concerns the collectives for which `wanted` is true. Matmuls of their gathered rows get the same axes.
-        Reshapes lead back to the old axes.
+        Only the collectives for which `wanted` returns True are changed. Matmuls of their gathered rows get the same
+        axes. Reshapes lead back to the old axes.
         """
         names = Names.of(self.program)
         full: dict[str, Value] = {}  # by the name of gathered rows or scales: the tensor with block axes
@@ -211,7 +215,8 @@ class RowCollectives:
     def with_products_in_blocks(self) -> RowCollectives:
         """Return the collectives with products changed to have block axes.
 
-        This concerns products that only a reduce_scatter reads, through a reshape to its block axes.
+        Only products that a reduce_scatter reads through a reshape to its block axes, and nothing else reads, are
+        changed.
         """
         program, names = self.program, Names.of(self.program)
         makers = {result_of(s).name: s for s in program.body}
@@ -379,7 +384,7 @@ def first_matmul(program: Program, s: AllGather) -> Statement | None:
 
 
 def wanted_otherwise(program: Program, rows: Value) -> bool:
-    """Return True if a tensor of rows is an output, or if any statement but a matmul of these rows reads it."""
+    """Return True if a tensor of rows is an output, or is read by a statement that is not a matmul of these rows."""
     return rows in program.outputs or not all(reads_rows(s, rows) for s in users(program, rows))
 
 
@@ -424,8 +429,8 @@ def shard_place(s: RowCollective) -> SlicePlace:
 def piece_axis(s: RowCollective) -> int:
     """Return the axis along which a rank's rows can be cut into pieces.
 
-    It is the first axis with several elements on a rank, beginning with the sharded axis, without the last axis. If
-    there is no such axis, it is the sharded axis.
+    It is the first axis with more than one element on a rank. The search begins at the sharded axis and leaves out the
+    last axis. If it finds no axis, the result is the sharded axis.
     """
     k, shape = shard_place(s).axis, shard_of(s).tensor.local_shape
     return next((j for j in range(k, len(shape) - 1) if not shape[j].is_one), k)

@@ -47,7 +47,10 @@ def _replicated(type: TensorType, mesh: Mesh) -> TensorType:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A computation on one mesh, with the types of its operands. `maps` relates each operand's axes to the result's."""
+    """A computation on one mesh, with the types of its operands.
+
+    For each axis of each operand, `maps` has the corresponding axis of the result.
+    """
 
     op: TensorOp
     mesh: Mesh
@@ -81,7 +84,10 @@ class _Computation:
 
     @property
     def contracting(self) -> list[int]:
-        """The positions of the operands with a contracted axis, without operands that take the sharding of others."""
+        """The positions of the operands with a contracted axis.
+
+        Operands that take their sharding from another operand are left out.
+        """
         return [i for i, m in enumerate(self.maps) if CONTRACTED in m and i not in self.op.following]
 
     @property
@@ -136,7 +142,8 @@ class _Computation:
     def from_annotation(self, axis: int, marks: set[str]) -> Axis | None:
         """Return the annotated axis of the result if it is sharded over exactly these mesh axes.
 
-        Otherwise return the corresponding axis of the first operand for which this holds, or None.
+        Otherwise look at the corresponding axes of the operands: return the first one that is sharded over exactly
+        these mesh axes. Return None if there is no such axis.
         """
         candidates = [self.wanted.axes[axis]] if self.wanted.mesh else []
         operands = (

@@ -352,9 +352,9 @@ class MessagesOp(Op):
 
 @dataclass(frozen=True)
 class MarkOp(Op):
-    """Marks the end of a communication that needs no other rank. It is a copy on `stream`, or nothing at all.
+    """Marks the end of a communication that needs no other rank. Other streams can wait for its handle.
 
-    Other streams can wait for its handle.
+    Such a communication is a copy on `stream`, or there is nothing to communicate.
     """
 
     handle: Start

@@ -24,7 +24,7 @@ class RankOrder:
 
     Fields:
         numbers: for each operation, its number on its stream, from 1.
-        clocks: for each operation, how many operations of each other stream it follows.
+        clocks: for each operation, the number of operations on each other stream that it follows.
         issued: for each stream, the positions of its operations in the list of operations.
         known: for each stream, the clock of its next operation.
     """

@@ -30,7 +30,7 @@ from hostir.plan.unrolled import RegisterView, UnrolledProgram
 def teams_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return every team of two or more ranks that has collectives, in program order. The ranks of a team are ascending.
 
-    The order of the teams is the same on all ranks, because all ranks must create their process groups in one order.
+    All ranks must create their process groups in the same order. So this order does not depend on the rank.
     """
     teams = (team for statement in program.walk() if statement.collective for team in statement.teams)
     return tuple(dict.fromkeys(team for team in teams if len(team) > 1))
@@ -281,7 +281,8 @@ def unavailable_sms(ops: Sequence[Op], ordered: int, stream: int) -> tuple[int, 
 def _copying(ops: Sequence[Op], stream: int) -> int:
     """Return the number of SMs that the copies at the end of `ops` use, if they are copies by SMs on this stream.
 
-    Return 0 if `ops` ends otherwise. A waiting kernel that is issued next may overlap such copies and their signals.
+    Return 0 if `ops` does not end with such copies. A waiting kernel that is issued next may overlap the copies and
+    their signals.
     """
     latest = (op for op in reversed(ops) if not op.defines)
     last = next(latest, None)

@@ -76,8 +76,8 @@ class _Frame(Frame):
     def member(self, team: tuple[int, ...], place: Any) -> int:
         """Return the peer of rank 0: the rank at a place in its team.
 
-        On other ranks, the place may be another one. Raise UnlikeError if the distance from rank to peer is not the
-        same on all ranks.
+        The place may differ from rank to rank. Raise UnlikeError if the distance from rank to peer is not the same on
+        all ranks.
         """
         assert isinstance(self.machine, _Tracer)
         stride = team[1] if len(team) > 1 else 1
@@ -209,7 +209,8 @@ class Alike(Order):
 def _access(access: Access, rank: int) -> Access:
     """Return the access to rank 0's memory that `rank` makes where rank 0 itself makes `access`.
 
-    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is an access to a buffer of rank 0.
+    If `rank` is not 0, `access` is an access of rank 0 to a peer. The result is the corresponding access of `rank` to
+    the buffer of rank 0.
     """
     region = access.region
     offset: Any = region.offset

@@ -126,9 +126,9 @@ class Torus:
 
     @cached_property
     def opposite(self) -> list[int]:
-        """For each rank r, the rank with the negated coordinates.
+        """For each rank r, the rank with the negated coordinates of r.
 
-        If rank 0 accesses rank r, and all ranks do the same, then this rank accesses rank 0.
+        If rank 0 accesses rank r, and all ranks do the same, then that rank accesses rank 0.
         """
         places = [-along for along in self.places(np.arange(prod(self.shape)))]
         ranks: list[int] = np.ravel_multi_index(places, self.shape, mode="wrap").tolist()
@@ -168,11 +168,11 @@ class Torus:
         return clock
 
     def latest(self, axes: tuple[int, ...], clock: Clock) -> Clock:
-        """Return the vector clock of rank 0's event that follows the same event on all ranks along some axes.
+        """Return the vector clock of an event on rank 0 that comes after one event of every rank along some grid axes.
 
         Args:
-            axes: the grid axes along which the team of ranks lies.
-            clock: the clock of the followed event on rank 0. The clocks on other ranks are rotations of it.
+            axes: the grid axes.
+            clock: the clock of the earlier event on rank 0. The clocks of the other ranks' events are rotations of it.
         """
         by_place = clock.reshape(*self.shape, -1)
         return np.broadcast_to(by_place.max(axis=axes, keepdims=True), by_place.shape).reshape(-1)

@@ -4,11 +4,11 @@ A waiting kernel waits for a signal. The deadlock occurs if the signal needs the
 happens after an event that needs them.
 
 Consider a set of waiting kernels, at most one on each rank. They can run at the same time if no kernel of the set ends
-before another kernel of the set starts. Then there is a schedule in which exactly those events have happened that
-happen before the starts of the set.
+before another kernel of the set starts. Then some legal schedule reaches a point at which all kernels of the set start,
+and only the events that happen before these starts have happened.
 
-At this point of the schedule, kernel K *holds up* a signal if some event happens before the signal, needs SMs of K's
-rank, and has not happened yet. This event cannot begin until K ends. There are two exceptions:
+At this point, kernel K *holds up* a signal if some event happens before the signal, needs SMs of K's rank, and has not
+happened yet. This event cannot begin until K ends. There are two exceptions:
 - Copies that K may overlap already have their SMs.
 - A signal `by 1 sms` that was issued before K in the same call gets the SM that K leaves free, unless a *rival* may
   have taken this SM. A rival is another waiting kernel of the rank, or a communication, that begins while the set runs.
@@ -150,8 +150,8 @@ class Lanes:
 
     Fields:
         of: for each rank, its lanes with events that need SMs.
-        rivals: for each rank, the begins and ends of its waiting kernels and communications. They may take the SM that
-            another waiting kernel leaves free, and keep it.
+        rivals: for each rank, the events at which its waiting kernels and communications begin and end. Such a kernel
+            or communication may take the SM that another waiting kernel leaves free, and keep it.
         latest: for each waiting kernel, the vector clock of all events that happen before a signal that it waits for.
     """
 
@@ -203,10 +203,10 @@ class Lanes:
         ]
 
     def begun(self, kernel: WaitingKernel, line: _Line) -> int:
-        """Return the tick of the last event of a lane that needs no more SMs once a kernel has started.
+        """Return the tick up to which the events of a lane need no more SMs once a kernel has started.
 
-        The events up to this tick have ended when the kernel starts, or the kernel may overlap them. In the second
-        case they already have their SMs.
+        These events have ended when the kernel starts, or the kernel may overlap them. In the second case they already
+        have their SMs.
         """
         overlapped = kernel.overlapped
         same_lane = (
@@ -219,9 +219,10 @@ class Lanes:
         return self.held(self.latest[kernel], holder, [holder]) is not None
 
     def stuck(self, cycle: list[WaitingKernel], *, sure: bool = True) -> Trouble | None:
-        """Return the deadlock of a cycle of kernels; return None if the cycle holds up no signal of some kernel in it.
+        """Return the deadlock of a cycle of kernels, or None if the cycle is no deadlock.
 
-        If `sure` is False, the search was given up. Then the first kernel is reported as a deadlock without this test.
+        It is no deadlock if some kernel of the cycle waits for no signal that a kernel of the cycle holds up. If `sure`
+        is False, the search was given up. Then the first kernel is reported as a deadlock without this test.
         """
         troubles: list[Trouble] = []
         for kernel in cycle:

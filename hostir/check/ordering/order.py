@@ -26,10 +26,10 @@ class Order(JoinedRanks):
     """The order of the events of all ranks. `run` computes the vector clocks and keeps some of them.
 
     Fields:
-        clocks: the vector clocks of signals. If the program has waiting kernels, it also holds the clocks of the begins
-            of waiting kernels and communications.
-        needs: other vector clocks of signals. They treat the events that may hold an event up (`Event.held`) as events
-            that happen before it.
+        clocks: the vector clocks of signals. If the program has waiting kernels, it also holds the clocks of the events
+            at which waiting kernels and communications begin.
+        needs: the vector clocks that signals would have if the events that may hold an event up (`Event.held`) happened
+            before this event.
     """
 
     def __init__(self, ranks: Sequence[RankTrace]) -> None:

@@ -65,7 +65,8 @@ class History:
         groups: the accesses by region.
         near: an index of the regions. It finds the regions that overlap a given region.
         written: the regions that were written at any time.
-        undefined: for each region that an access left undefined, this access and the regions written since.
+        undefined: for each region that an access left undefined, this access and the regions that were written after
+            it.
         freed: the access that freed the buffer.
     """
 
@@ -133,9 +134,9 @@ class CallUses:
     """The events of one call that access a buffer, kept in a form that is quick to compare with a vector clock.
 
     Fields:
-        ticks: for each lane, the tick of the last such event on the lane. A vector clock that has reached all these
-            ticks follows the events.
-        others: the events that have not exactly one tick. They are compared one by one.
+        ticks: for each lane, the tick of the last event on the lane that accesses the buffer. An event happens after
+            all these events if its vector clock has reached all these ticks.
+        others: the events without a tick, and the events with several ticks. They are compared one by one.
     """
 
     ticks: Clock
@@ -147,9 +148,9 @@ class RaceDetector:
 
     Fields:
         conflicts: for each pair of statements and each buffer, one conflict and the number of its occurrences.
-        resizable: True if each call ends its accesses to a symmetric buffer before the next call accesses the buffer,
-            whichever elements they access. Two reads need no order. If it is True, a symmetric buffer may have a
-            different size in each call.
+        resizable: True if each call ends its accesses to every symmetric buffer before the next call accesses the same
+            buffer. It does not matter which elements are accessed, and two reads need no order. If `resizable` is True,
+            a symmetric buffer may have a different size in each call.
     """
 
     def __init__(self, order: Order) -> None:
@@ -187,7 +188,7 @@ class RaceDetector:
     def _follows(self, buffer: Buffer, event: Event, writes: bool, clock: Clock) -> bool:
         """Record an access; return True if it happens after all accesses of earlier calls to the buffer.
 
-        It does not matter which elements are accessed. If both are reads, they need no order.
+        It does not matter which elements are accessed. Two reads need no order.
         """
         calls = self.uses.setdefault(buffer, {})
         for (call, wrote), uses in calls.items():

@@ -14,7 +14,7 @@ def cyclic_waits(order: Order, left: list[Event]) -> Iterator[Trouble]:
     """Yield one cycle of events that wait for each other, if there is one.
 
     `left` holds the events that `Order.run` did not reach. If one of them is a wait that a signal with a higher epoch
-    would end, yield a trouble about the signals of this flag instead: they are not ordered.
+    would end, the signals of this flag are not ordered. Then yield a trouble about these signals instead of a cycle.
     """
     stuck = set(left)
     for wait in (wait for rank in order.ranks for wait in rank.waits if wait.event in stuck):

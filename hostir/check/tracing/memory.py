@@ -110,7 +110,7 @@ def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(buffer: Buffer, shape: tuple[int, ...]) -> View:
-    """Return a dense view, of this shape, of all elements of a buffer."""
+    """Return a dense view of all elements of a buffer, with this shape."""
     return View(buffer, 0, shape, packed(shape))
 
 

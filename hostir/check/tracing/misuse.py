@@ -119,7 +119,10 @@ class Misuse:
         return True
 
     def end_call(self, outputs: Iterable[tuple[Value, View | None]]) -> None:
-        """End a call: record a finding for each communication without a wait and each freed output, and find leaks."""
+        """End a call: record findings about its communications and its outputs, and find leaked buffers.
+
+        There is a finding for each communication that no statement has waited for, and for each output that was freed.
+        """
         for statement in self.in_flight.values():
             self.trace.statement, handle = statement, statement.defines(Phase.HOST)
             self.refuse(f"{handle} is never waited for", hint=f"add 'wait {handle}' before its result is used")

@@ -14,9 +14,8 @@ from hostir.ir.source import HostIRError, error
 class RankTrace(Observer):
     """The events of one rank over all calls, in the order of issue.
 
-    A lane is a sequence of events that happen in order, such as the events of a stream.
-    `hostir.check.ordering.joining` joins `collectives`, `messages`, `barriers`, `signals` and `waits` with those of
-    other ranks.
+    A lane is a sequence of events that happen in order, such as the events of a stream. `hostir.check.ordering.joining`
+    joins `collectives`, `messages`, `barriers`, `signals` and `waits` with the same fields of other ranks.
 
     Fields:
         sizes: the values of all symbols.
@@ -25,7 +24,7 @@ class RankTrace(Observer):
         statement: the current statement; None during actions of the caller.
         rounds: the indices of the loops around the current statement.
         tails: the last event of each lane.
-        pushing: for each stream, the copies by SMs that were issued last to it.
+        pushing: for each stream, the copies by SMs and their signals that were issued last to it.
         collectives, messages, barriers: what the rank has issued for each team.
         kernels: the kernels that wait for flags.
         by_blocks: the computations that wait for flags or set flags.
@@ -81,7 +80,7 @@ class RankTrace(Observer):
         return [last] if last else []
 
     def issued(self, stream: str) -> list[Event]:
-        """Return events of a stream: if they have ended, everything that was issued to the stream has ended."""
+        """Return the latest events of a stream. Once they have ended, all work that was issued to it has ended."""
         return self.tail(stream) + ([self.pushing[stream].last] if stream in self.pushing else [])
 
     def follow(self, event: Event, *lane: object) -> Event:

@@ -80,8 +80,8 @@ def _reset_flags(flags, credits, flag_count, credit_count, FLAGS: tl.constexpr, 
 class FlagResetKernel:
     """A kernel for the end of a call: it resets this rank's flags and then grants credits, on the current stream.
 
-    A credit is the right of a peer to signal this rank's flags again. See hostir.machines.cuda.memory. A stream could
-    do this without an SM, but would take almost a microsecond for each flag.
+    A credit is the right of a peer to signal this rank's flags again. See hostir.machines.cuda.flow_control. A stream
+    could do this without an SM, but would take almost a microsecond for each flag.
 
     Args:
         device: this rank's device.

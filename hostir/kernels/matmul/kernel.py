@@ -35,8 +35,8 @@ class Constants(NamedTuple):
         OWN: block `first` needs no flag, because its rows come from `own_rows`. They are read there or in `a`.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks are split in two.
-        DONE: the largest number of blocks that hold rows of one tile, rounded up to a power of 2. Blocks are those of
-            the completion flags. 0 without completion flags.
+        DONE: the largest number of blocks of the completion flags that hold rows of one tile, rounded up to a power of
+            2; 0 without completion flags.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 products by FMAs without tensor cores.
@@ -340,7 +340,7 @@ def wait_for_first_sum(tickets, tile):
 def arrive(tickets, tile, parts):
     """Signal that this program's partial sum of a tile is in memory; return True if all `parts` sums are there now.
 
-    So one program gets True, the last one. It sees all sums. It resets the ticket to 0 for the next launch.
+    So only the last program gets True. This program sees all sums. It resets the ticket to 0 for the next launch.
     """
     tl.debug_barrier()  # orders the writes of all threads before the atomic by one thread
     last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -417,7 +417,7 @@ def tile_position(tile, product, C: tl.constexpr):
 
 @triton.jit
 def _blocks_of(product, place, C: tl.constexpr):
-    """Return the indices of the first and the last block that hold rows of a tile. Blocks are those of `raised`."""
+    """Return the indices of the first and the last block of `raised` that hold rows of a tile."""
     batch, row, _ = place
     top, end = batch * product.M + row, batch * product.M + min(row + C.BM, product.M)
     return top // product.raised.height, (end - 1) // product.raised.height
@@ -602,18 +602,18 @@ def matmul_kernel(
     scales,  # Scales, with SCALES only
     first,  # the block to begin with, of READY or else of DONE; None if neither is set
     height,  # rows of a block
-    flags,  # from flags to polls: with READY only, fields of ReadyFlags, and blocks, the number of flags
+    flags,  # flags to polls are set with READY only: fields of ReadyFlags; blocks is the number of flags
     timeouts,
     epoch,
     blocks,
     polls,
-    raised_flags,  # all fields of Raised except counts, with DONE only
+    raised_flags,  # raised_flags to raised_height are set with DONE only: all fields of Raised except counts
     raised_epoch,
     raised_height,
     pushed,  # a Pushed, with PUSHED only
     counts,  # the last field of Raised, with DONE only
     workspace,  # a Workspace, with SPLIT or EARLY
-    unsplit,  # from unsplit to parts: with SPLIT only. Number of tiles before the split ones, early tiles included
+    unsplit,  # unsplit to parts are set with SPLIT only. Number of tiles before the split tiles, with early tiles
     split,  # number of split tiles
     parts,  # parts of each split tile
     early,  # number of first blocks in which tiles are split in two, with EARLY; each is complete batches

@@ -85,38 +85,39 @@ def matmul(
     """Compute `out[..., N] = a[..., K] @ b (+ bias)`, accumulated in float32, on the current stream; return `out`.
 
     Args:
-        a: `[..., K]`. The leading axes of `a` and `out` must merge, in both tensors alike, into rows of one stride or
-            into two axes `[batch, rows]` of any strides. Neither is copied. K may have any stride.
-        b: `[K, N]`, or the weight `[N, K]` if `transpose_b`; any strides.
-        out: `[..., N]` with the leading axes of `a`, overwritten; must overlap neither itself nor another argument.
+        a: `[..., K]`. The leading axes of `a` and `out` must merge in the same way: into rows with a single stride, or
+            into two axes `[batch, rows]` with any strides. Neither tensor is copied. K may have any stride.
+        b: `[K, N]`, or the weight `[N, K]` if `transpose_b` is True. It may have any strides.
+        out: `[..., N]` with the leading axes of `a`. It is overwritten, and must overlap neither itself nor another
+            argument.
         bias: `[N]`, added before rounding.
         ready: flags for equal blocks of the flattened rows of `a`, which may still arrive. A tile begins when its rows
             are ready. Tiles follow the order of blocks, from `ready.first` on. If blocks are lower than a tile, or `a`
             has several batches, a tile may span several blocks: it waits for all of them. With the same tile and the
             same splits, results are bitwise equal to a matmul without flags. If a block does not arrive, the kernel
             reports it in `ready.timeouts`. The tiles that need the block are then not written. The tiles that the same
-            programs would have computed later are not written either. Split tiles are written in any case; they are
-            computed from the memory of the block as it is.
+            programs would have computed later are not written either. But split tiles are always written: from the data
+            that the memory of the block holds.
         done: completion flags for equal blocks of the flattened rows of `out`. The kernel raises each flag once its
-            block is stored. Tiles follow the order of blocks, from `done.first` on; with `ready`, they follow the order
-            of `ready`. A tile may span several blocks. With the same tile and the same splits, results are bitwise
-            equal to a matmul without flags. If rows of `ready` do not arrive, the flags of blocks that need them do not
-            rise.
-        own_rows: `[..., K]`. They replace block `ready.first`, which the kernel does not wait for. A few rows, or rows
-            that no TMA descriptor can describe, are copied to their place in `a` and overwrite it. Otherwise they are
-            read in place: then no tile spans several blocks, and either each block must consist of complete batches of
+            block is stored. Tiles follow the order of blocks, from `done.first` on. But with `ready`, they follow the
+            order of `ready`. A tile may span several blocks. With the same tile and the same splits, results are
+            bitwise equal to a matmul without flags. If rows of `ready` do not arrive, the flags of blocks that need
+            them do not rise.
+        own_rows: `[..., K]`, rows that replace block `ready.first`. The kernel does not wait for this block. If there
+            are few rows, or no TMA descriptor can describe them, they are copied to their place in `a`. Otherwise they
+            are read in place, and no tile spans several blocks. Then each block must consist of complete batches of
             rows, or all rows must be one batch.
-        use_descriptors: move tiles with TMA descriptors. None: if the device and the layouts allow it. True: always, or
-            raise. False: never.
+        use_descriptors: True to move tiles with TMA descriptors, and to raise if this is not possible. False to use no
+            descriptors. None to use them if the device and the layouts allow it.
         tile: the tile to use instead of the one that `choose` returns.
 
-    All tensors have one dtype, bfloat16, float16 or float32. float32 is multiplied exactly, or in TF32 on a GPU if
-    `torch.backends.cuda.matmul` says so when called. If `out` is empty, the kernel waits for no flags and raises none.
-    Results repeat bit for bit.
+    All tensors have the same dtype: bfloat16, float16 or float32. float32 is multiplied exactly. But on a GPU it is
+    multiplied in TF32 if `torch.backends.cuda.matmul` allows this at the time of the call. If `out` is empty, the
+    kernel waits for no flags and raises none. Results repeat bit for bit.
 
     Raises TypeError for a dtype, and ValueError for a shape, a layout, a device, flags or a tile that do not fit.
-    Raises TooLargeError if the kernel needs more shared memory or threads than the GPU has: with `tile`, or if `tile`
-    is None, with every tile.
+    Raises TooLargeError if the kernel needs more shared memory or threads than the GPU has. If `tile` is None, it is
+    raised only if the kernel is too large with every tile.
     """
     multiply(
         *(a, b.transpose(0, -1) if transpose_b else b, out),

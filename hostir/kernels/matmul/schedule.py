@@ -48,9 +48,9 @@ class Grid:
     """The counts of the tiles that cover an output. Programs take the tiles batch by batch, and block by block.
 
     Fields:
-        batches: the number of batches. No tile spans two batches. Each block counts as a batch if the gemm has one
-            batch, its rows arrive in blocks, and one of two things holds: a block is at least as high as a tile, or no
-            tile may span two blocks. Other blocks do not, because their tiles would be partly empty.
+        batches: the number of batches. No tile spans two batches. If the gemm has one batch and its rows arrive in
+            blocks, the blocks may count as batches. They do if a block is at least as high as a tile, or if no tile may
+            span two blocks. They do not otherwise, because their tiles would be partly empty.
         rows: the number of rows of a batch.
         tiles: the number of tiles.
         steps: the number of steps along K of each tile.

@@ -29,7 +29,7 @@ class Gemm:
         separate: True if no tile may span two blocks, because the rows of one block are elsewhere in memory.
         overlapped: True if a kernel directly before this one copies the blocks and overlaps it; False if copy engines
             copy them.
-        result: the bytes of an element of the result. None: as many as an element of an operand has.
+        result: the bytes of an element of the result; None if it has as many as an element of an operand.
     """
 
     m: int
@@ -94,7 +94,7 @@ class Tile:
         Args:
             itemsize: the bytes of an element of an operand.
             descriptors: True if tiles move through TMA descriptors.
-            result: the bytes of an element of the result; None: `itemsize`.
+            result: the bytes of an element of the result; by default `itemsize`.
             adds: True if the product is added to the old output.
         """
         pipeline = self.stages * (self.m + self.n) * self.k * itemsize

@@ -121,7 +121,7 @@ class CudaBinder:
         marks: the handles that are events of a stream, not Works of a process group.
         switches: the steps that only make another stream the current one.
         engine_copies: the buffers that copy engines copy to or from a peer.
-        unnoticed: the number of first steps that neither peers nor the next run can notice.
+        unnoticed: the number of steps at the beginning of a run that neither peers nor the next run can notice.
     """
 
     def __init__(

@@ -43,8 +43,9 @@ class BlockSteps:
         """Return the step of a computation that waits for flags or raises flags.
 
         If there is a kernel that polls and raises flags, the step launches it. Otherwise the step launches one kernel
-        for each block, with one exception. A computation without `own_rows` that directly follows this rank's copies by
-        SMs could not start much before its last block is ready. Its step waits for all blocks and launches one kernel.
+        for each block. There is one exception: a computation without `own_rows` that directly follows this rank's
+        copies by SMs. It could not start much before its last block is ready. So its step makes the stream wait for all
+        blocks, and launches one kernel.
         """
         if op.ready is not None and id(op) in self.behind_products:
             op = replace(op, ready=replace(op.ready, overlapped_sms=0))

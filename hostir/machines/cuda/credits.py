@@ -34,10 +34,10 @@ def unforked(unrolled: UnrolledProgram) -> list[Op]:
 def takes_credits_first(unrolled: UnrolledProgram) -> bool:
     """Return True if the caller's stream must take the credits at the beginning of the call.
 
-    Otherwise the first stream that accesses a peer takes them. The other streams wait for it before they access a peer.
-    That stream may be blocked before it takes the credits: by a flag, or because no SM is free. Then other streams
-    would wait for work that the program does not make them wait for. In this case the caller's stream takes the
-    credits.
+    If the result is False, the first stream that accesses a peer takes the credits. Every other stream waits for that
+    stream before it accesses a peer. The result is True if that stream may be blocked before it takes the credits, by a
+    flag or because no SM is free. Then the other streams would wait for work that the program does not make them wait
+    for.
     """
     ops, precedes = unrolled.ops, unrolled.order.precedes
     touching = [at for at, op in enumerate(ops) if unrolled.touches_peer(op)]

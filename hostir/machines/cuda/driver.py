@@ -68,7 +68,10 @@ def check(code: int, operation: str) -> None:
 
 
 def new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Create a stream outside of torch's pool, which gives the same 32 streams to everyone. It is never destroyed."""
+    """Create a stream that is not from torch's pool. The stream is never destroyed.
+
+    torch's pool gives the same 32 streams to everyone.
+    """
     handle, context = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         check(cuda_driver().cuCtxGetCurrent(ctypes.byref(context)), "a stream")

@@ -159,7 +159,7 @@ class CudaPlan:
         self.switches = binder.switches  # the steps that only make another stream the current one
         self.launches = binder.launches  # the steps that only launch kernels of Triton, with their operations
         self.engine_copies = binder.engine_copies  # the buffers that copy engines copy to or from a peer
-        self.unnoticed = binder.unnoticed  # the number of first steps that neither peers nor the next run can notice
+        self.unnoticed = binder.unnoticed  # the number of first steps of a run that no peer and no later run can notice
         self.blank = list(self.registers)  # the registers between runs: symmetric buffers and their views
         self.load(first)
 

@@ -58,7 +58,8 @@ class PeerMemory:
     def offering(self, size: int) -> Iterator[str]:
         """Enter the context of a rendezvous, and yield the index of this rank's GPU for peers.
 
-        When the context ends, drop this object's references to the memory. If the rendezvous failed, this frees it.
+        When the context ends, drop this object's references to the memory. If the rendezvous failed, this frees the
+        memory.
         """
         if why := why_not(self.device):
             raise RuntimeError(why)

@@ -25,7 +25,7 @@ LAUNCH, MEMORY, COPY, ROWS, RECORD, AWAIT = range(6)  # kinds of entries, as in 
 
 @dataclass(frozen=True)
 class Memory:
-    """A range of addresses with a name: a tensor that may be elsewhere in the next call, or fixed memory.
+    """A named range of addresses: the memory of a tensor, which may differ from call to call, or fixed memory.
 
     Fields:
         name: the name in the text of a tape.

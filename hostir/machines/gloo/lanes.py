@@ -28,7 +28,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """A kind of step: it waits for nothing, for another lane of this rank, or for another rank."""
+    """The three types of steps: a step waits for nothing, for another lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"

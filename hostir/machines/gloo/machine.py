@@ -210,8 +210,8 @@ class GlooPlan:
     def in_flight(self) -> list[Op]:
         """Return the operations that the lanes execute now. Operations that wait for a peer come first.
 
-        Operations that wait for another lane are left out, unless all operations do so. After a failure, return only
-        the operation that failed.
+        Operations that wait for another lane are left out, unless all operations wait for another lane. After a
+        failure, return only the operation that failed.
         """
         if self.failure.problem:
             return [self.failure.problem[0]]

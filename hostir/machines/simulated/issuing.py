@@ -20,7 +20,8 @@ class IssueQueue:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
         pushing: the latest tasks, if they are copies by SMs and signals directly after copies. The first element is a
-            task that marks their common start. Empty if the latest task is another one.
+            task that marks their common start. The list is empty if the latest task is neither such a copy nor such a
+            signal.
         signalled: True if the last task in `pushing` is a signal.
     """
 

@@ -18,9 +18,9 @@ class Task:
     """An action of one rank. It may run once every task that it follows has run and its gate is open.
 
     Fields:
-        lane: the label of its stream, or a unique label if it is on no stream.
+        lane: the label of its stream; a unique label if it is on no stream.
         order: the number of tasks that its rank created before it.
-        step: the number of statements of its rank so far when it was created.
+        step: the number of statements of its rank up to the moment when the task was created.
         statement: the statement that it belongs to; None for a task of the caller.
         rounds: the rounds of the loops around the statement.
         call: the number of the call, from 0.
@@ -35,7 +35,7 @@ class Task:
         may_block: True if it may hold SMs until another rank does something.
         epoch: the epoch that it waits for at its gate, or the new epoch of the flag `changes`.
         team: the team of a communication.
-        since: its bar in a trace begins at the start of this task; None if a trace does not show it.
+        since: the task at whose start its bar in a trace begins; None if a trace does not show it.
         timed: True if a real machine takes time for it.
         queued_behind: the task that delays it on a real link, although nothing orders the two.
         followers: the tasks that follow it.
@@ -115,7 +115,7 @@ class Gate:
         return False
 
     def released(self) -> list[Task]:
-        """Return the parked tasks, which should try again, and park none."""
+        """Remove the parked tasks from the gate and return them. Each of them should ask again whether it may run."""
         parked, self.parked = self.parked, []
         return parked
 
