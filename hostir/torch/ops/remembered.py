@@ -138,7 +138,10 @@ def _apart(tensors: Sequence[Tensor]) -> bool:
 
 
 def _template(result: Any, outputs: Sequence[Tensor]) -> Any:
-    """Return `result` with a `FirstView` in the place of each tensor. Raises LookupError for a tensor that is no view."""
+    """Return `result` with a `FirstView` in the place of each tensor.
+
+    Raises LookupError if a tensor is no such view of an output.
+    """
     if result is None:
         return None
     if isinstance(result, tuple | list):
