@@ -137,9 +137,10 @@ class PartParser(Cursor):
         return left
 
     def signs(self, *signs: str) -> Iterator[None]:
-        """Yield as long as the next token is one of these operators. The caller reads the token each time.
+        """Yield once for each operator in a row of operators and operands, while the next token is one of `signs`.
 
-        Raise a HostIRError after MAX_DEPTH operators in a row. This is more than nvFuser ever prints.
+        The caller has to read the operator and the operand after it. Raise a HostIRError after MAX_DEPTH operators,
+        which is more than nvFuser ever prints.
         """
         for n in itertools.count():
             if self.next.text not in signs:

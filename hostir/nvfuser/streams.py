@@ -19,7 +19,7 @@ class Streams:
     Fields:
         pool: the number of streams in nvFuser's pool.
         uses_pool: True if the dump uses this pool or defines its size.
-        lone: streams such as `Stream 0x1f`, which were not created by the dump. They are numbered from 0.
+        lone: the numbers, from 0, of streams outside the pool that the dump prints by address, such as `Stream 0x1f`.
     """
 
     def __init__(self, streams: int | None) -> None:
@@ -33,10 +33,11 @@ class Streams:
         return (self.pool if self.uses_pool else 0) + len(self.lone)
 
     def of(self, formula: Formula, scope: Mapping[str, Value], loops: Mapping[Value, Size]) -> Expr:
-        """Return the expression for a printed stream: a stream that the dump has named, or an index of a stream.
+        """Return the expression for a printed stream.
 
-        nvFuser creates a separate stream for each index. Here the number of streams is fixed, and larger indices wrap
-        around. A stream that was not created by the dump, such as `Stream 0x1f`, becomes an additional stream.
+        A stream that GetCurrentStream has named is its value. A printed index is an index into the pool of worker
+        streams: nvFuser creates a stream for each index, but a host program has a fixed number, so larger indices wrap
+        around. An address such as `Stream 0x1f` is an additional worker stream.
 
         Args:
             formula: the stream as printed.
@@ -64,7 +65,7 @@ class Streams:
         return isinstance(right, Lit) and right.value <= self.pool
 
     def index(self, formula: Formula, scope: Mapping[str, Value]) -> Expr:
-        """Return the expression for a printed index. It may name the indices of the loops in `scope`."""
+        """Return the expression for a printed index. A name in it is a loop index in `scope`, or numberOfStreams."""
         if not isinstance(formula, Token):
             left, right = self.index(formula.left, scope), self.index(formula.right, scope)
             if formula.op in "/%" and right == Lit(0):
