@@ -1,4 +1,7 @@
-"""Collect the divisors of a program's sizes, and report sizes that are not multiples of them."""
+"""Collect the divisions of sizes that must have an integer result, and report sizes for which they do not.
+
+For example, a size M that is sharded over 8 ranks needs the division M/8.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from hostir.ir.types import TensorType
 
 
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
-    """Return every `Division` of a program. Divisions with informative reasons come first.
+    """Return every `Division` that a program needs.
 
-    A Stream axis of a fusion adds no division, because it only asks a strategy for slices.
+    If several statements need the same division, the earlier ones in the result have the reasons that help users more.
+    A Stream axis of a fusion adds no division, because it is only a request to the strategy to use slices.
     """
     statements = tuple(statements)
     named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
@@ -38,10 +42,10 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield each factor of an axis that may not be an integer on one rank.
+    """Yield each factor of a tensor's axes for which a rank's part may have an extent that is not an integer.
 
-    Each tuple holds the factor's extent, the factor's extent on one rank, and a text such as ` sharded over 8 ranks`.
-    The text is empty if the factor is not sharded.
+    A factor is yielded as a tuple of its extent, the extent of one rank's part, and a text such as
+    ` sharded over 8 ranks`. The text is empty if the factor is not sharded.
     """
     type = value.tensor.host()
     for axis in type.axes:
@@ -61,7 +65,7 @@ def _written(s: Statement) -> Iterator[Division]:
 
 
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return a diagnostic for each size that cannot be split into equal parts as `divisions` need.
+    """Return a diagnostic for each size with which one of the `divisions` does not give an integer.
 
     `sizes` holds the values of the symbols. `program` is the program's name, for messages.
     """
@@ -81,9 +85,10 @@ def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int
 
 
 def _apart(size: Size) -> tuple[Size, Size]:
-    """Return the key under which divisions are reported together: the dividend, and the symbols of the divisor.
+    """Return a key for a quotient: its dividend, and the symbols of its divisor.
 
-    For `3*M/8` the key is `M` and 1. For `3*M/8/K` it is `3*M` and `K`.
+    Quotients with the same key are reported together. For `3*M/8` the key is (`M`, 1): the 3 is dropped, because it
+    has no common divisor with 8. For `3*M/8/K` the key is (`3*M`, `K`).
     """
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)
@@ -110,9 +115,9 @@ def _refusal(
 
 
 def _strongest(of: Sequence[Division]) -> list[Division]:
-    """Return the divisions that imply all others.
+    """Return the divisions that no other division implies.
 
-    A division implies another division if its divisor is a multiple of the other divisor.
+    A division by 16 implies the division by 8 of the same dividend, because 16 is a multiple of 8.
     """
     kept: list[Division] = []
     for division in of:
