@@ -42,7 +42,7 @@ def _is_numeric(cell: str) -> bool:
 def describe(choice: Choice) -> str:
     """Return a choice as text: the chosen candidate, the times of all candidates, and the impossible candidates.
 
-    Each impossible candidate has a reason.
+    For each impossible candidate, the text gives the reason.
     """
     parts = [f"{choice}"]
     if choice.timings:

@@ -245,10 +245,10 @@ def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
 
 
 def _arguments(function: Callable[..., Fusion], assignments: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
-    """Return the arguments by name with which a fusion's function is called.
+    """Return the arguments for a call of the function that makes a fusion, by name.
 
-    Arguments come from `--set` and `--ranks`. Parameters with a default may stay without an argument. `*args` and
-    `**kwargs` never get one.
+    Their values come from `--set` and `--ranks`. A parameter without a value is left out if it has a default. Otherwise
+    raise HostIRError. `*args` and `**kwargs` are always left out.
     """
     parameters = inspect.signature(function).parameters
     arguments: dict[str, Any] = {}

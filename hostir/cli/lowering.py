@@ -45,7 +45,7 @@ def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Prog
 def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
     """If `--strategy` is `auto`, choose a strategy, store it in `options`, and print the choice to stderr.
 
-    The number of streams is stored too. For `hostir run`, so are the kernels.
+    The number of streams is also stored. For `hostir run`, the kernels are also stored.
     """
     if options.strategy != AUTO:
         return

@@ -87,10 +87,11 @@ class ReferenceEntry:
 
     Fields:
         keyword: the statement's keyword in the text.
-        forms: pairs of the phases in which a text is valid, and this text.
+        forms: the texts of the statement. Each is a pair: the phases in which the text is used, and the text.
         doc: the description.
         example: an example of the statement.
-        fields: pairs of the meaning of a codec, and the names of the fields with this codec.
+        fields: the fields of the statement, grouped by codec. Each group is a pair: the meaning of the codec, and the
+            names of the fields.
     """
 
     keyword: str
@@ -176,9 +177,10 @@ def _syntax(cls: type[Statement], phase: Phase) -> str:
 
 
 def _fields(cls: type[Statement]) -> dict[str, str]:
-    """Return a text for each codec, by the codec's meaning. It lists the statement's fields with this codec.
+    """Return the fields of a statement class, grouped by codec.
 
-    Optional fields are listed with their defaults.
+    A key is the meaning of a codec. A value lists the names of the fields with this codec, as text. Optional fields are
+    listed with their defaults.
     """
     optional = {part.field for part in template(cls.syntax) if isinstance(part, OptionalPart)}
     fields: dict[str, str] = {}

@@ -111,7 +111,10 @@ def _write_trace(trace: Trace | None, path: str | None) -> None:
 
 
 def _turns(turns: range, title: str, *, shown: bool = True) -> Iterable[int]:
-    """Return `turns` to iterate over. If there are several and stderr is a terminal, iterating shows a progress bar."""
+    """Return an iterable of `turns`, the numbers of the runs.
+
+    If there are several runs and stderr is a terminal, the iteration shows a progress bar with this title.
+    """
     if len(turns) == 1 or not shown or not sys.stderr.isatty():
         return turns
     from rich.console import Console

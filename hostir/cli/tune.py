@@ -40,7 +40,7 @@ class Case:
 def check_started(command: str) -> None:
     """Raise HostIRError if torchrun did not start this process, because there are no ranks to measure.
 
-    `command` is the argument of `hostir tune` that the hint repeats.
+    `command` is the file argument of `hostir tune`. The hint shows it.
     """
     if not launched():
         raise error(
@@ -69,10 +69,10 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
 
 
 def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
-    """Return cases without free sizes for a case that may have one.
+    """Replace a case with a free size by cases in which this size has a value; return the cases.
 
-    If a size is free, there is one case for each value at which `hi.compile` chooses a strategy. If no size is free,
-    the result is the case itself.
+    There is one case for each value at which `hi.compile` chooses a strategy. If no size is free, return only the case
+    itself.
     """
     if not free_sizes(case.fusion, case.sizes):
         return [case]
@@ -134,7 +134,7 @@ def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entrie
 
 
 def _from_rank_0(job: Session, text: str) -> str:
-    """Return the text that rank 0 passes. All ranks call it together."""
+    """Send a text from rank 0 to all ranks, and return it. All ranks call it together; only rank 0's `text` is used."""
     return job.exchange("tuning", text, PATIENCE)[0]
 
 

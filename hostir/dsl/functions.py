@@ -175,9 +175,9 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
-    """Sort the operands of a binary function: if one is a number, return the other operand, and the number as a float.
+    """Return the tensor among the two operands of a function, and the other operand if it is a number, as a float.
 
-    If neither is a number, return `x` and None. Raise HostIRError for a number that is not finite.
+    If neither operand is a number, return `x` and None. Raise HostIRError for a number that is not finite.
     """
     for tensor, value in ((x, y), (y, x)):
         if not isinstance(value, bool) and isinstance(value, Real) and not isinstance(tensor, Real):

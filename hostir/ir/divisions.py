@@ -17,8 +17,9 @@ from hostir.ir.types import TensorType
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
     """Return every `Division` that a program needs.
 
-    If several statements need the same division, the earlier ones in the result have the reasons that help users more.
-    A Stream axis of a fusion adds no division, because it is only a request to the strategy to use slices.
+    Several values and statements may need the same quotient, each with a reason for messages. The division with the
+    reason that helps users most comes first in the result. A Stream axis of a fusion adds no division, because it is
+    only a request to the strategy to use slices.
     """
     statements = tuple(statements)
     named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
@@ -65,9 +66,10 @@ def _written(s: Statement) -> Iterator[Division]:
 
 
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return a diagnostic for each size with which one of the `divisions` does not give an integer.
+    """Check the quotients of `divisions` at given sizes; return a diagnostic for each quotient that is no integer.
 
-    `sizes` holds the values of the symbols. `program` is the program's name, for messages.
+    Quotients with the same dividend have one diagnostic. `sizes` holds the values of the symbols. `program` is the name
+    of the program, for messages.
     """
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:

@@ -60,7 +60,7 @@ class Allocate(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class FreeBuffer(Statement):
-    """Ends a buffer: nothing issued later may touch it.
+    """Frees a buffer. No statement that is issued later may access it.
 
     Example: free %x: bf16[4, 8@didx, 32]
     """

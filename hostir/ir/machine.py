@@ -79,8 +79,8 @@ class Ready:
             waiting. The contents of the replaced blocks are undefined.
         results: the number of blocks of the result.
         own_first, own_blocks: the first block that `own_rows` replaces, and the number of replaced blocks.
-        overlapped_sms: the number of SMs on which copies may still run that come directly before the kernel on its
-            stream. The kernel does not get them. A machine that plans sets this field.
+        overlapped_sms: the number of SMs that the kernel does not get, because the copies directly before it on its
+            stream may still run on these SMs. A machine that plans sets this field.
         reserved_sms: the number of SMs that the kernel leaves free for kernels that send signals. A machine that plans
             sets this field.
         along: the positions of further operands with the same rows. Flag `i` says that block `i` of each of them is
@@ -164,7 +164,7 @@ class Machine(OptionalMethods, Protocol):
         """
 
     def free(self, x: Handle) -> None:
-        """Free a tensor: nothing issued later may touch it."""
+        """Free a tensor. No statement that is issued later accesses it."""
 
     def select(self, x: Handle, axis: int, index: int) -> Handle:
         """Return the view of `x` at one index of an axis, without that axis."""
@@ -221,14 +221,14 @@ class Machine(OptionalMethods, Protocol):
         """Copy `x` on rank `source` to `out` on rank `target`, on the current stream.
 
         This rank is `source` or `target`. The tensor on the other rank is in symmetric memory. As the argument for it,
-        pass the same view of this rank's symmetric tensor. The copy engine copies if `sms` is 0. Otherwise a kernel on
-        this number of SMs does.
+        pass the same view of this rank's symmetric tensor. If `sms` is 0, a copy engine copies. Otherwise, a kernel on
+        `sms` SMs copies.
         """
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        """Set flag `slot` of a peer to an epoch of this call, when the current stream gets there.
+        """Set flag `slot` of a peer to an epoch of this call, after all earlier work on the current stream.
 
-        If `sms` is 0, the stream itself sets the flag. Otherwise a kernel does.
+        If `sms` is 0, the stream itself sets the flag. Otherwise, a kernel sets it.
         """
 
     def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:

@@ -333,7 +333,7 @@ class Traits:
     def compared(self) -> tuple[Shape, ...]:
         """The shapes of a communication's local tensors that must be equal on all ranks; empty for other statements.
 
-        If only the numbers of elements must be equal, each shape is one axis of this number.
+        If only the number of elements must be equal, a shape has a single axis of this extent.
         """
         return ()
 

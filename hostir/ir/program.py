@@ -85,11 +85,11 @@ class Program:
         return divisions_of(self.inputs, self.walk())
 
     def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
-        """Return a diagnostic for each size that the program must split into equal parts, but that does not divide."""
+        """Return a diagnostic for each size that the program cannot split into equal parts as it needs to."""
         return misfits(self.name, self.divisions, sizes)
 
     def check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raise HostIRError if the program must split a size into equal parts, but the size does not divide."""
+        """Raise HostIRError for sizes that the program cannot split into equal parts as it needs to."""
         if misfits := self.misfits(sizes):
             raise HostIRError(*misfits)
 
@@ -119,8 +119,8 @@ class Program:
     def check_sizes(self, sizes: dict[str, int]) -> None:
         """Check that the program can run with these sizes; raise HostIRError if it cannot.
 
-        Every symbol must have a value. Every size that is split into equal parts must divide. Aliases may be missing,
-        but must have the values of the sizes that they stand for.
+        Every symbol must have a value. Every size that is split into equal parts must be a multiple of their number. An
+        alias may be missing. If it is given, its value must be the value of the size that it stands for.
         """
         names, aliases = self.size_names, dict(self.aliases)
         self._refuse_unknown(sizes)

@@ -90,9 +90,9 @@ def flat_marks(type: TensorType) -> tuple[Mark, ...]:
 
 
 def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
-    """Return the axes of a tensor that has this shape, and the sharding that `marks` give (see `flat_marks`).
+    """Return the sharded axes of a tensor with this shape. `marks` describes its sharding (see `flat_marks`).
 
-    Return None if there are no such axes, because a sharded factor does not fit into a single axis.
+    Return None if a sharded factor does not fit into a single axis of the shape.
     """
     axes, before, left = [], ONE, list(marks)
     for extent in shape:

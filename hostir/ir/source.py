@@ -274,7 +274,7 @@ def error(
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
     """Raise HostIRError at the user's line unless `value` is one of the `known` words.
 
-    `what` is the noun for such a word in the message, such as "strategy".
+    `what` is the noun that the message uses for the value, such as "strategy".
     """
     words = list(known)
     if not isinstance(value, str) or value not in words:

@@ -133,7 +133,7 @@ class Axis:
     def without(self, *marks: str) -> Axis:
         """Return the axis in normal form, without its sharding over the mesh axes in `marks`.
 
-        If STREAM is in `marks`, it is no longer sliced, either.
+        If STREAM is in `marks`, the axis is no longer sliced.
         """
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
@@ -183,9 +183,9 @@ class TensorType:
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
 
     def axis_on(self, mark: str) -> int | None:
-        """Return the position of the axis that the mesh axis `mark` shards; None if it shards no axis.
+        """Return the index of the tensor axis that is sharded over the mesh axis `mark`; None if there is no such axis.
 
-        If `mark` is STREAM, return the position of the axis that is sliced.
+        If `mark` is STREAM, return the index of the axis that is sliced.
         """
         return next((k for k, axis in enumerate(self.axes) if mark in axis.marks), None)
 

@@ -27,7 +27,7 @@ class ViewStatement(Statement):
     out: Define
 
     def view(self, frame: Frame, x: Any) -> Any:
-        """Return the machine's view of `x`."""
+        """Return the handle of the view. `x` is the machine's handle of the operand."""
         raise AssertionError(type(self).__name__)
 
     def evaluate(self, frame: Frame) -> None:

@@ -33,12 +33,12 @@ class LogicalAxis:
 
     @property
     def reduced(self) -> bool:
-        """True if the axis was summed away."""
+        """True if a reduction has removed the axis."""
         return self.first.iter_type == "r"
 
     @property
     def device(self) -> str:
-        """x or y if the axis is an unsplit device axis, deviceIdx.x or deviceIdx.y; otherwise an empty string."""
+        """The letter of deviceIdx, x or y, if the axis is a device axis that is not split; else an empty string."""
         return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
@@ -80,7 +80,7 @@ Split = tuple[tuple[int, ...], ...]  # for each printed axis, the indices of the
 
 
 def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
-    """Yield every way to choose the outer parts of each printed axis. The axes before `place` already have theirs.
+    """Yield every way to choose the outer parts of all printed axes, if they are chosen already before index `place`.
 
     Args:
         domains: the printed axes.
@@ -147,9 +147,9 @@ def _missing(domains: Sequence[IterDomain], split: Split) -> int:
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
     """Return a sort key for a reading: the less likely the reading, the higher the key.
 
-    Each entry of the key counts contradictions to one kind of evidence, and the strongest evidence is first. Some of
-    the evidence are the numbers of the axes: nvFuser gives the two parts of a split consecutive numbers, which are
-    higher than the numbers of all axes before.
+    Each entry of the key counts contradictions to one kind of evidence, and the strongest evidence is first. One kind
+    of evidence is the numbers of the axes: nvFuser gives the two parts of a split consecutive numbers, which are higher
+    than the numbers of all axes that existed before the split.
 
     Args:
         domains: the printed axes.

@@ -46,8 +46,8 @@ class EqualSizes:
     def equal(self, a: Size, b: Size) -> bool:
         """Record that two sizes are equal; return False if they cannot be equal.
 
-        The equation defines one symbol by the others. If several symbols could be defined, the latest one in `order`
-        is.
+        The equation defines one of its symbols by the other symbols. If there is a choice, it defines the symbol that
+        comes last in `order`.
         """
         ratio = self.resolve(a) / self.resolve(b)
         free = [(self.order[name], name, power) for name, power in ratio.symbols if abs(power) == 1]

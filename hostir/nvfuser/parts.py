@@ -137,10 +137,10 @@ class PartParser(Cursor):
         return left
 
     def signs(self, *signs: str) -> Iterator[None]:
-        """Yield once for each operator in a row of operators and operands, while the next token is one of `signs`.
+        """Yield as long as the next token is one of the operators `signs`.
 
-        The caller has to read the operator and the operand after it. Raise a HostIRError after MAX_DEPTH operators,
-        which is more than nvFuser ever prints.
+        After each yield, the caller reads the operator and its right operand. Raise a HostIRError after MAX_DEPTH
+        operators, which is more than nvFuser ever prints.
         """
         for n in itertools.count():
             if self.next.text not in signs:

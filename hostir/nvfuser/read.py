@@ -281,10 +281,9 @@ class DumpReader(Builder):
         return operands
 
     def shards(self, node: ComputeNode) -> bool:
-        """Translate a printed `Set` to a `shard`, if it is one; return False if it is not.
+        """If a printed `Set` shards its operand, translate it to a `shard`, and return True. Otherwise return False.
 
-        It is one if the result is sharded over devices over which the operand is not sharded. Then each rank takes its
-        block of the operand.
+        A `Set` shards its operand if the result is sharded over devices over which the operand is not sharded.
         """
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None

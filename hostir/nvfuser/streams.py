@@ -35,9 +35,10 @@ class Streams:
     def of(self, formula: Formula, scope: Mapping[str, Value], loops: Mapping[Value, Size]) -> Expr:
         """Return the expression for a printed stream.
 
-        A stream that GetCurrentStream has named is its value. A printed index is an index into the pool of worker
-        streams: nvFuser creates a stream for each index, but a host program has a fixed number, so larger indices wrap
-        around. An address such as `Stream 0x1f` is an additional worker stream.
+        If the stream has a name from GetCurrentStream, the expression is the value that GetCurrentStream defined. If
+        an index is printed, the expression is an index into the pool. nvFuser creates a new stream for each index, but
+        the pool has a fixed size, so larger indices wrap around. If an address is printed, such as `Stream 0x1f`, the
+        expression is the index of an additional stream after the pool.
 
         Args:
             formula: the stream as printed.

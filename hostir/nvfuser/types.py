@@ -33,7 +33,7 @@ class Types:
     Fields:
         sizes: the sizes that the dump forces to be equal.
         meshes: the mesh of each printed DeviceMesh. The key None stands for tensors that are printed without a mesh.
-        partials: for the name of each partial sum, the mesh axes over which its ranks hold terms.
+        partials: for the name of each partial sum, the mesh axes along which each rank holds one term.
         unprinted: the distributions that the dump does not print, by the name of the tensor.
         axes: the logical axes of each printed tensor.
     """
@@ -151,7 +151,7 @@ class Types:
         return next((axis for axis in along if axis in used), along[0])
 
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
-        """Return, for the name of each partial sum, the mesh axes over which its ranks hold terms.
+        """Return, for the name of each partial sum, the mesh axes along which each rank holds one term.
 
         The operand of a reducing communication is a partial sum. If it is a view or a copy, then the tensor that it
         views or copies is also a partial sum. But inputs, and views and copies of inputs, are never partial sums: they

@@ -31,7 +31,7 @@ def repairable(finding: Finding, order: Order | None) -> bool:
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield edits that insert a wait for a communication that nothing waits for, the first in the program.
+    """Yield edits that insert a wait for the first communication of the program for which nothing waits.
 
     There is one edit for each place in the communication's block where the wait can be inserted.
     """

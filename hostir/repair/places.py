@@ -118,7 +118,8 @@ class Outline:
     def stream(self, place: BodyPosition) -> Expr | None:
         """Return an expression for the current stream at a place: the stream of the last `set_stream` above it.
 
-        Return None if a name in the expression is not in scope.
+        If there is no `set_stream` above it, this is the caller's stream. Return None if no expression with names in
+        scope is known.
         """
         above = self.set_above(place)
         if above is not None:

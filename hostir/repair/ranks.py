@@ -54,9 +54,9 @@ def _start(outline: Outline) -> BodyPosition:
 
 
 def _on_mesh_of(outline: Outline, x: Value, place: BodyPosition) -> Value | None:
-    """Return an input on the mesh of `x`. If there is no such input, return `x` itself, if it is in scope at `place`.
+    """Return a value on the mesh of `x` that a statement at `place` can name; None if there is no such value.
 
-    Otherwise return None.
+    It is an input of the program. If no input is on this mesh, it is `x` itself.
     """
     inputs = [v for v in outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
     return inputs[0] if inputs else outline.scope(place).get(x.name)

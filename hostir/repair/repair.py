@@ -48,8 +48,8 @@ class RepairCandidate:
     Fields:
         program: the program.
         findings: the findings about it.
-        order: the order of its events; None if its structure is unsound, so that there is no order.
-        cost: the result of the function `cost`; zeros without an order.
+        order: the order of its events; None if its structure is unsound or if it could not be traced.
+        cost: the result of the function `cost`; zeros if `order` is None.
         added: the statements that the repair has inserted so far, one block for each insertion.
     """
 
@@ -371,9 +371,9 @@ def _units(program: Program) -> Iterator[Block]:
 
 
 def _only_orders(s: Statement) -> bool:
-    """Return True if the only effect of a statement is to order other statements, and it may be left out.
+    """Return True if a statement has no effect except that it orders other statements.
 
-    Return False for a wait for a handle, because every handle needs a wait.
+    A wait for a handle does not count, because every handle needs a wait.
     """
     return bool(s.orders) and s.awaited is None
 

@@ -97,7 +97,7 @@ def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
 
     They are the places before the event's statement, and after each `set_stream` above it. If the event is an action of
     the caller, they are the places at the end of the program. The places before all signals and barriers are included,
-    too. There, a `synchronize` also orders the event if the event comes after the signal or the barrier.
+    too: if the event comes after a signal or a barrier, a `synchronize` before the signal or the barrier may be enough.
     """
     passing = [place for place, s in outline.statements if s.orders & Sync.SIGNAL]
     if event.statement is None:

@@ -250,9 +250,9 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """Return edges without which the graph has no cycles.
+    """Return edges to remove from the graph so that it has no cycles.
 
-    They are the edges of cycles that go to another rank, or back to an earlier event of the same rank.
+    They are the edges of cycles that lead to another rank, or back to an earlier event of the same rank.
     """
     import networkx as nx
 
@@ -266,9 +266,9 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """Return the column of each event: the number of box changes on the longest path to the event.
+    """Return the column of each event: the largest number of steps from box to box on a path to the event.
 
-    A change between boxes that may share a column does not count.
+    A step between two boxes that may share a column does not count.
     """
     import networkx as nx
 
@@ -356,9 +356,9 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
 
 
 def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
-    """Return the lines and arrows that draw a cycle of boxes, each of which waits for the box before it.
+    """Return the lines and arrows that show a cycle of boxes. In the cycle, each box waits for the box before it.
 
-    If a path of arrows leads from a box to the next box, the shortest such path is drawn. Otherwise a line joins the
+    If a path of arrows leads from a box to the next box, the shortest such path is shown. Otherwise a line joins the
     two boxes.
 
     Returns:
