@@ -167,7 +167,7 @@ def _place(span: Span | None) -> dict[str, object] | None:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir check`; return its exit code."""
     try:
         program, sizes = load_to_lower(options)
     except HostIRError as problem:

@@ -164,7 +164,7 @@ def _quoted(text: str) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir lower`; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         if options.after or options.all:

@@ -199,6 +199,6 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir ops`; return its exit code."""
     print(markdown() if options.markdown else table())
     return 0

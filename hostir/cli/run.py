@@ -402,7 +402,7 @@ def _no_result(program: Program, refusal: HostIRError) -> HostIRError:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir run`; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         verify(program)

@@ -50,7 +50,7 @@ class Reshard(Statement):
 
 
 def elements(*values: Value) -> tuple[Shape, ...]:
-    """Return the number of elements that a rank holds of each tensor. A number is returned as a shape of one axis."""
+    """Return the shape `(n,)` for each tensor, where n is the number of elements in the part of one rank."""
     return tuple((product(value.tensor.local_shape),) for value in values)
 
 

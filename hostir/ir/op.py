@@ -340,7 +340,7 @@ class Traits:
     def strides(self, of: ViewStrides) -> Shape | None:
         """Return the strides of the result if the statement is a view; else None.
 
-        `of` computes strides from the strides of the statement's operand.
+        `of` knows the strides of the operand. Its methods compute the strides of views of the operand.
         """
         return None
 

@@ -32,7 +32,7 @@ BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
 
 
 def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.TensorOp:
-    """Return the statement for a printed computation, except a sum. A sum would also need its axis."""
+    """Return the statement for a printed computation. A sum is not supported, because it also needs an axis."""
     first, *rest = operands
     if node.op == "matmul":
         return ops.Matmul(out, first, rest[0])

@@ -131,10 +131,11 @@ def _after_issues(outline: Outline) -> Iterator[tuple[BodyPosition, Statement]]:
 
 
 def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPosition]:
-    """Return the places where a new statement comes before one of the statements `users`.
+    """Return the places where a new statement runs before one of the statements `users`.
 
-    For each of these statements, they are the places before the statement, and before each loop or `if` around it. In
-    each block around the statement, the end of the body of every earlier `if` is a place, too.
+    For each of these statements, there is a place directly before it, and directly before each loop or `if` around it.
+    There is also a place at the end of the body of each `if` that comes before the statement, or before a loop or `if`
+    around it, in the same block.
     """
     places: dict[BodyPosition, None] = {}
     for s in users:

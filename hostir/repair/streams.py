@@ -53,9 +53,10 @@ def join(outline: Outline, place: BodyPosition) -> Block:
 
 
 def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statement that makes the caller's stream the current stream at a place, as a block.
+    """Return a block with a statement that makes the caller's stream the current stream at a place.
 
-    Return an empty block if it is the current stream already, or if the place is inside a loop or an `if`.
+    The block is empty if the caller's stream is the current stream already, or if the place is inside a loop or an
+    `if`.
     """
     stream = outline.callers_stream
     if len(place) > 1 or stream is None or outline.set_above(place) in (None, Ref(stream)):
@@ -64,9 +65,10 @@ def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statement that restores the current stream of `place` after an insertion there, as a block.
+    """Return a block with a statement that sets the stream that is the current stream at `place`.
 
-    Return an empty block if the statements after `place` set the current stream before they issue work.
+    It follows inserted statements that have changed the current stream. The block is empty if the statements after
+    `place` set the current stream before they issue work.
     """
     current = outline.stream(place)
     if current is None or resets(outline.block(place)[place[-1] :]):

@@ -186,7 +186,7 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
     graph = _between(order, events, held=any(finding.category in CYCLIC for finding in findings.values()))
-    # Early events come before the other events of their box. No edge says so if the ranks' collectives differ.
+    # Early events come before the other events of their box. The order lacks this edge if ranks' collectives differ.
     early = [n for n, event in enumerate(events) if event.verb in EARLY]
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
     graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
