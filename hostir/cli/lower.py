@@ -54,7 +54,7 @@ class _Drawing:
         self.colors = {CALLER: COLORS[0]}
 
     def lines(self) -> list[str]:
-        """Return the lines of the graph."""
+        """Return the lines of the graph's text in DOT."""
         printer = Printer(self.program.phase, self.program.meshes)
         for value in self.program.inputs:
             self.makers[value.name] = self.node(f"{value}: {printer.type(value.tensor)}", "shape=ellipse")

@@ -43,10 +43,10 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield each factor of a tensor's axes for which a rank's part may have an extent that is not an integer.
+    """Yield the factors of a tensor's axes that may have a fraction as their extent on one rank.
 
-    A factor is yielded as a tuple of its extent, the extent of one rank's part, and a text such as
-    ` sharded over 8 ranks`. The text is empty if the factor is not sharded.
+    A factor is yielded as a tuple of its extent, its extent on one rank, and a text such as ` sharded over 8 ranks`.
+    The text is empty if the factor is not sharded.
     """
     type = value.tensor.host()
     for axis in type.axes:

@@ -75,8 +75,8 @@ class Ready:
         flags, epoch: the row of flags, and the epoch. Block `i` is ready when flag `i` has reached `epoch`.
         first: the block of the result that is computed first.
         blocks: the number of blocks of the operand.
-        own_rows: rows that replace some blocks of the operand; None if there are none. The kernel reads them without
-            waiting. The contents of the replaced blocks are undefined.
+        own_rows: rows that replace some blocks of the operand; None if no block is replaced. The kernel reads them
+            without waiting. The contents of the replaced blocks are undefined.
         results: the number of blocks of the result.
         own_first, own_blocks: the first block that `own_rows` replaces, and the number of replaced blocks.
         overlapped_sms: the number of SMs that the kernel does not get, because the copies directly before it on its

@@ -188,7 +188,7 @@ class FlagOperand:
         slot: the index of the flag, if the statement uses a single flag; None if it uses all flags of the row.
         epoch: the epoch that the statement sets or waits for.
         rows: tensors with rows that are split into equal blocks, one block for each flag; empty for a single flag.
-        own_rows: rows that replace one of the blocks; None if there are none.
+        own_rows: rows that replace one of the blocks; None if no block is replaced.
         raises: True if the statement sets the flags; False if it waits for them.
     """
 
@@ -563,7 +563,7 @@ def codecs_of(cls: type[Operands]) -> dict[str, Codec]:
 
 
 def defaults_of(cls: type[Operands]) -> dict[str, Any]:
-    """Return the default of each field that has one."""
+    """Return the default values of the fields of a statement class, by name. Fields without a default are left out."""
     if cls not in _defaults:
         _defaults[cls] = {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
     return _defaults[cls]

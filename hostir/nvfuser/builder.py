@@ -136,7 +136,7 @@ class Builder:
         return stream is not None and self.loop_over(stream.extent.size) is not None
 
     def loop_over(self, slices: Size) -> Value | None:
-        """Return the index of the innermost loop around this statement that has `slices` rounds; None without one."""
+        """Return the index of the innermost loop around this statement with `slices` rounds, or None."""
         resolve = self.types.sizes.resolve
         return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
 

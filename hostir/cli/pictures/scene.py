@@ -40,7 +40,7 @@ class Box:
         rank: the rank that runs the statement.
         lane: "caller", the name of a pool stream, or "communication".
         role: COMMUNICATION, COMPUTATION or OTHER. It decides the color.
-        word: the first line of the text in the box: a keyword.
+        word: the first line of the text in the box: a keyword, or the action of the caller.
         operands: the second line of the text in the box.
         title: the text that viewers show when the pointer is over the box.
         rounds: for each statement, the rounds of the loops around it; empty outside loops.
@@ -385,7 +385,7 @@ def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
     Args:
         boxes: all boxes.
         centre: the events that findings name.
-        reach: the largest distance to the round of such an event, in rounds of an outermost loop.
+        reach: the largest distance, in rounds of an outermost loop, to the round of an event that findings name.
     """
     rounds = {event.rounds[0] for event in centre if event.rounds} or {0}
     return [box for box in boxes if not box.rounds or min(abs(box.rounds[0][0] - r) for r in rounds) <= reach]
@@ -410,9 +410,9 @@ def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
 
 
 def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
-    """Merge successive boxes of frees, or of waits for streams, in one lane. Return the boxes that result.
+    """Merge successive boxes of frees in a lane, and successive boxes of waits for streams; return all boxes.
 
-    A box with an event of `centre`, the events that findings name, stays separate.
+    A box with an event of `centre` is not merged. `centre` holds the events that findings name.
     """
     kept: list[Box] = []
     for box in boxes:
