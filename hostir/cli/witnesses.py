@@ -1,4 +1,4 @@
-"""Find runs that show a finding: schedule seeds with which a program with findings fails on simulated ranks."""
+"""Find runs that show a finding: run the program on simulated ranks with many schedule seeds, until a run fails."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Fusion:
         )
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
-        """Return `extent` as a size. Raise if it has a symbol that is in no shape of an input."""
+        """Return `extent` as a size. Raise if it has a symbol that does not occur in the shape of any input."""
         size = Size.of(extent, span)
         known = {n for t in self.inputs for s in t.shape for n in s.names}
         if unknown := sorted(size.names - known):
@@ -148,7 +148,10 @@ def building(span: Span | None) -> Fusion:
 
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
-    """Return the sizes of a shape. If `fusion` is given, raise for a symbol that is in no shape of its inputs."""
+    """Return the sizes of a shape.
+
+    If `fusion` is given, raise for a symbol that does not occur in the shape of any of its inputs.
+    """
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
     if len(shape) > MAX_AXES:

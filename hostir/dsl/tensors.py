@@ -20,7 +20,7 @@ class Owner(Protocol):
     name: str
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
-        """Return `extent` as a size. Raise if it has a symbol that is in no shape of an input."""
+        """Return `extent` as a size. Raise if it has a symbol that does not occur in the shape of any input."""
 
 
 class TensorShape(tuple[Size, ...]):

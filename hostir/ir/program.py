@@ -24,7 +24,7 @@ class Program:
     Fields:
         name: the name, without `@`.
         phase: FUSION or HOST.
-        meshes: the meshes of its tensors. A tensor without a mesh in its type lies on `meshes[0]`.
+        meshes: the meshes of its tensors. A tensor lies on `meshes[0]` if the text of its type names no mesh.
         inputs, outputs: the values that a call takes and returns, each with its `name` and `type`.
         body: the statements, in order. The statements of a loop are in its body.
         streams: the number of worker streams.

@@ -148,7 +148,7 @@ class TensorOp(Statement):
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the kernel by name: all fields of the statement that hold no values."""
+        """Return the options of the kernel by name: the fields of the statement that are neither tensors nor flags."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
 
     def waits_for(self, frame: Frame) -> Ready | None:
