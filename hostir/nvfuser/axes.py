@@ -80,7 +80,7 @@ Split = tuple[tuple[int, ...], ...]  # for each printed axis, the indices of the
 
 
 def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
-    """Yield every way to choose the outer parts of all printed axes, if they are chosen already before index `place`.
+    """Yield every way to choose the outer parts of the printed axes. The choices for the axes before `place` are fixed.
 
     Args:
         domains: the printed axes.

@@ -19,7 +19,8 @@ class Streams:
     Fields:
         pool: the number of streams in nvFuser's pool.
         uses_pool: True if the dump uses this pool or defines its size.
-        lone: the numbers, from 0, of streams outside the pool that the dump prints by address, such as `Stream 0x1f`.
+        lone: the streams outside the pool, which the dump prints by address, such as `Stream 0x1f`. They are numbered
+            from 0.
     """
 
     def __init__(self, streams: int | None) -> None:
