@@ -48,7 +48,7 @@ PREFIX = "HOSTIR_"
 
 
 class UnknownVariableWarning(UserWarning):
-    """Warning: an environment variable HOSTIR_... is ignored, because hostir has no knob of this name."""
+    """Warns that an environment variable HOSTIR_... is ignored, because hostir has no knob of this name."""
 
 
 _scoped: ContextVar[Mapping[str, object]] = ContextVar("hostir_knobs")

@@ -1,4 +1,7 @@
-"""Choose the strategy for `--strategy auto`, in a separate file: it loads torch, which most commands do not need."""
+"""Choose the strategy for `--strategy auto`.
+
+This is a separate file because it imports torch, which most commands do not need.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from hostir.knobs import KERNELS, SYMMETRIC_LIMIT
 
 
 def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) -> Choice:
-    """Return the choice of a strategy for a command.
+    """Choose the strategy for a fusion at given sizes; return the choice.
 
-    For `run`, choose for the ranks that will run the program; for other commands, choose as `explain` does. Do not warn
-    about fallbacks: the caller prints them.
+    For `hostir run`, choose for the ranks that will run the program. For other commands, choose as `hostir explain`
+    does. No warning is issued about fallbacks, because the caller prints them.
     """
     if options.command == "run":
         machine = {"cpu": "gloo", "cuda": "cuda", None: None}[options.device] if launched() else None
@@ -32,9 +35,11 @@ def choice_for(fusion: Program, sizes: Mapping[str, int], options: Namespace) ->
 
 
 def platform_of(fusion: Program, device: str | None = None, machine: str | None = None) -> Platform:
-    """Return the platform to choose for: the machine that `machine` names, this machine, or the reference machine.
+    """Return the platform for which strategies are chosen.
 
-    Without `machine`, it is this machine if torchrun runs this process, `device` is given, or there are enough GPUs.
+    If `machine` is given, it names the platform. Otherwise the platform is this machine if torchrun started this
+    process, if `device` is given, or if this machine has a GPU for each rank. In all other cases it is the reference
+    machine.
     """
     if machine is not None:
         hardware, ranks = parse_machine(machine)

@@ -24,9 +24,15 @@ from hostir.repair.repair import difference, redundant, repair
 def check_command(
     program: Program, sizes: Mapping[str, int], lowered: Callable[[], Program], options: Namespace
 ) -> int:
-    """Check a host program, or a fusion and the host program that `lowered` returns; return the exit code.
+    """Check a program, print the findings, and return the exit code: 1 if a finding is an error, else 0.
 
-    The exit code is 1 if there are errors. With `--fix`, errors are repaired; the exit code is 0 if that succeeds.
+    With `--fix`, repair the program instead. The exit code is 0 if the repair succeeds.
+
+    Args:
+        program: a host program or a fusion.
+        sizes: the sizes that `--set` binds.
+        lowered: returns the host program. It is called only if the structure of `program` is sound.
+        options: the options of the command line.
     """
     _check_options(options)
     structure = check_structure(program)
@@ -51,7 +57,7 @@ def check_command(
 
 
 def _check_options(options: Namespace) -> None:
-    """Raise HostIRError for options that do not go together, before any slow step."""
+    """Raise HostIRError for invalid options, and for options that exclude each other, before any slow step."""
     check_calls(options.calls, f"--calls {options.calls}")
     if options.out is not None and not options.fix:
         raise error("-o is for the repaired program", hint="--fix")
@@ -67,13 +73,13 @@ def _check_options(options: Namespace) -> None:
 
 
 def _sizes_of(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that the program uses. Raises HostIRError for names that are not its symbols."""
+    """Return the items of `sizes` that the program uses. Raise HostIRError for a name that it does not have."""
     sizes = program.given_sizes(sizes)
     return {name: value for name, value in sizes.items() if name in program.size_names}
 
 
 def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) -> list[Diagnostic]:
-    """Return the findings. Findings about orders get a note with the command of a run that shows them."""
+    """Return the findings. If a simulated run shows a finding, add a note with the command that repeats this run."""
     if not any(isinstance(finding, Finding) and finding.level == "error" for finding in analysis.findings):
         return analysis.findings
 
@@ -91,7 +97,7 @@ def _with_witnesses(program: Program, analysis: Analysis, options: Namespace) ->
 
 
 def run_of(analysis: Analysis, seed: int, options: Namespace) -> str:
-    """Return the command line that runs the program under a seed."""
+    """Return the command line that runs the program on simulated ranks with this schedule seed."""
     assignments = dict(text.partition("=")[::2] for text in options.assignments)
     assignments |= {name: str(value) for name, value in analysis.sizes.items()}
     words = ["hostir", "run", options.file]
@@ -161,7 +167,7 @@ def _place(span: Span | None) -> dict[str, object] | None:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir check`; return its exit code."""
     try:
         program, sizes = load_to_lower(options)
     except HostIRError as problem:

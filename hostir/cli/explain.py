@@ -1,4 +1,4 @@
-"""Run `hostir explain`: print the choice for a fusion, as a table or as JSON."""
+"""Run `hostir explain`: print the strategy that is chosen for a fusion, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hostir.plan.unroll import unroll
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table of plain text; numbers are aligned right."""
+    """Return a table as plain text with aligned columns. Numbers are aligned to the right."""
     widths = [max(len(line[i]) for line in (headers, *rows)) for i in range(len(headers))]
     return "\n".join(_line(line, widths) for line in (headers, *rows))
 
@@ -31,7 +31,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _is_numeric(cell: str) -> bool:
-    """Return True for a number, and for the header of a column of numbers."""
+    """Return True if a cell is a number or the header of a column of numbers."""
     return (
         cell.replace(".", "").isdecimal()
         or cell == "-"
@@ -40,7 +40,10 @@ def _is_numeric(cell: str) -> bool:
 
 
 def describe(choice: Choice) -> str:
-    """Return the text of a choice: the candidate, the times of all candidates, and why others are impossible."""
+    """Return a choice as text: the chosen candidate, the times of all candidates, and the impossible candidates.
+
+    For each impossible candidate, the text gives the reason.
+    """
     parts = [f"{choice}"]
     if choice.timings:
         parts += ["", _times(choice)]
@@ -53,7 +56,10 @@ def describe(choice: Choice) -> str:
 
 
 def describe_ranges(ranges: Ranges) -> str:
-    """Return the text of ranges: a table with each range's candidate, and its time at one size of the range."""
+    """Return the ranges of a free size as text: a table with one row for each range.
+
+    A row shows the chosen candidate, and its time at one size of the range.
+    """
     if len(ranges.free) > 1:
         return f"{ranges}\n\nbind all of them but one to see its ranges: --set {ranges.free[0]}=..."
     (name,) = ranges.free
@@ -65,7 +71,7 @@ def describe_ranges(ranges: Ranges) -> str:
 
 
 def _range_row(ranges: Ranges, row: Range) -> list[str]:
-    """Return the cells of one range."""
+    """Return the cells of the table's row for one range."""
     choice, (name,) = row.choice, ranges.free
     last = "-" if row.last is None else str(row.last)
     size = ranges.representative({name: row.first})[name]
@@ -93,7 +99,7 @@ def _times(choice: Choice) -> str:
 
 
 def _row(timing: Timing, best: float) -> list[str]:
-    """Return the cells of one candidate's times. `best`: the time of the fastest candidate."""
+    """Return the cells of the table's row for one candidate. `best` is the time of the fastest candidate."""
     c = timing.candidate
     slower = f"{timing.us / best - 1:.0%}" if timing.us > best > 0 else "-"
     times = [_us(timing.us), slower, _us(timing.graph), _us(timing.eager)]
@@ -106,7 +112,7 @@ def _us(time: float | None) -> str:
 
 
 def explain_command(program: Program, sizes: Mapping[str, int], options: Namespace) -> int:
-    """Print the choice for a fusion; return the exit code."""
+    """Print the choice for a fusion; if a size is free, print the choice for each range of it. Return the exit code."""
     fusion = fusion_of(program)
     free = free_sizes(fusion, sizes)
     if not free:

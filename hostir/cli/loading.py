@@ -1,6 +1,7 @@
 """Read the files that commands name, load programs from them, and write results.
 
-`-` is standard input or output. A program is a fusion in a Python file, a text of hostir, or an nvFuser dump.
+The file name `-` means standard input or standard output. A file holds a fusion in Python, a program as hostir's text,
+or an nvFuser dump.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ STDIN = (STANDARD, "/dev/stdin")
 
 
 def check_readable(file: str) -> None:
-    """Raise HostIRError for a missing file, a folder, a device, or a pipe that several ranks would read."""
+    """Raise HostIRError if a program cannot be read from a file.
+
+    This holds for a missing file, a folder and a device. In a job of several ranks, it also holds for standard input
+    and for a pipe: they can be read only once, but every rank reads the program.
+    """
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     if file == STANDARD:
         if sys.stdin is None:
@@ -54,14 +59,14 @@ def check_readable(file: str) -> None:
 
 
 def _shared(file: str) -> Exception:
-    """Return the error for an input that can be read only once, in a job of several ranks."""
+    """Return the error for an input that can be read only once and that several ranks would read."""
     return error(
         f"{file} can be read once, and every rank would read it", hint="write it to a file, and name that file"
     )
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the paths in a folder; an empty list if it cannot be read."""
+    """Return the paths in a folder, or an empty list if the folder cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -73,7 +78,7 @@ def _shortened(names: list[str], most: int = 20) -> Iterable[str]:
 
 
 def read(file: str) -> str:
-    """Return the text of a file that `check_readable` accepts, or of standard input."""
+    """Return the text of a file, or of standard input if `file` is `-`. `check_readable` must have accepted `file`."""
     try:
         text = sys.stdin.buffer.read() if file == STANDARD else Path(file).read_bytes()
         return text.decode("utf-8-sig").replace("\r\n", "\n")
@@ -97,7 +102,14 @@ def write(text: str, out: str | Path | None) -> None:
 
 
 class Loaded(NamedTuple):
-    """A program, the sizes that `--set` binds, notices about its file, and whether the file has comments."""
+    """The result of loading a file.
+
+    Fields:
+        program: the program.
+        sizes: the sizes that `--set` binds.
+        notices: diagnostics about the file that are not errors.
+        comments: True if the file has comments, which the program does not keep.
+    """
 
     program: Program
     sizes: dict[str, int]
@@ -106,13 +118,14 @@ class Loaded(NamedTuple):
 
 
 def load(file: str, *, name: str | None, form: str | None, assignments: Mapping[str, str], ranks: int | None) -> Loaded:
-    """Load the program of a file.
+    """Load a program from a file.
 
     Args:
-        file: a `.py`, a text of hostir, or an nvFuser dump (`form="nvfuser"`).
-        name: the name of the fusion in a `.py`.
-        assignments: the values of `--set` by name: parameters of the fusion's function, or sizes.
-        ranks: the value of a parameter named `ranks`.
+        file: the name of a Python file, of a file with hostir's text, or of an nvFuser dump.
+        name: the name of the fusion in a Python file. None if the file has only one fusion.
+        form: `nvfuser` for an nvFuser dump, otherwise None.
+        assignments: the values of `--set` by name. A name is a parameter of the fusion's function, or a size.
+        ranks: the argument for a parameter of the fusion's function that is named `ranks`; None to use its default.
     """
     check_readable(file)
     path = Path(file)
@@ -137,7 +150,11 @@ def load(file: str, *, name: str | None, form: str | None, assignments: Mapping[
 
 
 def _sizes(program: Program, assignments: Mapping[str, str], parameters: Sequence[str] = ()) -> dict[str, int]:
-    """Return the sizes among the assignments; the others are parameters of the fusion's function."""
+    """Return the sizes among the values of `--set`, as integers.
+
+    A name in `parameters` is a parameter of the fusion's function, not a size. Raises HostIRError for any other name
+    that is not a size of the program, and for a value that is not an integer.
+    """
     names = [*sorted(program.size_names), *(name for name, _ in program.aliases)]
     sizes = {name: value for name, value in assignments.items() if name not in parameters}
     for name, value in sizes.items():
@@ -155,7 +172,10 @@ def _sizes(program: Program, assignments: Mapping[str, str], parameters: Sequenc
 def _from_python(
     path: Path, name: str | None, assignments: Mapping[str, str], ranks: int | None
 ) -> tuple[Fusion, Sequence[str]]:
-    """Return a fusion of a Python file, and the names of its function's parameters."""
+    """Return the fusion `name` of a Python file, and the parameter names of the function that returns it.
+
+    A fusion that is a module-level object has no parameters. If `name` is None, the file must have exactly one fusion.
+    """
     module = _import(path)
     fusions = _fusions(module)
     if name is not None and inspect.isfunction(function := getattr(module, name, None)):
@@ -195,7 +215,10 @@ def _import(path: Path) -> ModuleType:
 
 
 def _error_in_users_code(action: str, problem: Exception | SystemExit, file: str) -> HostIRError:
-    """Return the error for an exception in the user's Python file, at the innermost line in that file."""
+    """Return the error for an exception that the user's Python file raised.
+
+    The error points at the innermost line of the traceback that is in this file.
+    """
     if isinstance(problem, SyntaxError):
         path = from_here(problem.filename or file)
         span = Span(path, problem.lineno or 1, problem.offset or 0, 1, problem.text or "")
@@ -206,7 +229,10 @@ def _error_in_users_code(action: str, problem: Exception | SystemExit, file: str
 
 
 def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
-    """Return module-level fusions, and the functions that are annotated to return one, by name."""
+    """Return the fusions of a module by name.
+
+    They are the module's `Fusion` objects, and its public functions that are annotated to return a `Fusion`.
+    """
     fusions: dict[str, Fusion | Callable[..., Fusion]] = {}
     for key, value in vars(module).items():
         if isinstance(value, Fusion):
@@ -219,7 +245,11 @@ def _fusions(module: ModuleType) -> dict[str, Fusion | Callable[..., Fusion]]:
 
 
 def _arguments(function: Callable[..., Fusion], assignments: Mapping[str, str], ranks: int | None) -> dict[str, Any]:
-    """Return the arguments for a fusion's function by name, without `*args` and `**kwargs`."""
+    """Return the arguments for a call of the function that makes a fusion, by name.
+
+    Their values come from `--set` and `--ranks`. A parameter without a value is left out if it has a default. Otherwise
+    raise HostIRError. `*args` and `**kwargs` are always left out.
+    """
     parameters = inspect.signature(function).parameters
     arguments: dict[str, Any] = {}
     for key, parameter in parameters.items():
@@ -266,7 +296,7 @@ def _call(function: Callable[..., Fusion], arguments: dict[str, Any]) -> Fusion:
 
 
 def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
-    """Return the program that FILE or FILE:NAME names, and the sizes that `--set` binds."""
+    """Return the program that the command line names as FILE or FILE:NAME, and the sizes that `--set` binds."""
     file, colon, name = options.file.rpartition(":")
     if not colon or "." in name or "/" in name:  # a colon, if any, is part of the path
         file, name = options.file, None
@@ -298,6 +328,6 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
 
 
 def print_once(text: str) -> None:
-    """Print a message to stderr, on one rank of a job."""
+    """Print a message to stderr. In a job of several ranks, only the first rank prints it."""
     if is_first_rank():
         print(text, file=sys.stderr)

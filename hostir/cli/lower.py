@@ -33,7 +33,10 @@ def to_dot(program: Program) -> str:
 
 
 class _Drawing:
-    """Draws a program in one walk. It keeps the latest node of every name and every stream."""
+    """Draws a program in one walk over its statements.
+
+    The fields hold the latest node for every value and every stream, because later nodes get edges from these nodes.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -42,16 +45,16 @@ class _Drawing:
         self.edges: dict[tuple[str, str], str] = {}
         self.makers: dict[str, str] = {}  # by the name of a value: the node that computes it
         self.roots: dict[str, str] = {}  # by the name of a view: the buffer or input that it views
-        self.in_flight: dict[str, Communication | Message] = {}  # by the name of a handle
+        self.in_flight: dict[str, Communication | Message] = {}  # by the name of a handle: the communication
         self.signals: dict[str, list[str]] = {}  # by the name of an array of flags: the nodes that signal it
         self.stream = CALLER
         self.streams: dict[str, str] = {}  # by the name of a stream value: the name of the stream
-        # By stream: its latest nodes. For the caller's stream these are at first the inputs.
+        # By the name of a stream: the latest nodes on it. The caller's stream begins with the nodes of the inputs.
         self.last: dict[str, list[str]] = {}
         self.colors = {CALLER: COLORS[0]}
 
     def lines(self) -> list[str]:
-        """Return the lines of the graph."""
+        """Return the lines of the graph's text in DOT."""
         printer = Printer(self.program.phase, self.program.meshes)
         for value in self.program.inputs:
             self.makers[value.name] = self.node(f"{value}: {printer.type(value.tensor)}", "shape=ellipse")
@@ -80,14 +83,14 @@ class _Drawing:
                 self.statement(s)
 
     def frame(self, label: str, body: Iterable[Statement]) -> None:
-        """Draw a loop or a condition as a frame around its body."""
+        """Draw a frame with a label around the statements of a loop or a condition."""
         look = f'label={_quoted(label)} fontname="monospace" fontsize=10'
         self.nodes.append(f"subgraph cluster_{len(self.nodes)} {{ {look}")
         self.block(body)
         self.nodes.append("}")
 
     def statement(self, s: Statement) -> None:
-        """Add the node of a statement, and its edges for synchronisation, data and order."""
+        """Add a node for a statement, and the edges to this node for synchronisation, data and order."""
         queued = isinstance(s, QUEUED)
         stream_line = f"\n{self.stream}" if queued and self.stream != CALLER else ""
         pool = "computed" if "%" in self.stream else self.stream
@@ -111,7 +114,10 @@ class _Drawing:
         self.record(s, node)
 
     def record(self, s: Statement, node: str) -> None:
-        """Record a statement's node as the maker of its results. A wait is the maker of its communication's result."""
+        """Record `node` as the node that computes the results of a statement.
+
+        The result of an asynchronous communication is recorded twice: for its start, then for its wait.
+        """
         if isinstance(s, ViewStatement):
             self.roots[s.out.name] = self.roots.get(s.x.name, s.x.name)
             self.makers[s.out.name] = node
@@ -123,12 +129,19 @@ class _Drawing:
             self.makers[value.name] = self.makers[self.roots.get(value.name, value.name)] = node
 
     def stream_name(self, stream: Expr) -> str:
-        """Return the name of a stream: of the stream that a value holds, or `stream` with the expression."""
+        """Return the name of a stream.
+
+        If `stream` is the result of a `current_stream` statement, it is the stream that was current there. Otherwise
+        the name is `stream` with the expression, such as `stream 0`.
+        """
         name = self.streams.get(stream.value.name) if isinstance(stream, Ref) else None
         return name or f"stream {stream}"
 
     def latest(self, stream: str) -> list[str]:
-        """Return the latest nodes of a stream. A computed index may be any stream of the pool: return nodes of all."""
+        """Return the latest nodes of a stream.
+
+        A stream with a computed index may be any stream of the pool. So the result then has the nodes of all of them.
+        """
         if stream == CALLER:
             return self.last[CALLER]
         possible = [other for other in self.last if other == stream or (other != CALLER and "%" in other + stream)]
@@ -140,7 +153,7 @@ class _Drawing:
         return name
 
     def edge(self, sources: Iterable[str], target: str, style: str) -> None:
-        """Add the edges from all sources that the graph does not have yet."""
+        """Add an edge from each source to `target`, unless the graph already has an edge between these nodes."""
         for source in sources:
             self.edges.setdefault((source, target), style)
 
@@ -151,7 +164,7 @@ def _quoted(text: str) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir lower`; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         if options.after or options.all:

@@ -1,4 +1,4 @@
-"""Lower the fusion that a command line names, with the strategy that it asks for or that `auto` chooses."""
+"""Load the program that a command line names. If it is a fusion, lower it with the strategy of `--strategy`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hostir.lower import AUTO, lower, passes_of
 
 
 def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
-    """Load the program and the sizes as `load_named` does, and check the options for lowering a fusion."""
+    """Load the program and the sizes as `load_named` does.
+
+    Raises HostIRError for invalid `--strategy` and `--streams`, and if one of them is given for a host program.
+    """
     program, sizes = load_named(options)
     if program.phase is Phase.HOST and (options.strategy is not None or options.streams is not None):
         option = "--streams" if options.strategy is None else "--strategy"
@@ -26,13 +29,13 @@ def load_to_lower(options: Namespace) -> tuple[Program, dict[str, int]]:
 
 
 def lowering_of(options: Namespace) -> dict[str, Any]:
-    """Return the lowering options of the command line, without those that are left out."""
+    """Return the keyword arguments for `lower`. An option that the command line leaves out has no entry."""
     arguments = {"strategy": options.strategy, "streams": options.streams}
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Program:
-    """Return a host program as it is; lower a fusion."""
+    """Lower a fusion, and return the host program. A host program is returned unchanged."""
     if program.phase is Phase.HOST:
         return program
     choose_strategy(program, sizes, options)
@@ -40,7 +43,10 @@ def lowered(program: Program, sizes: dict[str, int], options: Namespace) -> Prog
 
 
 def choose_strategy(program: Program, sizes: dict[str, int], options: Namespace) -> None:
-    """If the strategy is `auto`, replace it in `options` by the chosen strategy, and print the choice."""
+    """If `--strategy` is `auto`, choose a strategy, store it in `options`, and print the choice to stderr.
+
+    The number of streams is also stored. For `hostir run`, the kernels are also stored.
+    """
     if options.strategy != AUTO:
         return
     from hostir.cli.auto import choice_for  # loads torch

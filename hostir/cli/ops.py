@@ -1,4 +1,7 @@
-"""Generate the language reference from the registry: `table()` for `hostir ops`, `markdown()` for docs/language.md."""
+"""Run `hostir ops`: print the language reference, which is generated from the registered statement classes.
+
+`table()` returns the reference for a terminal, and `markdown()` returns it as the page docs/language.md.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,16 @@ how to add one.
 
 @dataclass(frozen=True)
 class ReferenceEntry:
-    """One statement in the reference: its text in each phase, its description, an example, and its fields by codec."""
+    """The entry of one statement in the reference.
+
+    Fields:
+        keyword: the statement's keyword in the text.
+        forms: the texts of the statement. Each is a pair: the phases in which the text is used, and the text.
+        doc: the description.
+        example: an example of the statement.
+        fields: the fields of the statement, grouped by codec. Each group is a pair: the meaning of the codec, and the
+            names of the fields.
+    """
 
     keyword: str
     forms: tuple[tuple[str, str], ...]
@@ -105,7 +117,10 @@ def entry(cls: type[Statement]) -> ReferenceEntry:
 
 
 def sections() -> dict[str, list[ReferenceEntry]]:
-    """Return every statement's entry, under the first heading with a base class of the statement."""
+    """Return the entries of all statements by section title.
+
+    A statement belongs to the first section of SECTIONS that lists one of its base classes.
+    """
     entries: dict[str, list[ReferenceEntry]] = {title: [] for title, _ in SECTIONS}
     for cls in REGISTRY.values():
         title = next(title for title, bases in SECTIONS if issubclass(cls, bases))
@@ -114,7 +129,10 @@ def sections() -> dict[str, list[ReferenceEntry]]:
 
 
 def table() -> str:
-    """Return one line for each statement, for a terminal. It has the statement's text in a host program if possible."""
+    """Return the reference for a terminal, with one line for each statement.
+
+    The line shows the statement's text in a host program. A statement that only fusions have is shown as in a fusion.
+    """
     width = max(len(e.forms[-1][1]) for entries in sections().values() for e in entries)
     blocks = [
         "\n".join([title, *(f"  {e.forms[-1][1]:{width}}  {e.summary}" for e in entries)])
@@ -139,7 +157,7 @@ def _markdown(e: ReferenceEntry) -> str:
 
 
 def _syntax(cls: type[Statement], phase: Phase) -> str:
-    """Return a statement's template in a readable form: `%out: <type> = cast %x to <dtype>`."""
+    """Return the syntax of a statement for people, such as `%out: <type> = cast %x to <dtype>`."""
     codecs = codecs_of(cls)
 
     def spell(part: SyntaxPart, leads: bool) -> str:
@@ -159,7 +177,11 @@ def _syntax(cls: type[Statement], phase: Phase) -> str:
 
 
 def _fields(cls: type[Statement]) -> dict[str, str]:
-    """Return the names of the fields by the meaning of their codec, with the defaults of optional fields."""
+    """Return the fields of a statement class, grouped by codec.
+
+    A key is the meaning of a codec. A value lists the names of the fields with this codec, as text. Optional fields are
+    listed with their defaults.
+    """
     optional = {part.field for part in template(cls.syntax) if isinstance(part, OptionalPart)}
     fields: dict[str, str] = {}
     for name, codec in sorted(codecs_of(cls).items(), key=lambda field: field[0] in optional):
@@ -177,6 +199,6 @@ def _fields(cls: type[Statement]) -> dict[str, str]:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir ops`; return its exit code."""
     print(markdown() if options.markdown else table())
     return 0

@@ -37,16 +37,23 @@ from hostir.machines.trace import TraceEvent as TraceEvent
 
 REFUSED = "not run: 'hostir check --fix' may repair it, and --no-check runs it all the same"
 COMPARING = 600.0  # seconds: the longest time that a rank waits for another rank's reference
-TOGETHER = 4  # the most consecutive calls in one simulation; more would need more memory
+TOGETHER = 4  # the most consecutive calls in one simulation; the limit saves memory
 Tensors = Sequence[torch.Tensor]
 
 
 def run_command(source: Program, program: Program, sizes: dict[str, int], options: Namespace) -> int:
-    """Run `program`. With `--compare`, compare its results with the reference of `source`; return the exit code.
+    """Run a host program, report the results, and return the exit code.
 
-    `source` is the fusion or host program that `program` comes from. The reference of a host program of single ranks is
-    the result of simulated ranks in program order. The exit code is 1 if a result is too far from the reference. Raises
-    HostIRError if the source has no reference.
+    With `--compare`, the results are compared with reference results. The exit code is 1 if a result is too far from
+    its reference. Raises HostIRError if `source` has no reference.
+
+    Args:
+        source: the program that the user named: the fusion from which `program` was lowered, or `program` itself. It
+            defines the reference results. If it has statements for single ranks, the reference is a run of simulated
+            ranks in program order.
+        program: the host program to run.
+        sizes: the sizes that `--set` binds.
+        options: the options of the command line.
     """
     if options.repeat < 1:
         raise error(f"--repeat {options.repeat}", expected="at least 1")
@@ -75,13 +82,17 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
 
 
 def _check_trace(path: str | None) -> None:
-    """Raise HostIRError if the name of the trace's file has another ending than .json and .svg."""
+    """Raise HostIRError if the name of the trace file ends neither in .json nor in .svg."""
     if path and Path(path).suffix not in (".json", ".svg"):
         raise error(f"--trace {path}", expected="a file ending in .json (Perfetto) or .svg (picture)")
 
 
 def _check_room(program: Program, sizes: dict[str, int], device: str | None) -> None:
-    """Raise HostIRError if the memory of this rank's GPU, or of its host for all ranks there, is too small."""
+    """Raise HostIRError if the program needs more memory than there is.
+
+    On a GPU, the limit is the memory of this rank's GPU. On CPUs, it is the memory of this host, which all ranks on the
+    host share.
+    """
     room = Room(program, sizes)
     local, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if device != "cpu" and torch.cuda.is_available():
@@ -100,7 +111,10 @@ def _write_trace(trace: Trace | None, path: str | None) -> None:
 
 
 def _turns(turns: range, title: str, *, shown: bool = True) -> Iterable[int]:
-    """Return the numbers of the runs. Show a progress bar if there are several runs and stderr is a terminal."""
+    """Return an iterable of `turns`, the numbers of the runs.
+
+    If there are several runs and stderr is a terminal, the iteration shows a progress bar with this title.
+    """
     if len(turns) == 1 or not shown or not sys.stderr.isatty():
         return turns
     from rich.console import Console
@@ -112,7 +126,10 @@ def _turns(turns: range, title: str, *, shown: bool = True) -> Iterable[int]:
 def _simulated(
     source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
 ) -> int:
-    """Run and compare on simulated ranks, several calls in one simulation; return the exit code."""
+    """Run a program on simulated ranks, and report the results as `run_command` says; return the exit code.
+
+    One simulation runs several consecutive calls, because calls may overlap.
+    """
     kernels = knobs.KERNELS.get(options.kernels)
     worst: list[Comparison] = []
     problems: list[str] = []
@@ -144,17 +161,24 @@ def _simulated(
     )
 
 
-Results = Sequence[Sequence[Parts]]  # by call and output
+Results = Sequence[Sequence[Parts]]  # results[call][output]: the parts of all ranks
 
 
 def _assembled(program: Program, parts: Sequence[Parts], sizes: Mapping[str, int]) -> list[torch.Tensor]:
-    """Return the unsharded outputs of a call from the parts of all ranks. Partial sums are added and not rounded."""
+    """Assemble the parts of all ranks to the unsharded outputs of one call. Partial sums are added without rounding."""
     outputs = zip(program.outputs, parts, strict=True)
     return [assemble(part, value.tensor, sizes, rounded=False) for value, part in outputs]
 
 
 def wrong_outputs(program: Program, results: Results, in_order: Results, first: int = 0) -> list[str]:
-    """Return a line for each output with NaN, or with other values than in program order. `first` numbers the calls."""
+    """Return a line of text for each wrong output: an output with NaN, or with other values than `in_order`.
+
+    Args:
+        program: the host program.
+        results: the outputs of each call.
+        in_order: the outputs of the same calls, run in program order.
+        first: the number of calls before these calls. The texts count calls from 1.
+    """
     lines = []
     for call, (outputs, expected) in enumerate(zip(results, in_order, strict=True), first + 1):
         for value, parts, others in zip(program.outputs, outputs, expected, strict=True):
@@ -178,7 +202,7 @@ def _differences(x: torch.Tensor | None, other: torch.Tensor | None) -> int:
 
 
 def _print_races(machine: LocalMachine, seed: int) -> None:
-    """Print the races that the simulated ranks detect, even if the results are right."""
+    """Run the calls again and detect races; print each race as a warning, even if the results are right."""
     try:
         machine.run(seed, watch=True)
     except HostIRError as races:
@@ -189,7 +213,10 @@ def _print_races(machine: LocalMachine, seed: int) -> None:
 def _on_ranks(
     job: Session, source: Program, program: Program, sizes: dict[str, int], options: Namespace, trace: Trace | None
 ) -> int:
-    """Run and compare on this rank of a job; rank 0 reports for all."""
+    """Run a program on this rank of a job, and compare the results if `--compare` is given; return the exit code.
+
+    Rank 0 prints the report for all ranks. All ranks return the same exit code.
+    """
     device, rank = job.device, job.rank
     kernels = knobs.KERNELS.get(options.kernels)
     executor = Executor(program, sizes=sizes, kernels=kernels, trace=trace, check=False)  # the caller has checked it
@@ -217,14 +244,14 @@ def _on_ranks(
 
 
 def _expected(source: Program, inputs: Tensors, sizes: dict[str, int]) -> tuple[Tensors, Tensors]:
-    """Return the expected outputs of the source, in the program's dtypes and in float64."""
+    """Return the reference outputs of `source` twice: computed in the program's dtypes, and computed in float64."""
     bound = {name: value for name, value in sizes.items() if name in source.size_names}
     evaluate = rehearsed if of_single_ranks(source) else reference
     return evaluate(source, inputs, bound, None), evaluate(source, inputs, bound)
 
 
 def _reference_name(source: Program) -> str:
-    """Return the name of the reference that results are compared with."""
+    """Return a description of the reference, for the report."""
     return "simulated ranks in program order" if of_single_ranks(source) else "the unsharded result"
 
 
@@ -237,10 +264,22 @@ def _compared(
     sizes: dict[str, int],
     turn: int,
 ) -> list[Comparison]:
-    """Compare the outputs of all ranks with the reference: each rank compares its parts, and squared errors are added.
+    """Compare the outputs of all ranks with the reference; return one comparison for each output.
 
-    Partial sums of ranks are added before they are compared. Each rank rounds its partial sum; the total is not rounded
-    again.
+    All ranks call it together. Each rank computes the squared error of its own parts. The ranks exchange these numbers
+    and add them.
+
+    An output that is a partial sum is different. Every rank gathers the addends of all ranks, and adds them without
+    rounding the sum. It compares the sum with the reference.
+
+    Args:
+        job: the session of this rank.
+        source: the program that defines the reference.
+        program: the host program that ran.
+        inputs: the unsharded inputs.
+        outputs: this rank's part of each output; None if this rank has no part.
+        sizes: the values of the symbolic sizes.
+        turn: the number of the run. It labels the exchange.
     """
     rounded, exact = _expected(source, inputs, sizes)
     squares = []
@@ -259,7 +298,7 @@ def _compared(
 
 
 def _squared_error(part: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """Return the square of the error's norm; 0 if the rank has no part."""
+    """Return the sum of the squared differences between a part and its expected elements; 0 without a part."""
     if part is None or expected is None:
         return 0.0
     return float(torch.linalg.vector_norm(part.to(expected.dtype) - expected)) ** 2
@@ -273,7 +312,7 @@ def copies(type: TensorType) -> int:
 
 
 def _worse(old: list[Comparison], new: list[Comparison]) -> list[Comparison]:
-    """Return the worse comparison for each output: the one with the larger error relative to its bound."""
+    """Return the worse comparison for each output: the comparison with the larger quotient of error and bound."""
     if not old:
         return new
     pairs = zip(old, new, strict=True)
@@ -289,7 +328,17 @@ def _report(
     options: Namespace,
     problems: Sequence[str] = (),
 ) -> int:
-    """Report the comparisons and the problems, as text or as JSON; return the exit code."""
+    """Print the comparisons and the problems, as text or as JSON; return the exit code.
+
+    Args:
+        program: the program that ran.
+        where: the ranks that ran it, as text.
+        kernels: the name of the kernels that computed.
+        compared_with: the description of the reference.
+        comparisons: the comparison of each output; empty without `--compare`.
+        options: the options of the command line.
+        problems: lines about wrong outputs.
+    """
     good = all(c.good for c in comparisons) and not problems
     if options.json:
         outputs = [{"output": c.output, "error": c.error, "bound": c.bound, "good": c.good} for c in comparisons]
@@ -315,14 +364,16 @@ def rehearsed(
     sizes: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the unsharded outputs of a call on simulated ranks in program order; the arguments are as for `reference`.
+    """Run one call on simulated ranks in program order, and return the unsharded outputs.
 
-    It is the reference of a host program of single ranks. In such a program ranks do different things, so operations on
-    unsharded tensors cannot give its result. A comparison with this reference shows if a run computes something else
-    than the statements say. It shows neither wrong statements nor races; `hostir check` finds races.
+    They are the reference outputs of a program with statements for single ranks. `reference` runs statements on
+    unsharded tensors, and cannot run such a program, because its ranks do different things. A comparison with these
+    outputs shows if a run computes something else than the statements say. It shows neither wrong statements nor races.
+    `hostir check` finds races.
 
-    Partial sums are added in float64 and not rounded, whatever `dtype` is. Raises HostIRError for inputs that do not
-    fit, for a program that simulated ranks cannot run, and for copies of an output that differ between ranks.
+    The arguments are the same as for `reference`. Partial sums are added in float64 and not rounded, for every `dtype`.
+    Raises HostIRError if the inputs do not fit, if simulated ranks cannot run the program, and if the copies of an
+    output differ between ranks.
     """
     bound = bind_sizes(program, inputs, sizes)
     device = inputs[0].device if inputs else torch.device("cpu")
@@ -339,7 +390,7 @@ def rehearsed(
 
 
 def _no_result(program: Program, refusal: HostIRError) -> HostIRError:
-    """Return the error for a program that simulated ranks cannot run as a reference."""
+    """Return the error of `hostir run --compare` for a program that simulated ranks cannot run."""
     first = refusal.diagnostics[0]
     return error(
         f"@{program.name} has no result on simulated ranks to compare with: {first.message}",
@@ -351,7 +402,7 @@ def _no_result(program: Program, refusal: HostIRError) -> HostIRError:
 
 
 def main(options: Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run `hostir run`; return its exit code."""
     program, sizes = load_to_lower(options)
     if program.phase is Phase.HOST:
         verify(program)

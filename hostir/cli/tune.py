@@ -1,4 +1,4 @@
-"""Run `hostir tune`: measure every candidate on the ranks of this job, and keep the times for later choices."""
+"""Run `hostir tune`: measure all candidates on the ranks of this job, and cache the times for later choices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Begin = Callable[[str, int], Progress]  # called with the label of a case and it
 
 @dataclass(frozen=True)
 class Case:
-    """One fusion with its sizes. `label` names the sizes for people."""
+    """A fusion and the sizes at which it is measured. `label` describes the case in tables and progress bars."""
 
     label: str
     fusion: Program
@@ -38,7 +38,10 @@ class Case:
 
 
 def check_started(command: str) -> None:
-    """Raise HostIRError outside torchrun, because there are no ranks to measure."""
+    """Raise HostIRError if torchrun did not start this process, because there are no ranks to measure.
+
+    `command` is the file argument of `hostir tune`. The hint shows it.
+    """
     if not launched():
         raise error(
             "'hostir tune' measures real ranks, and this process is the only one",
@@ -48,7 +51,7 @@ def check_started(command: str) -> None:
 
 
 def tune_command(cases: Sequence[Case], options: Namespace) -> int:
-    """Measure the cases that the cache does not hold, and print the fastest candidates; return the exit code."""
+    """Measure the cases that the cache lacks, and print the fastest candidate of each case; return the exit code."""
     if options.runs is not None and options.runs < 1:
         raise error(f"--runs {options.runs}", expected="at least 1")
     for case in cases:
@@ -66,7 +69,11 @@ def tune_command(cases: Sequence[Case], options: Namespace) -> int:
 
 
 def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
-    """Bind a free size to each size that `hi.compile` chooses for; return the case itself if no size is free."""
+    """Replace a case with a free size by cases in which this size has a value; return the cases.
+
+    There is one case for each value at which `hi.compile` chooses a strategy. If no size is free, return only the case
+    itself.
+    """
     if not free_sizes(case.fusion, case.sizes):
         return [case]
     platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
@@ -79,7 +86,10 @@ def _bound(case: Case, job: Session, options: Namespace) -> list[Case]:
 
 
 def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[str]:
-    """Measure a case unless the cache holds all its candidates; return its row of the table, on rank 0."""
+    """Measure a case, unless all its candidates are in the cache.
+
+    Rank 0 returns the case's row of the table. All other ranks return an empty list.
+    """
     kernels = KERNELS.get(options.kernels)
     platform = platform_here("cuda" if job.device.type == "cuda" else "gloo", job.size)
     check_ranks(case.fusion, platform)
@@ -99,14 +109,20 @@ def _tune(case: Case, job: Session, options: Namespace, begin: Begin) -> list[st
 
 
 def _measured_row(case: Case, choice: Choice, when: str) -> list[str]:
-    """Return the cells of a case: the fastest candidate, its time, the sequential time, and when they were measured."""
+    """Return the row of the table for a case.
+
+    It shows the fastest candidate, its time, the time of the sequential strategy, and `when` they were measured.
+    """
     sequential = next((f"{t.us:.1f}" for t in choice.timings if t.candidate.strategy == SEQUENTIAL), "-")
     streams = str(choice.streams) if choice.streams > 1 else "-"
     return [case.label, choice.strategy, streams, choice.kernels, f"{choice.timings[0].us:.1f}", sequential, when]
 
 
 def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entries) -> None:
-    """Save measurements to the cache, on rank 0. All ranks raise HostIRError if that fails."""
+    """Save measurements to the cache. All ranks call it together, and rank 0 writes.
+
+    If writing fails, all ranks raise HostIRError.
+    """
     problem = ""
     if job.rank == 0:
         try:
@@ -118,13 +134,16 @@ def _keep(job: Session, key: Mapping[str, Any], name: str, entries: cache.Entrie
 
 
 def _from_rank_0(job: Session, text: str) -> str:
-    """Return the text of rank 0. All ranks call it together."""
+    """Send a text from rank 0 to all ranks, and return it. All ranks call it together; only rank 0's `text` is used."""
     return job.exchange("tuning", text, PATIENCE)[0]
 
 
 @contextlib.contextmanager
 def _progress(job: Session) -> Iterator[Begin]:
-    """Show a progress bar on rank 0, if stderr is a terminal."""
+    """Yield a function that begins a progress bar for a case.
+
+    Only rank 0 shows progress bars, and only if stderr is a terminal.
+    """
     if job.rank or not sys.stderr.isatty():
         yield lambda label, total: lambda _: None
         return
@@ -156,7 +175,7 @@ def main(options: Namespace) -> int:
 
 
 def _combinations(assignments: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield every combination of the values of `--set NAME=VALUE,VALUE,...`, as `NAME=VALUE` assignments."""
+    """Return every combination of the values of `--set NAME=VALUE,VALUE,...`, as tuples of `NAME=VALUE` texts."""
     alternatives = []
     for assignment in assignments:
         name, equals, values = assignment.partition("=")

@@ -1,4 +1,4 @@
-"""Find schedules that show a finding: seeds of the simulated ranks under which a program with findings fails."""
+"""Find runs that show a finding: run the program on simulated ranks with many schedule seeds, until a run fails."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from hostir.machines.simulated.tasks import Task
 
 SEEDS = 400
 SECONDS = 20.0  # the longest time for trying seeds
-MAX_ELEMENTS = 1 << 24  # the most elements of the inputs: larger runs take too long to try many seeds
+MAX_ELEMENTS = 1 << 24  # the most elements of all inputs; with more, many seeds would take too long
 TaskKey = tuple[int, int, tuple[int, ...], int]  # rank, statement, rounds, call
 
 
 def witnesses(
     program: Program, findings: Sequence[Diagnostic], sizes: Mapping[str, int], calls: int = 2
 ) -> dict[int, tuple[int, str]]:
-    """Search simulated schedules for runs that show the findings.
+    """Run the program on simulated ranks with many schedule seeds, to find a run that shows each finding.
 
-    Returns a seed and the failure of its run, by the index of the finding.
+    Return a dictionary from the index of a finding to the seed and the failure message of a run that shows it. A
+    finding that no run shows has no entry. `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats a run.
 
-    `hostir run --no-check --repeat CALLS --schedule-seed SEED` repeats the run. A run shows a race if it hangs or
-    raises, or if its results are wrong and the second access came first. A finding that no seed shows has no entry.
+    A run that hangs or raises shows all findings. A run with wrong results shows a race only if the second access came
+    before the first. It shows all findings of other categories.
     """
     inputs = [random_inputs(program, sizes, turn) for turn in range(calls)]
     if sum(x.numel() for x in inputs[0]) > MAX_ELEMENTS:
@@ -59,7 +60,11 @@ def witnesses(
 
 
 def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
-    """Return the positions in a run at which each statement of each rank, round and call accessed memory."""
+    """Return the positions in a run at which statements accessed memory.
+
+    Args:
+        tasks: the tasks of the run, in the order in which they ran. A position is an index of this sequence.
+    """
     positions: dict[TaskKey, list[int]] = {}
     for position, task in enumerate(tasks):
         if task.memory:
@@ -68,7 +73,10 @@ def _access_positions(tasks: Sequence[Task]) -> dict[TaskKey, list[int]]:
 
 
 def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool:
-    """Return True if the second access of a race came first. Other findings show in any run that goes wrong."""
+    """Return True if a run with wrong results shows the finding.
+
+    For a race, the second access must have come before the first. For all other findings, return True.
+    """
     if finding.category != "race":
         return True
     before, after = finding.events
@@ -79,11 +87,12 @@ def _overtaken(finding: Finding, positions: Mapping[TaskKey, list[int]]) -> bool
 def _position(event: Event, positions: Mapping[TaskKey, list[int]], earliest: bool = False) -> int | None:
     """Return the position in a run at which an event accesses memory; None if the run has no such access.
 
-    If the event's statement accesses memory several times, this is the last access. It is the first access if
-    `earliest` is True, if the event reads, or if it is the caller's write at the beginning of a call.
+    The event's statement may access memory several times. Then this is usually the position of the last access. In
+    three cases it is the position of the first access: if `earliest` is True, if the event reads, and if the event is
+    the caller's write of the inputs.
     """
     accesses = positions.get((event.rank, id(event.statement), event.rounds, event.call))
     if not accesses:
         return None
-    by_caller = event.statement is None and event.verb == "writes"  # the caller writes at the beginning of a call
+    by_caller = event.statement is None and event.verb == "writes"  # the caller writes the inputs before a call
     return accesses[0] if earliest or by_caller or event.verb == "reads" else accesses[-1]

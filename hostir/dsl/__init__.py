@@ -1,4 +1,4 @@
-"""The DSL: sharded tensors on a device mesh, and computations on them.
+"""The language in which users write fusions: sharded tensors on a device mesh, and computations on them.
 
     with hi.Fusion("ag_matmul") as fusion:
         a = hi.tensor("a", [4, 8, 128, 1024], "bf16")
@@ -11,8 +11,8 @@
     a.axis(1).parallelize(hi.ParallelType.DIDx)
     c.axis(0).parallelize(hi.ParallelType.Stream)
 
-A tensor with a mesh has the sharding that its axes declare. The sharding of other tensors is inferred from the inputs.
-A result is named after the variable that it is assigned to. Errors point at the user's line.
+If a tensor has a mesh, its axes declare its sharding. The sharding of all other tensors is inferred from the inputs.
+A result has the name of the variable that it is assigned to. Errors point at the user's line.
 """
 
 from hostir.dsl.functions import (

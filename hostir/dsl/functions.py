@@ -1,4 +1,7 @@
-"""The functions that users call: each adds an input or a statement to the fusion being built, and returns it."""
+"""Define the functions that users call to build a fusion. Each adds an input or a statement, and returns a tensor.
+
+The fusion being built is the fusion of the innermost `with hi.Fusion(...)` block.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from hostir.ir.types import DTYPES
 
 
 def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
-    """Declare an input of the fusion being built; calls pass the inputs in the order of their declarations.
+    """Declare an input of the fusion being built, and return it. A call takes inputs in the order of declaration.
 
     Raises HostIRError outside `with hi.Fusion(...)`, for a name that is taken, and for an invalid size or dtype.
 
     Args:
         name: letters, digits and `_`, not starting with a digit.
-        shape: of the unsharded tensor: integers, names bound at run time ("M"), products and quotients of them ("M/8").
+        shape: the shape of the unsharded tensor. A size is an integer, a name that gets its value at run time ("M"), or
+            a product or quotient of these ("M/8").
         dtype: `f64`, `f32`, `f16`, `bf16`, `f8e4m3` or `f8e5m2`, or the torch dtype.
     """
     span = user_span()
@@ -40,7 +44,7 @@ def tensor(name: str, shape: Sequence[SizeLike], dtype: Any = "bf16") -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a[..., K] @ b[K, N]` of shape `[..., N]`; also written `a @ b`.
+    """Return the product `a[..., K] @ b[K, N]`, of shape `[..., N]`. It is also written `a @ b`.
 
     Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
     HostIRError if the contracted sizes or the dtypes differ, or if `b` does not have two axes.
@@ -50,7 +54,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a[..., K] @ weight[N, K]^T + bias[N]` of shape `[..., N]`: what `torch.nn.Linear` computes.
+    """Return `a[..., K] @ weight[N, K]^T + bias[N]`, of shape `[..., N]`, as `torch.nn.Linear` does.
 
     Operands and result have the same dtype. Sums are accumulated in f32, or in f64 if the operands are f64. Raises
     HostIRError if sizes or dtypes do not fit.
@@ -69,11 +73,11 @@ def scaled_matmul(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """`(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` of fp8 operands, of shape `[..., N]`.
+    """Return `(a * scale_a)[..., K] @ (b * scale_b)[K, N] + bias[N]` of fp8 operands. The shape is `[..., N]`.
 
-    The two scales are f32. Their shapes are one of
+    The two scales are f32. They have the same granularity, which determines their shapes:
 
-    - tensor-wise: one element each;
+    - tensor-wise: each scale has one element;
     - row-wise: `[..., 1]` with the rows of `a`, and `[1, N]`;
     - block-wise: `[..., K/128]` and `[K/128, N/128]`.
 
@@ -82,7 +86,9 @@ def scaled_matmul(
     scales that do not fit.
 
     Args:
-        a, b: `f8e4m3` or `f8e5m2`. GPUs need contiguous columns of `b`: a transposed `[N, K]`.
+        a, b: the operands, in `f8e4m3` or `f8e5m2`. On GPUs, the columns of `b` must be contiguous in memory, as in the
+            transpose of a contiguous `[N, K]` tensor.
+        scale_a, scale_b: the scales of the operands.
         dtype: the dtype of the result: `bf16`, `f16` or `f32`. Ranks also communicate partial sums in this dtype.
         bias: a tensor in the dtype of the result.
         fast: True allows tensor cores to accumulate as with `use_fast_accum` of `torch._scaled_mm`.
@@ -119,12 +125,13 @@ def quantize(
     NaN, and the other elements with this scale become zero. A product with a NaN or an infinite scale is NaN.
 
     Args:
+        x: the tensor to convert.
         dtype: `f8e4m3` or `f8e5m2`.
-        scales: which elements share a scale. With `tensor` all elements share one, with `rows` the elements of a row,
-            with `blocks` 128 elements of a row. With `tensor`, the ranks of a sharded tensor gather the scales of its
-            rows, to agree on one.
-        scale: a scale to use instead, for example from earlier batches, of shape `[1, ..., 1]`, `[..., 1]` or
-            `[..., K/128]`.
+        scales: the elements that share a scale: `tensor` for all elements, `rows` for the elements of a row, `blocks`
+            for 128 consecutive elements of a row. With `tensor`, the ranks of a sharded tensor gather the scales of its
+            rows, so that all of them use the largest.
+        scale: the scale to use, for example from earlier batches. If it is given, no scale is computed. Its shape is
+            `[1, ..., 1]`, `[..., 1]` or `[..., K/128]`.
     """
     span = user_span()
     value, dtype_text = operand(x, span), dtype_name(dtype)
@@ -141,12 +148,12 @@ def quantize(
 
 
 def add(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """The elementwise sum, also written `x + y`.
+    """Return the elementwise sum. It is also written `x + y`.
 
-    Axes are aligned from the last one, and axes of size 1 are broadcast, as in torch. One operand may be a number,
-    which becomes a part of the program. For a number that changes from call to call, declare an input:
-    `hi.tensor("scale", [1], dtype)`. Raises HostIRError if sizes do not match or dtypes differ, and for a number that
-    is not finite.
+    Operands are broadcast as in torch: axes are aligned from the last one, and axes of size 1 are expanded. One operand
+    may be a number, which becomes a part of the program. For a number that changes from call to call, declare an input
+    such as `hi.tensor("scale", [1], dtype)`. Raises HostIRError if sizes do not match or dtypes differ, and for a
+    number that is not finite.
     """
     span = user_span()
     tensor, number = with_number(x, y, span)
@@ -156,7 +163,10 @@ def add(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """The elementwise product, also written `x * y`. The rules for axes, dtypes and numbers are the rules of `add`."""
+    """Return the elementwise product. It is also written `x * y`.
+
+    Broadcasting, numbers and errors are the same as in `add`.
+    """
     span = user_span()
     tensor, number = with_number(x, y, span)
     if number is None:
@@ -165,9 +175,9 @@ def mul(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def with_number(x: Any, y: Any, span: Span | None) -> tuple[Any, float | None]:
-    """Return the tensor among two operands, and the other operand as a number.
+    """Return the tensor among the two operands of a function, and the other operand if it is a number, as a float.
 
-    Return `x` and None if neither operand is a number.
+    If neither operand is a number, return `x` and None. Raise HostIRError for a number that is not finite.
     """
     for tensor, value in ((x, y), (y, x)):
         if not isinstance(value, bool) and isinstance(value, Real) and not isinstance(tensor, Real):
@@ -213,31 +223,31 @@ Tensor.operators = {"@": matmul, "+": add, "*": mul, "-": _subtract, "/": _divid
 
 
 def relu(x: Tensor) -> Tensor:
-    """`max(x, 0)`, elementwise, in the shape and dtype of `x`."""
+    """Return `max(x, 0)`, elementwise, with the shape and dtype of `x`."""
     return apply(tensor_ops.Relu, x=operand(x, user_span()))
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The exact Gaussian error linear unit, `x * (1 + erf(x / sqrt 2)) / 2`, elementwise."""
+    """Return the exact Gaussian error linear unit, `x * (1 + erf(x / sqrt 2)) / 2`, elementwise."""
     return apply(tensor_ops.Gelu, x=operand(x, user_span()))
 
 
 def silu(x: Tensor) -> Tensor:
-    """`x / (1 + exp(-x))`, elementwise."""
+    """Return `x / (1 + exp(-x))`, elementwise."""
     return apply(tensor_ops.Silu, x=operand(x, user_span()))
 
 
 def cast(x: Tensor, dtype: Any) -> Tensor:
-    """The same values in another dtype, rounded to nearest even.
+    """Convert the elements to another dtype, rounded to nearest even; return the converted tensor.
 
-    `dtype` is a dtype that `tensor` accepts. A cast to fp8 is torch's conversion, without a scale; `quantize` computes
-    a scale. Raises HostIRError for an unknown dtype.
+    `dtype` is a dtype that `tensor` accepts. A cast to fp8 converts as torch does, without a scale. To convert with a
+    scale, use `quantize`. Raises HostIRError for an unknown dtype.
     """
     return apply(tensor_ops.Cast, x=operand(x, user_span()), dtype=dtype_name(dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x`: what `torch.nn.RMSNorm` of the last axis computes.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` for each row of `x`, as `torch.nn.RMSNorm` over the last axis does.
 
     It is computed in f32 (in f64 if `x` is f64), and rounded once. `x[..., N]`, `weight[N]` and the result have the
     same dtype. If the last axis is sharded, it is gathered first. Raises HostIRError if sizes or dtypes do not fit.
@@ -250,7 +260,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def sum(x: Tensor, axis: int) -> Tensor:
-    """The sum of the elements along `axis`. The result does not have this axis.
+    """Return the sum of the elements along `axis`. The result does not have this axis.
 
     It is computed in f32, or in f64 if `x` is f64. A negative axis counts from the end. Raises HostIRError if there is
     no such axis.
@@ -264,7 +274,7 @@ def sum(x: Tensor, axis: int) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Sequence[SizeLike]) -> Tensor:
-    """The same elements, in row-major order, in another shape.
+    """Return the tensor in another shape. The elements keep their row-major order.
 
     One size may be -1: it is inferred from the other sizes. Raises HostIRError if the number of elements differs.
     """
@@ -285,7 +295,7 @@ def reshape(x: Tensor, shape: Sequence[SizeLike]) -> Tensor:
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """The axes in another order: axis `i` of the result is axis `axes[i]` of `x`, as in torch.
+    """Return the tensor with its axes in another order: axis `i` of the result is axis `axes[i]` of `x`.
 
     Raises HostIRError unless `axes` names each axis once.
     """
@@ -298,10 +308,10 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def reshard(x: Tensor) -> Tensor:
-    """The same tensor, with another sharding or on another mesh. Annotate the result with its mesh and its sharding.
+    """Return the tensor with another sharding, or on another mesh. Annotate the result with its mesh and its sharding.
 
     Lowering inserts the communication. A result without annotation is replicated. If `x` is a partial sum, declared
-    with `x.partial(mesh)`, the result is the sum.
+    with `x.partial(mesh)`, the terms of all ranks are added.
     """
     value = operand(x, user_span())
     return apply(comm_ops.Reshard, value.tensor.shape, x=value)

@@ -1,4 +1,4 @@
-"""Fusions under construction: `with hi.Fusion(...)`, its inputs and outputs, and its program."""
+"""Define `Fusion`, the object that collects the inputs, statements and outputs of a fusion while users build it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fusion:
             y = x @ w
             fusion.output(y)
 
-    A result is named after the variable that it is assigned to. `print(fusion)` shows the program. Raises HostIRError
+    A result has the name of the variable that it is assigned to. `print(fusion)` shows the program. Raises HostIRError
     for an invalid name.
 
     Args:
@@ -64,7 +64,7 @@ class Fusion:
         _building.reset(self._entered.pop())
 
     def output(self, *tensors: Tensor) -> None:
-        """Declare outputs, in the order in which a call returns them.
+        """Declare tensors as outputs. A call returns the outputs in the order in which they are declared.
 
         Raises HostIRError for a tensor of another fusion, for an input, and for a tensor that is an output already.
         """
@@ -107,7 +107,7 @@ class Fusion:
         )
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
-        """Return `extent` as a size; raise if it has a symbol that no input's shape has."""
+        """Return `extent` as a size. Raise if it has a symbol that does not occur in the shape of any input."""
         size = Size.of(extent, span)
         known = {n for t in self.inputs for s in t.shape for n in s.names}
         if unknown := sorted(size.names - known):
@@ -132,7 +132,7 @@ class Fusion:
 
 
 def check_name(name: object, what: str, span: Span | None) -> None:
-    """Raise unless `name` is a valid name; `what` is the noun for the object that it names."""
+    """Raise if `name` is not a valid name. `what` is the noun in the message for the named object, such as "tensor"."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise error(
             f"{described(name)} cannot name {what}", span, expected="letters, digits and _, not starting with a digit"
@@ -148,7 +148,10 @@ def building(span: Span | None) -> Fusion:
 
 
 def sizes(shape: Any, span: Span | None, fusion: Fusion | None = None) -> list[Size]:
-    """Return the sizes of a shape. With `fusion`, raise for a symbol that no shape of the fusion's inputs has."""
+    """Return the sizes of a shape.
+
+    If `fusion` is given, raise for a symbol that does not occur in the shape of any of its inputs.
+    """
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise error(f"not a shape: {described(shape)}", span, expected="a list of sizes, such as [4, 'M', 128]")
     if len(shape) > MAX_AXES:
@@ -163,7 +166,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def operand(t: Any, span: Span | None) -> Value:
-    """Return a tensor as the operand of a statement; raise if it does not belong to the fusion being built."""
+    """Return the value of a tensor, for a statement. Raise if it does not belong to the fusion being built."""
     fusion = building(span)
     if not isinstance(t, Tensor):
         raise error(f"not a tensor: {described(t)}", span, expected="a tensor of this fusion")
@@ -177,8 +180,9 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", *
     """Add a statement of class `cls` to the fusion being built, and return its result.
 
     Args:
-        shape: the shape of the result; inferred from the operands by default.
-        name: the name of the result; by default the variable that the user's line assigns it to.
+        cls: the class of the statement.
+        shape: the shape of the result; None to infer it from the operands.
+        name: the name of the result; empty to use the name of the variable that the user's line assigns it to.
         fields: the fields of the statement, except its result.
     """
     span = user_span()
@@ -199,7 +203,7 @@ def apply(cls: type[Any], shape: Sequence[Size] | None = None, name: str = "", *
 
 
 def _assigned(span: Span | None, otherwise: str) -> str:
-    """Return the name of the variable to which the user's line assigns; `otherwise` if it assigns to no variable."""
+    """Return the name of the variable to which the user's line assigns. If it assigns to none, return `otherwise`."""
     if span is None or not span.column:
         return otherwise
     before, after = span.text[: span.column - 1], span.text[span.column - 1 + span.width :]

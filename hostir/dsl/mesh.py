@@ -1,4 +1,4 @@
-"""Define device meshes, and the parallelism of a tensor's axes."""
+"""Define device meshes, and the ways in which a tensor axis is distributed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAME = re.compile(r"[A-Za-z_]\w*")  # a valid name in a program's text
 
 
 class ParallelType(Enum):
-    """The parallelism of a tensor axis.
+    """The way in which a tensor axis is distributed.
 
-    `DIDx` and `DIDy` shard the axis over the mesh. `DIDx` is the last axis of the mesh, and `DIDy` is the axis before
-    it. `Stream` does not shard: it divides the tensor axis into slices. The `pipeline` strategy communicates one slice
-    while it computes another slice on another stream.
+    `DIDx` and `DIDy` shard the axis over an axis of the mesh: `DIDx` is the last axis of the mesh, and `DIDy` is the
+    axis before it. `Stream` does not shard: it divides the tensor axis into slices. The `pipeline` strategy
+    communicates one slice while it computes another slice on another stream.
     """
 
     DIDx = "didx"
@@ -27,9 +27,9 @@ class ParallelType(Enum):
 
 
 class DeviceMesh:
-    """The ranks that hold a tensor, in one or two named axes.
+    """The ranks that hold a tensor, arranged along one or two named axes.
 
-    Raises HostIRError for a rank that occurs twice, rows of different lengths, and names that do not fit.
+    Raises HostIRError for a rank that occurs twice, for rows of different lengths, and for invalid names of axes.
 
     Args:
         devices: the ranks: `range(8)` for one axis, `[[0, 1, 2, 3], [4, 5, 6, 7]]` for two axes. Arrays of integers
@@ -57,7 +57,7 @@ class DeviceMesh:
         self.names = _names(names, len(self.shape), span)
 
     def axis_name(self, on: ParallelType | str, span: Span | None) -> str:
-        """Return the name of the mesh axis for DIDx, DIDy or a name; raise if the mesh has no such axis."""
+        """Return the name of the mesh axis that `on` means: DIDx, DIDy or a name. Raise if there is no such axis."""
         if on is ParallelType.DIDx:
             return self.names[-1]
         if on is ParallelType.DIDy:
@@ -73,7 +73,7 @@ class DeviceMesh:
         return on
 
     def ranks(self, name: str) -> int:
-        """Return the number of ranks along the axis of this name."""
+        """Return the number of ranks along the mesh axis `name`."""
         return self.shape[self.names.index(name)]
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class DeviceMesh:
 
 
 def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """Return the devices as rows, and the mesh's shape."""
+    """Return the devices as a list of rows, and the shape of the mesh. Raise if the rows have different lengths."""
     plain = _plain(devices)
     lines = [_plain(line) for line in plain] if isinstance(plain, Iterable) else []
     rows = [list(d) for d in lines if isinstance(d, Iterable)]
@@ -98,7 +98,7 @@ def _grid(devices: Iterable[Any], span: Span | None) -> tuple[list[list[Any]], t
 
 
 def _plain(x: Any) -> Any:
-    """Convert arrays and tensors to lists and numbers; return anything else as it is."""
+    """Convert an array or a tensor to a list or a number; return any other object unchanged."""
     return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
 
 

@@ -1,4 +1,4 @@
-"""Define tensors of a fusion, which users annotate with their sharding."""
+"""Define the tensors of a fusion. Users annotate them with their sharding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SizeLike = int | str | Size
 
 
 class Owner(Protocol):
-    """The part of a fusion's interface that its tensors use."""
+    """The attributes and methods of a fusion that its tensors use."""
 
     name: str
 
     def size(self, extent: SizeLike, span: Span | None) -> Size:
-        """Return `extent` as a size; raise if it has a symbol that no input's shape has."""
+        """Return `extent` as a size. Raise if it has a symbol that does not occur in the shape of any input."""
 
 
 class TensorShape(tuple[Size, ...]):
-    """The sizes of a tensor's axes; prints as in a program, `[M, 8]`."""
+    """The sizes of a tensor's axes. The repr has the form that programs use, such as `[M, 8]`."""
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(str, self))}]"
@@ -32,18 +32,19 @@ class TensorShape(tuple[Size, ...]):
 
 @dataclass
 class LoopAxis:
-    """One axis of a tensor, after its splits, as returned by `Tensor.axis`."""
+    """An axis of a tensor, as `Tensor.axis` returns it. If an axis was split, both results of the split are axes."""
 
     tensor: Tensor
     position: int
 
     def parallelize(self, on: ParallelType | str) -> None:
-        """Shard the axis in equal contiguous blocks over a mesh axis, or slice it by Stream.
+        """Shard the axis over a mesh axis in equal contiguous blocks, or slice it for streams.
 
-        `on` is a `hi.ParallelType`, or the name of a mesh axis. On `Stream`, each index of the axis is a slice.
+        `on` is the name of a mesh axis or a `hi.ParallelType`. With `Stream`, each index of the axis is a slice.
 
         Raises HostIRError in these cases: the tensor has no mesh yet; the mesh has no such axis; the number of ranks
-        does not divide the axis; the axis is parallelized already; another axis of the tensor is on the same mesh axis.
+        does not divide the axis; the axis is parallelized already; another axis of the tensor is on the same mesh axis;
+        the tensor is a partial sum over the mesh axis.
         """
         self.tensor._mark(self.position, on, user_span())
 
@@ -52,11 +53,13 @@ class Tensor:
     """A tensor of a fusion: an input or a result, with the splits and the sharding of its axes.
 
     `x @ y`, `x + y` and `x * y` are `hi.matmul`, `hi.add` and `hi.mul`. `x - y` and `-x` work, too. `x / 3` multiplies
-    by 1/3. With `+`, `-` and `*`, one side may be a number. A tensor with a mesh has the sharding that its axes
-    declare. The sharding of a tensor without a mesh is inferred from the inputs.
+    by 1/3. With `+`, `-` and `*`, one side may be a number.
+
+    If a tensor has a mesh, its axes declare its sharding. The sharding of a tensor without a mesh is inferred from the
+    inputs.
 
     Fields:
-        name: its name in the program's text, without `%`.
+        name: the name in the program's text, without `%`.
         dtype: the element type. `str(t.dtype)` is its name, such as `bf16`.
         shape: the shape of the unsharded tensor; splits do not change it.
         mesh: the `hi.DeviceMesh`; None until it is set.
@@ -77,19 +80,20 @@ class Tensor:
         self.partial_over: tuple[str, ...] = ()
 
     def axis(self, position: int) -> LoopAxis:
-        """Return the axis at a position, to parallelize it: `t.axis(0).parallelize(hi.ParallelType.Stream)`.
+        """Return the axis at a position, for example to shard it: `t.axis(0).parallelize(hi.ParallelType.DIDx)`.
 
-        Both results of a split count as axes. A negative position counts from the end. Raises HostIRError if there is
-        no such axis.
+        If an axis was split, both results of the split are axes. A negative position counts from the end. Raises
+        HostIRError if there is no such axis.
         """
         self._loop_at(position, user_span())
         return LoopAxis(self, position % len(self._loop))
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Put the tensor on a mesh. Its sharding is then what its axes declare, and is no longer inferred.
+        """Put the tensor on a mesh. From then on its axes declare its sharding, and it is no longer inferred.
 
-        An axis that is not parallelized is not sharded. Raises HostIRError if an earlier annotation does not fit the
-        mesh: the mesh lacks a mesh axis that it names, or the number of ranks does not divide a tensor axis.
+        An axis that is not parallelized is not sharded. Raises HostIRError if an earlier annotation of the tensor does
+        not fit the mesh: it names a mesh axis that the mesh does not have, or the number of ranks does not divide the
+        tensor axis.
         """
         span = user_span()
         if not isinstance(mesh, DeviceMesh):
@@ -110,8 +114,8 @@ class Tensor:
     def split(self, position: int, outer: SizeLike) -> None:
         """Split an axis of size E into two axes: an outer axis of size `outer`, and an inner axis of size E / outer.
 
-        The positions of later axes rise by one. `shape` does not change. Raises HostIRError if `outer` does not divide
-        E, and for an axis that is parallelized already.
+        The positions of all axes after it increase by one. `shape` does not change. Raises HostIRError if `outer` does
+        not divide E, and if the axis is parallelized already.
         """
         span = user_span()
         k, factor = self._loop_at(position, span)
@@ -194,7 +198,7 @@ class Tensor:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The logical axes. Each is the product of the axes into which it was split."""
+        """The axes of `shape`, each with its sharding. An axis that was split is the product of its parts."""
         return tuple(Axis(tuple(f for j, f in self._loop if j == k)) for k in range(len(self.shape)))
 
     def __matmul__(self, other: Any) -> Tensor:
@@ -236,5 +240,5 @@ class Tensor:
 
 
 def _operate(operator: str, *operands: Any) -> Tensor:
-    """Add the statements of an arithmetic operator to the fusion, and return their result."""
+    """Add the statements for an arithmetic operator, such as `+`, to the fusion, and return their result."""
     return Tensor.operators[operator](*operands)

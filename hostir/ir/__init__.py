@@ -6,7 +6,7 @@ import hostir.ir.message_ops
 import hostir.ir.onesided_ops
 import hostir.ir.scaled_ops
 import hostir.ir.tensor_ops
-import hostir.ir.view_ops  # noqa: F401  the vocabulary registers itself
+import hostir.ir.view_ops  # noqa: F401  importing a module registers its statements
 from hostir.ir.op import Phase, Statement, Value
 from hostir.ir.program import Program, format_program, format_statement
 from hostir.ir.source import Diagnostic, HostIRError, Span

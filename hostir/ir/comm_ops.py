@@ -1,7 +1,7 @@
 """Define communication statements. They change how a tensor is spread over ranks, but not the unsharded tensor.
 
-The types of `x` and `out` say which parts move between ranks. In a fusion a communication defines its result. In a host
-program it fills a buffer and returns a handle to wait for:
+The types of the operand `x` and the result `out` determine which parts move between ranks. In a fusion, a communication
+defines its result. In a host program, it writes a buffer and returns a handle, for which a later statement waits:
 
     %h = allgather %x -> %y over didx
     wait %h
@@ -50,7 +50,7 @@ class Reshard(Statement):
 
 
 def elements(*values: Value) -> tuple[Shape, ...]:
-    """Return, for each tensor, the number of elements that a rank holds, as a shape of one axis."""
+    """Return the shape `(n,)` for each tensor, where n is the number of elements in the part of one rank."""
     return tuple((product(value.tensor.local_shape),) for value in values)
 
 
@@ -95,7 +95,7 @@ class Communication(Statement):
         return tuple(dict.fromkeys(tuple(sorted(self.exchange(device).team)) for device in devices))
 
     def exchange(self, rank: int) -> Exchange:
-        """Return this communication as `rank` sees it."""
+        """Return the part of `rank` in this communication: its team, and the messages that it sends and receives."""
         raise AssertionError(type(self).__name__)
 
     def verify(self) -> None:
@@ -265,7 +265,7 @@ class Transfer(Communication):
 
     @cached_property
     def _exchanges(self) -> dict[int, Exchange]:
-        """A map from each rank that sends or receives to its `Exchange`."""
+        """A map from each rank that sends or receives a message to the `Exchange` of this rank."""
         moves: dict[int, list[Move]] = {}
         for move in self.moves(*self._meshes):
             for rank in {move.source, move.target}:
@@ -294,9 +294,9 @@ class Transfer(Communication):
             raise self.fail(f"{self.keyword()} does not lead from {start} to {end}", expected=self.rule)
 
     def sharded(self, type: TensorType, marks: tuple[Mark, ...]) -> bool:
-        """Return True if exactly one axis is sharded, over a mesh of one axis.
+        """Return True if a tensor is sharded along exactly one axis, over a mesh of one axis.
 
-        In a host program, the sharded axis must also be outermost.
+        In a host program, the sharded axis must also be outermost. `marks` are the `flat_marks` of `type`.
         """
         one = len(marks) == 1 and type.mesh is not None and len(type.mesh.axes) == 1
         return one and (self.handle is None or leads(type, type.mesh.axes[0] if type.mesh else ""))
@@ -349,8 +349,8 @@ class Gather(Transfer):
 class Scatter(Transfer):
     """One device of the mesh of `x` sends each device of the mesh of `out` its part.
 
-    The sender is the first device of the mesh of `x` that is in both meshes. Without such a device, it is the first
-    device of the mesh of `x`.
+    The sender is the first device of the mesh of `x` that is in both meshes. If no device is in both meshes, the sender
+    is the first device of the mesh of `x`.
 
     Example: %h = scatter %x: f32[8, 32] -> %y: f32[8@didx, 32] on @other
     """

@@ -1,4 +1,7 @@
-"""Collect the divisors of a program's sizes, and report sizes that are not multiples of them."""
+"""Collect the divisions of sizes that must have an integer result, and report sizes for which they do not.
+
+For example, a size M that is sharded over 8 ranks needs the division M/8.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from hostir.ir.types import TensorType
 
 
 def divisions_of(inputs: Iterable[Value], statements: Iterable[Statement]) -> tuple[Division, ...]:
-    """Return every `Division` of a program. Divisions with informative reasons come first.
+    """Return every `Division` that a program needs.
 
-    A Stream axis of a fusion adds no division, because it only asks a strategy for slices.
+    Several values and statements may need the same quotient, each with a reason for messages. The division with the
+    reason that helps users most comes first in the result. A Stream axis of a fusion adds no division, because it is
+    only a request to the strategy to use slices.
     """
     statements = tuple(statements)
     named = {id(v): v for v in (*inputs, *(v for s in statements for v in s.named))}
@@ -38,9 +43,9 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield each factor of an axis that may not be an integer on one rank.
+    """Yield the factors of a tensor's axes that may have a fraction as their extent on one rank.
 
-    Each tuple holds the factor's extent, the factor's extent on one rank, and a text such as ` sharded over 8 ranks`.
+    A factor is yielded as a tuple of its extent, its extent on one rank, and a text such as ` sharded over 8 ranks`.
     The text is empty if the factor is not sharded.
     """
     type = value.tensor.host()
@@ -61,9 +66,10 @@ def _written(s: Statement) -> Iterator[Division]:
 
 
 def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Return a diagnostic for each size that cannot be split into equal parts as `divisions` need.
+    """Check the quotients of `divisions` at given sizes; return a diagnostic for each quotient that is no integer.
 
-    `sizes` holds the values of the symbols. `program` is the program's name, for messages.
+    Quotients with the same dividend have one diagnostic. `sizes` holds the values of the symbols. `program` is the name
+    of the program, for messages.
     """
     alike: dict[tuple[Size, Size], list[Division]] = {}
     for division in divisions:
@@ -81,9 +87,10 @@ def misfits(program: str, divisions: Sequence[Division], sizes: Mapping[str, int
 
 
 def _apart(size: Size) -> tuple[Size, Size]:
-    """Return the key under which divisions are reported together: the dividend, and the symbols of the divisor.
+    """Return a key for a quotient: its dividend, and the symbols of its divisor.
 
-    For `3*M/8` the key is `M` and 1. For `3*M/8/K` it is `3*M` and `K`.
+    Quotients with the same key are reported together. For `3*M/8` the key is (`M`, 1): the 3 is dropped, because it
+    has no common divisor with 8. For `3*M/8/K` the key is (`3*M`, `K`).
     """
     above = tuple((name, power) for name, power in size.symbols if power > 0)
     below = tuple((name, -power) for name, power in size.symbols if power < 0)
@@ -110,9 +117,9 @@ def _refusal(
 
 
 def _strongest(of: Sequence[Division]) -> list[Division]:
-    """Return the divisions that imply all others.
+    """Return the divisions that no other division implies.
 
-    A division implies another division if its divisor is a multiple of the other divisor.
+    A division by 16 implies the division by 8 of the same dividend, because 16 is a multiple of 8.
     """
     kept: list[Division] = []
     for division in of:

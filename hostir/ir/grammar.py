@@ -1,4 +1,4 @@
-"""Generate the Lark grammar from the registry, parse texts with it, and explain texts that do not follow it."""
+"""Generate a Lark grammar from the registered statement classes, parse texts with it, and explain syntax errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FRAGMENT = {
 
 @cache
 def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
-    """Return the text of the grammar, and a map from the name of each statement's rule to its class and phase."""
+    """Return the text of the grammar, and a map from the name of a statement rule to its statement class and phase."""
     words = {"hostir", "mesh", "streams", "partial", "on"}
     rules: dict[str, tuple[type[Statement], Phase]] = {}
     lines: list[str] = []
@@ -80,7 +80,8 @@ def grammar() -> tuple[str, dict[str, tuple[type[Statement], Phase]]]:
         return " ".join(f"_{t.upper()}" if t.isidentifier() else f'"{t}"' for t in tokens)
 
     for keyword, cls in REGISTRY.items():
-        phase_of = {cls.form(phase): phase for phase in Phase if phase in cls.phases}  # equal forms make one rule
+        # A statement with the same syntax in both phases has one rule.
+        phase_of = {cls.form(phase): phase for phase in Phase if phase in cls.phases}
         for form, phase in phase_of.items():
             rule = f"{keyword}_{phase.name.lower()}"
             rules[rule] = (cls, phase)
@@ -124,14 +125,14 @@ def _syntax_error(unexpected: UnexpectedInput, text: str, file: str) -> HostIREr
 
 
 def _expected(unexpected: UnexpectedInput) -> list[str]:
-    """Return the names of the terminals that the grammar allows at the place of the error."""
+    """Return the names of the terminals that the grammar allows at the place of a syntax error."""
     if isinstance(unexpected, UnexpectedToken):
         return sorted(unexpected.accepts or unexpected.expected)
     return sorted(unexpected.allowed or ()) if isinstance(unexpected, UnexpectedCharacters) else []
 
 
 def _spell(terminal: str) -> str:
-    """Return the text for a terminal in messages: a description such as `a %name`, or the literal word in quotes."""
+    """Return the text that stands for a terminal in messages: a description such as `a %name`, or a word in quotes."""
     named = {
         "VALUE": "a %name",
         "AT": "a @name",

@@ -38,7 +38,7 @@ HOST = frozenset({Phase.HOST})
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Allocate(Statement):
-    """A new dense buffer, uninitialised. Each rank of the type's mesh gets its part.
+    """Allocates a dense buffer, uninitialised. Each rank of the mesh allocates memory for its part of the tensor.
 
     Example: %x: bf16[4, 8@didx, 32] = allocate
     """
@@ -60,7 +60,7 @@ class Allocate(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class FreeBuffer(Statement):
-    """Ends a buffer: nothing issued later may touch it.
+    """Frees a buffer. No statement that is issued later may access it.
 
     Example: free %x: bf16[4, 8@didx, 32]
     """
@@ -115,7 +115,7 @@ class Select(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunk(ViewStatement):
-    """A view of one of `count` equal pieces of an axis, by default axis 0. The result keeps the axis.
+    """A view of one of `count` equal pieces of an axis of `x`, by default axis 0. The result has all axes of `x`.
 
     If the axis is sharded, each rank's part of it is cut into `count` pieces.
 
@@ -129,7 +129,10 @@ class Chunk(ViewStatement):
     axis: Int = 0
 
     def _cut(self) -> tuple[Size, Axis]:
-        """Return the number of sharded blocks outside the pieces, and the axis of one piece."""
+        """Return the number of blocks of the axis that are outside the pieces, and the type of one piece of the axis.
+
+        If the axis is sharded, each rank's block is cut into pieces. Then the blocks are outside the pieces.
+        """
         type = self.x.tensor
         if self.axis >= len(type.axes):
             raise self.fail(f"{self.x} has no axis {self.axis}", expected=f"an axis below {len(type.axes)}")
@@ -180,7 +183,7 @@ class Chunk(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AsPartial(ViewStatement):
-    """A view that treats each rank's buffer as a partial sum. It is the input of an in-place allreduce.
+    """A view that has the type of a partial sum: each rank's buffer is one term. An in-place allreduce needs it.
 
     Example: %p: f32[16, 32] partial(didx) = as_partial %x: f32[16, 32] over didx
     """
@@ -210,9 +213,9 @@ class AsPartial(ViewStatement):
 class Dense(ViewStatement):
     """The same elements in dense memory: `x` itself if it is dense at run time, else a copy of it.
 
-    `x` is an input, or a view of an input, because only the caller of the program knows an input's strides. A copy is
-    made on the current stream and lasts until the end of the call. The result may or may not be a copy, so no statement
-    may write the input or the result.
+    `x` is an input, or a view of an input. The strides of an input are known only at run time, because the caller
+    chooses them. A copy is made on the current stream, and it exists until the end of the call. Since the result may or
+    may not be a copy, no statement may write the input or the result.
 
     Example: %y: f32[8@didx, 32] = dense %x: f32[8@didx, 32]
     """
@@ -284,7 +287,7 @@ class CurrentStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SetStream(Statement):
-    """Makes a stream the current stream: a stream value, or a worker stream by its index in the pool.
+    """Makes a stream the current stream. The stream is a stream value, or a worker stream by its index in the pool.
 
     Example: set_stream %i % 2
     """
@@ -304,7 +307,7 @@ class SetStream(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Synchronize(Statement):
-    """The current stream waits for all work issued to another stream so far. The host does not block.
+    """The current stream waits for all work that was issued to another stream so far. The host does not wait.
 
     Example: synchronize 1
     """
@@ -321,11 +324,11 @@ class Synchronize(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Delay(Statement):
-    """Delays the current stream a little, so that a communication of another stream gets its SMs first.
+    """Delays the current stream for a short time, so that a communication on another stream gets SMs first.
 
     If a computation fills the device, a communication cannot start until the first thread blocks of the computation
-    have ended. A delay orders nothing: a program means the same without it, and machines without SMs ignore it. The
-    idea comes from the delay in torch's fused matmul + reduce-scatter.
+    have ended. A delay orders nothing: without it, the program has the same results. Machines without SMs ignore it.
+    The idea comes from the delay in torch's fused matmul + reduce-scatter.
 
     Example: delay 5 us
     """
@@ -341,7 +344,7 @@ class Delay(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class For(Statement):
-    """Runs the body for each index from 0 to `count` - 1. Every rank runs every round.
+    """Runs the body once for each index from 0 to `count` - 1, in this order. Every rank runs every round.
 
     Example: for %i in 0..4 { set_stream %i % 2 }
     """

@@ -1,8 +1,8 @@
 """Define the interface between statements and the machines that execute them, and evaluate programs on a machine.
 
-A statement's `evaluate` gets a `Frame`, the state of one rank's run of a program. It looks up names, indices and sizes
-in the frame, and calls methods of the frame's `Machine`. Some machines execute a call at once; others record it, to
-prove the program or to plan its run. All machines implement the same methods.
+A `Frame` is the state of one rank's run of a program. A statement's `evaluate` looks up names, indices and sizes in a
+frame, and calls methods of the frame's `Machine`. All machines have the same methods. Some machines execute a method
+call at once. Others record it, to check the program or to plan a run.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication as one rank sees it.
+    """The part that one rank has in a communication.
 
     Fields:
         communication: the keyword of the statement.
         team: the ranks that take part, in order.
-        moves: the messages that this rank sends or receives; None for a collective, in which the whole team takes part.
+        moves: the messages that this rank sends or receives; None for a collective.
     """
 
     communication: str
@@ -55,11 +55,11 @@ class Exchange:
     moves: tuple[Move, ...] | None = None
 
     def takes(self, rank: int) -> bool:
-        """Return True if the communication reads memory of `rank`."""
+        """Return True if `rank` sends data, so that the communication reads memory of this rank."""
         return self.moves is None or any(move.source == rank for move in self.moves)
 
     def gives(self, rank: int) -> bool:
-        """Return True if the communication writes memory of `rank`."""
+        """Return True if `rank` receives data, so that the communication writes memory of this rank."""
         return self.moves is None or any(move.target == rank for move in self.moves)
 
 
@@ -68,23 +68,23 @@ class Ready:
     """The flags that a computation waits for while it runs. Flag `i` says that block `i` of an operand is ready.
 
     The rows of the operand and the rows of the result are split into equal blocks. Block `j` of the result needs the
-    operand's blocks `j`, `j + results`, `j + 2 * results`, and further blocks in the same steps. For a matmul this is
-    one block. For a sum it is one block of each source.
+    operand's blocks `j`, `j + results`, `j + 2 * results`, and so on. For a matmul, this is only block `j`. For a sum,
+    it is one block of each source.
 
     Fields:
-        flags, epoch: block `i` is ready when flag `i` has reached `epoch`.
+        flags, epoch: the row of flags, and the epoch. Block `i` is ready when flag `i` has reached `epoch`.
         first: the block of the result that is computed first.
         blocks: the number of blocks of the operand.
-        own_rows: rows that replace some blocks of the operand, if any. The kernel reads them without waiting, and
-            leaves the replaced blocks undefined in the operand.
+        own_rows: rows that replace some blocks of the operand; None if no block is replaced. The kernel reads them
+            without waiting. The contents of the replaced blocks are undefined.
         results: the number of blocks of the result.
-        own_first, own_blocks: the first block that `own_rows` replaces, and the number of these blocks.
-        overlapped_sms: the number of SMs that the kernel does not get, because copies directly before it on its stream
-            may still run on them. A machine that plans sets it.
+        own_first, own_blocks: the first block that `own_rows` replaces, and the number of replaced blocks.
+        overlapped_sms: the number of SMs that the kernel does not get, because the copies directly before it on its
+            stream may still run on these SMs. A machine that plans sets this field.
         reserved_sms: the number of SMs that the kernel leaves free for kernels that send signals. A machine that plans
-            sets it.
-        along: the positions of further operands with the same rows. A flag says that the block's rows of these
-            operands are ready, too. `own_rows` does not replace them.
+            sets this field.
+        along: the positions of further operands with the same rows. Flag `i` says that block `i` of each of them is
+            ready, too. `own_rows` does not replace their rows.
     """
 
     flags: Handle
@@ -101,21 +101,21 @@ class Ready:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The blocks of the result in the order in which they are computed."""
+        """The numbers of the result's blocks in the order in which the kernel computes them."""
         return *range(self.first, self.results), *range(self.first)
 
     @cached_property
     def replaced(self) -> range:
-        """The operand's blocks that `own_rows` replaces."""
+        """The numbers of the operand's blocks that `own_rows` replaces."""
         return range(self.own_first, self.own_first + self.own_blocks)
 
     def needed(self, result: int) -> tuple[int, ...]:
-        """Return the blocks of the operand that block `result` of the result waits for, in ascending order."""
+        """Return the numbers of the operand's blocks that block `result` of the result needs, in ascending order."""
         return tuple(block for block in range(result, self.blocks, self.results) if block not in self.replaced)
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """All blocks of the operand that the computation waits for, in the order in which it needs them."""
+        """The numbers of all blocks of the operand for which the kernel waits, in the order in which it needs them."""
         return tuple(block for result in self.order for block in self.needed(result))
 
 
@@ -135,15 +135,15 @@ class Done:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The blocks in the order in which they are computed."""
+        """The numbers of the blocks in the order in which the kernel computes them."""
         return *range(self.first, self.blocks), *range(self.first)
 
 
 class OptionalMethods(Protocol):
-    """The methods that a machine need not define, because they access no memory and order nothing."""
+    """Methods that a machine may leave out, because they access no memory and order nothing."""
 
     def delay(self, microseconds: int) -> None:
-        """Delay the current stream for about this long, if that helps on this machine."""
+        """Delay the current stream for about this time. A machine on which a delay does not help ignores it."""
         return
 
 
@@ -164,15 +164,16 @@ class Machine(OptionalMethods, Protocol):
         """
 
     def free(self, x: Handle) -> None:
-        """Free a tensor: nothing issued later may touch it."""
+        """Free a tensor. No statement that is issued later accesses it."""
 
     def select(self, x: Handle, axis: int, index: int) -> Handle:
         """Return the view of `x` at one index of an axis, without that axis."""
 
     def chunk(self, x: Handle, axis: int, outer: int, count: int, index: int) -> Handle:
-        """Return the view of piece `index` of the `count` equal pieces of an axis.
+        """Return a view of one piece of an axis: piece `index` of `count` equal pieces.
 
-        The axis is seen as [outer, count, inner]. The view has `outer` and `inner`, merged into one axis.
+        The axis is seen as three axes [outer, count, inner]. The view selects `index` on the middle axis, and merges
+        the other two into one axis.
         """
 
     def reshape(self, x: Handle, shape: tuple[int, ...]) -> Handle:
@@ -182,7 +183,10 @@ class Machine(OptionalMethods, Protocol):
         """Return the view of `x` with its axes in another order."""
 
     def dense(self, x: Handle) -> Handle:
-        """Return `x` if it is dense, else a dense copy, made on the current stream and freed at the end of the call."""
+        """Return `x` if it is dense, else a dense copy of it.
+
+        The copy is made on the current stream. It is freed at the end of the call.
+        """
 
     def compute(
         self,
@@ -193,10 +197,18 @@ class Machine(OptionalMethods, Protocol):
         ready: Ready | None = None,
         done: Done | None = None,
     ) -> None:
-        """Run the kernel of `computation` on the current stream. The kernel writes `out`.
+        """Run the kernel of a computation on the current stream. The kernel writes `out`.
 
-        With `ready`, the kernel works on blocks of rows, and waits for a flag before each block. With `done`, it sets a
-        flag after each block.
+        With `ready`, the kernel computes one block of rows after another, and waits for flags before each block. With
+        `done`, it sets a flag after each block.
+
+        Args:
+            computation: the keyword of the statement.
+            out: the result.
+            operands: the operands; None for an optional operand that is left out.
+            options: the other options of the statement, by field name.
+            ready: the flags that the kernel waits for.
+            done: the flags that the kernel sets.
         """
 
     def communicate(self, exchange: Exchange, x: Handle | None, out: Handle | None) -> Handle:
@@ -206,17 +218,21 @@ class Machine(OptionalMethods, Protocol):
         """Make the current stream wait for a communication."""
 
     def copy(self, x: Handle, out: Handle, source: int, target: int, sms: int = 0) -> None:
-        """Copy `x` of rank `source` to `out` of rank `target` on the current stream: by `sms` SMs, if not 0.
+        """Copy `x` on rank `source` to `out` on rank `target`, on the current stream.
 
-        This rank is `source` or `target`. The tensor on the other rank is symmetric. The argument for this tensor is
-        the same view of the symmetric tensor on this rank.
+        This rank is `source` or `target`. The tensor on the other rank is in symmetric memory. As the argument for it,
+        pass the same view of this rank's symmetric tensor. If `sms` is 0, a copy engine copies. Otherwise, a kernel on
+        `sms` SMs copies.
         """
 
     def signal(self, flags: Handle, slot: int, epoch: int, peer: int, sms: int = 0) -> None:
-        """Set a flag of a peer to an epoch of this call, in stream order; by a kernel if `sms` is not 0."""
+        """Set flag `slot` of a peer to an epoch of this call, after all earlier work on the current stream.
+
+        If `sms` is 0, the stream itself sets the flag. Otherwise, a kernel sets it.
+        """
 
     def wait_signal(self, flags: Handle, slot: int, epoch: int) -> None:
-        """Make the current stream wait until a flag of this rank has reached an epoch of this call."""
+        """Make the current stream wait until flag `slot` of this rank has reached an epoch of this call."""
 
     def barrier(self, team: tuple[int, ...]) -> None:
         """Make the current stream wait until every rank of the team has reached this barrier.
@@ -228,15 +244,21 @@ class Machine(OptionalMethods, Protocol):
         """Return the current stream, to which statements are issued."""
 
     def set_stream(self, stream: Handle | int) -> None:
-        """Make a stream, or the worker stream with this index, the current stream."""
+        """Make a stream the current stream. An integer is the index of a worker stream."""
 
     def synchronize(self, stream: Handle | int) -> None:
-        """Make the current stream wait for all work issued to another stream so far; the host does not wait."""
+        """Make the current stream wait for all work issued to another stream so far. The host does not wait."""
 
 
 @dataclass
 class Frame:
-    """The state of one rank's run of a program: its machine, the sizes, and the handle of each name defined so far."""
+    """The state of one rank's run of a program.
+
+    Fields:
+        machine: the machine that runs the program.
+        sizes: the values of the symbolic sizes.
+        handles: the machine's handle, or the integer of an index, for the name of each value defined so far.
+    """
 
     machine: Machine
     sizes: Mapping[str, int]
@@ -249,16 +271,19 @@ class Frame:
         self.handles[value.name] = handle
 
     def here(self, *meshes: Mesh | None) -> bool:
-        """Return True if this rank belongs to any of the meshes."""
+        """Return True if this rank belongs to one of the meshes. A mesh of None contains all ranks."""
         rank = self.machine.rank
         return rank is None or any(mesh is None or rank in mesh.places for mesh in meshes)
 
     def shape(self, type: TensorType) -> tuple[int, ...]:
-        """Return the shape of a tensor on this machine: of one rank's part, or of the unsharded tensor."""
+        """Return the shape that a tensor has on this machine.
+
+        It is the shape of one rank's part, or of the unsharded tensor if the machine holds unsharded tensors.
+        """
         return bind_shape(type.shape if self.machine.rank is None else type.local_shape, self.sizes)
 
     def empty(self, value: Value) -> bool:
-        """Return True if a tensor has no elements on any rank. Statements that only compute or move it are skipped."""
+        """Return True if a tensor has no elements on any rank. Statements then skip its computation or its transfer."""
         return 0 in self.sizes.values() and 0 in self.shape(value.tensor)  # only symbols can be 0
 
     def index(self, expr: Expr) -> int:
@@ -274,11 +299,11 @@ class Frame:
         return mesh.coordinate(self.machine.rank, over)
 
     def member(self, team: tuple[int, ...], place: int) -> int:
-        """Return the rank at a position in a team to which this rank belongs."""
+        """Return the rank at position `place` of a team."""
         return team[place]
 
     def stream(self, expr: Expr) -> Handle | int:
-        """Return a stream operand: a stream value, or an index into the pool."""
+        """Return the stream for an operand: the handle of a stream value, or the index of a worker stream."""
         if not isinstance(expr, (Lit, Bin)) and expr.value.type is Kind.STREAM:
             return self.handles[expr.value.name]
         return self.index(expr)
@@ -289,14 +314,15 @@ def meshes_of(values: Iterable[Value]) -> tuple[Mesh | None, ...]:
     return tuple(v.type.mesh for v in values if isinstance(v.type, TensorType))
 
 
-MAX_UNROLLED = 1_000_000  # statements with loops unrolled; planning more takes minutes and much memory
+MAX_UNROLLED = 1_000_000  # the most statements after loops are unrolled; more would take minutes and much memory
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection within a context: unrolling a program creates millions of objects and drops few.
+    """Return a context manager that disables garbage collection, for code that unrolls a program.
 
-    Collections would visit all objects again and again, and take as long as the unrolling itself.
+    Unrolling creates millions of objects and drops few. Garbage collections would visit all of them again and again,
+    and would take as long as the unrolling itself.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -322,11 +348,18 @@ def interpret(
     observer: Observer | None = None,
     frames: type[Frame] = Frame,
 ) -> tuple[Handle | None, ...]:
-    """Evaluate every statement on a machine in program order, with loops unrolled; return the outputs' handles.
+    """Evaluate every statement on a machine in program order, with loops unrolled; return the handles of the outputs.
 
-    `inputs` are the handles of this rank's parts, or of unsharded tensors if the machine's rank is None. An input is
-    None if the rank holds no part of it. Raises HostIRError at the loop that makes the program longer than
-    `MAX_UNROLLED` statements.
+    Raises HostIRError at the loop that makes the program longer than `MAX_UNROLLED` statements.
+
+    Args:
+        program: the program.
+        machine: the machine.
+        sizes: the values of the symbolic sizes.
+        inputs: a handle for each input: of this rank's part, or of the unsharded tensor if the machine's rank is None.
+            It is None if this rank holds no part of the input.
+        observer: is told each statement before the statement is evaluated.
+        frames: the class of the frame.
     """
     unrolled_length(program.body, sizes)
     frame = frames(machine, sizes)
@@ -337,7 +370,7 @@ def interpret(
 
 
 def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> int:
-    """Return the number of statements of a body with its loops unrolled. Each round counts as one more statement.
+    """Return the number of statements in a body after its loops are unrolled. Each round adds one to the number.
 
     Raise HostIRError at the loop that makes the body longer than `MAX_UNROLLED` statements.
     """
@@ -357,7 +390,7 @@ def unrolled_length(body: tuple[Statement, ...], sizes: Mapping[str, int]) -> in
 
 
 def _rounds(statement: Statement, frame: Frame) -> Iterator[tuple[int, ...]]:
-    """Yield the rounds of a statement; turn any exception into an error that points at the statement."""
+    """Yield the rounds of a statement's body (see `Statement.rounds`). Errors point at the statement."""
     try:
         yield from statement.rounds(frame)
     except HostIRError:

@@ -31,7 +31,7 @@ WHOLE = (0, 1)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Message(Statement):
-    """The base class of messages."""
+    """The base class of statements that send or receive messages."""
 
     transfers: ClassVar[bool] = True
     per_rank: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Message(Statement):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks that exchange the message. Raises unless it has the axis `over`."""
+        """The mesh of the ranks that exchange the message. Raises if it has no axis `over`."""
         return mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     @property
@@ -64,7 +64,7 @@ class Message(Statement):
         mesh_over(self, next(self.values(Codec.READ, Codec.WRITE)), self.over)
 
     def moves(self, frame: Frame, me: int) -> tuple[Move, ...]:
-        """Return the messages that this rank sends and receives."""
+        """Return the messages that this rank sends and receives. `me` is the number of this rank."""
         raise AssertionError(type(self).__name__)
 
     def evaluate(self, frame: Frame) -> None:
@@ -114,9 +114,9 @@ class Recv(Message):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class SendAndRecv(Message):
-    """Sends to one peer and receives from another, both at once: the step of a ring.
+    """Sends a tensor to one peer and receives a tensor from another at the same time, as in a step of a ring.
 
-    If both peers are this rank itself, as on a ring of one rank, it copies.
+    If both peers are this rank itself, as on a ring of one rank, the statement copies the tensor.
 
     Example: %h = exchange %x: f32[8@didx, 32] to (%r + 1) % 8, %y: f32[8@didx, 32] from (%r + 7) % 8 over didx
     """
@@ -144,7 +144,7 @@ MESSAGES = frozenset(cls.keyword() for cls in (Send, Recv, SendAndRecv))  # the 
 
 
 def _other(op: Message, me: int, peer: int) -> int:
-    """Return the rank `peer`; raise if it is the rank `me`, because a rank cannot wait for itself."""
+    """Return the rank `peer`. Raise if it is this rank, `me`: a rank cannot send to itself and wait for itself."""
     if peer == me:
         raise op.fail(
             f"rank {me} would wait for itself: its messages run one after another",

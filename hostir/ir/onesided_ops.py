@@ -1,15 +1,15 @@
 """Define one-sided statements: ranks, conditions, symmetric buffers, copies between ranks, signals and barriers.
 
-A symmetric buffer exists on every rank of its mesh. A view of the buffer stands for the same part of the buffer on any
-rank. Only signals and barriers order the ranks:
+A symmetric buffer exists on every rank of its mesh. A view of the buffer stands for the same part of the buffer on each
+rank. Only signals and barriers order the work of different ranks:
 
     put %mine -> %theirs at %next over didx
     signal %arrived[0] = 1 at %next over didx
     wait_signal %arrived[0] >= 1
 
-Copies, signals and barriers run in order on the current stream, by copy engines and the stream itself. They need no
-SMs, unless a `put` or a `signal` asks for some. The model follows CUDA's stream memory operations and torch's symmetric
-memory.
+Copies, signals and barriers run in order on the current stream. Copy engines copy, and the stream itself signals. They
+need no SMs, unless a `put` or a `signal` asks for some. The model follows CUDA's stream memory operations and torch's
+symmetric memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
-    """Return the mesh of a tensor; raise unless it has the axis `over`."""
+    """Return the mesh of a tensor. Raise if the mesh has no axis `over`."""
     mesh = x.tensor.mesh
     if mesh is None or over not in mesh.axes:
         known = mesh.axes if mesh else ()
@@ -54,7 +54,7 @@ def mesh_over(op: Statement, x: Value, over: str) -> Mesh:
 
 
 def own_rank(op: Statement, frame: Frame) -> int:
-    """Return the rank that runs the statement; raise on a machine of unsharded tensors, which has no ranks."""
+    """Return the rank that runs the statement. Raise on a machine that holds unsharded tensors: it has no ranks."""
     if frame.machine.rank is None:
         raise op.fail(
             f"'{op.keyword()}' needs ranks, and there are none where tensors are whole",
@@ -64,7 +64,15 @@ def own_rank(op: Statement, frame: Frame) -> int:
 
 
 def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> int:
-    """Return the rank at a position along a mesh axis, in this rank's team; raise if the position is out of range."""
+    """Return the rank of a peer. Raise if its position is out of range.
+
+    Args:
+        op: the statement, for errors.
+        frame: the state of this rank's run.
+        x: a tensor on the mesh.
+        over: the mesh axis of the team of this rank and the peer.
+        place: the position of the peer in the team.
+    """
     team = mesh_over(op, x, over).team(own_rank(op, frame), over)
     index = frame.index(place)
     if not 0 <= index < len(team):
@@ -75,11 +83,10 @@ def peer_of(op: Statement, frame: Frame, x: Value, over: str, place: Expr) -> in
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class AllocateSymmetric(Statement):
-    """A symmetric buffer: every rank of its mesh has one, and peers may read it with `get` and write it with `put`.
+    """A symmetric buffer on every rank of the mesh. Peers may read it with `get` and write it with `put`.
 
     The buffer and its contents persist from call to call. In the first call the buffer is uninitialised. With dtype
-    `flag` it is a row of flags, which signals set and streams wait for. Flags begin as 0, and epochs restart in every
-    call.
+    `flag` it is a row of flags, which signals set and streams wait for. In every call, all flags begin at epoch 0.
 
     Example: %x: bf16[4, 32] = allocate_symmetric
     """
@@ -107,9 +114,9 @@ class AllocateSymmetric(Statement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Rank(Statement):
-    """This rank's position along an axis of the mesh of `x`, from 0. The position differs from rank to rank.
+    """The position of this rank along an axis of the mesh of `x`, counted from 0. It differs from rank to rank.
 
-    A rank outside the mesh gets -1.
+    On a rank outside the mesh, it is -1.
 
     Example: %r = rank of %x: f32[8@didx, 32] over didx
     """
@@ -221,7 +228,7 @@ class PeerCopy(Statement):
 class Get(PeerCopy):
     """Copies from a peer's symmetric buffer to memory of this rank, on the current stream.
 
-    `peer` is a position along the mesh axis `over`; `x` is the view to copy, on the peer.
+    `peer` is a position along the mesh axis `over`. `x` is the view that is read on the peer.
 
     Example: get %x: f32[8@didx, 32] from 3 over didx -> %y: f32[1, 32]
     """
@@ -238,13 +245,13 @@ class Get(PeerCopy):
 class Put(PeerCopy):
     """Copies memory of this rank to a peer's symmetric buffer, on the current stream.
 
-    `peer` is a position along the mesh axis `over`; `out` is the view to write, on the peer. The peer may read it after
-    a signal or a barrier that follows the copy.
+    `peer` is a position along the mesh axis `over`. `out` is the view that is written on the peer. The peer may read it
+    after a signal or a barrier that follows the copy.
 
     With `by N sms` a kernel on N SMs copies, instead of a copy engine. The kernel begins sooner than a copy engine, and
     moves large blocks more slowly. Both views must be dense. On CUDA, consecutive puts by SMs on a stream, and the
-    signals between them, are one kernel. If the next statement is a `matmul` that waits for blocks, it may start while
-    this kernel still runs.
+    signals between them, are one kernel. If the next statement is a `matmul` that waits for blocks, the matmul may
+    start while this kernel still runs.
 
     Example: put %x: f32[8@didx, 32] -> %y: f32[8@didx, 32] at (%r + 1) % 8 over didx by 16 sms
     """
@@ -380,7 +387,7 @@ class Barrier(Statement):
 
 
 def flags_of(op: Statement, flags: Value) -> None:
-    """Raise unless a value is a row of flags that is replicated on every rank."""
+    """Raise if `flags` is not a row of flags that is replicated on every rank."""
     if not isinstance(flags.type, TensorType) or flags.type.dtype != FLAG or len(flags.type.axes) != 1:
         raise op.fail(f"{flags} is not a row of flags", expected="one such as %flags: flag[8] = allocate_symmetric")
     if flags.type.axes[0].marks or flags.type.partial:
@@ -388,7 +395,7 @@ def flags_of(op: Statement, flags: Value) -> None:
 
 
 def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
-    """Return the value of a flag's index; raise if it is out of range."""
+    """Return the value of the expression `slot`, the index of a flag. Raise if it is out of range."""
     index, count = frame.index(slot), flags.tensor.shape[0].bind(frame.sizes)
     if not 0 <= index < count:
         raise op.fail(f"{flags} has no flag {index}", expected=f"0 to {count - 1}")
@@ -396,7 +403,7 @@ def slot_of(op: Statement, frame: Frame, flags: Value, slot: Expr) -> int:
 
 
 def epoch_of(op: Statement, frame: Frame, epoch: Expr) -> int:
-    """Return the value of an epoch; raise if it is below 1, because all flags are at epoch 0 when a call begins."""
+    """Return the value of the expression `epoch`. Raise if it is below 1: all flags have epoch 0 when a call begins."""
     number = frame.index(epoch)
     if number < 1:
         raise op.fail(f"epoch {number} of a flag", expected="at least 1: a call begins at epoch 0")

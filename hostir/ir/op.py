@@ -1,14 +1,13 @@
 """Define the base class of statements. Statements are frozen dataclasses with annotated fields and a syntax template.
 
 A statement class declares
-- its fields; the codec in a field's annotation tells its syntax and its effect (read, write, define);
-- `syntax`, the template for both printer and grammar: literal words, `{field}`, `<? optional ?>`;
-- `infer`, the type of its result, if the operands determine it;
-- `evaluate`, its meaning on the machine protocol;
+- its fields; the annotation of a field holds its codec, which is its syntax and its effect (read, write, define);
+- `syntax`, the template for printing and for parsing: literal words, `{field}`, `<? optional ?>`;
+- `infer`, which returns the type of its result, if the operands determine it;
+- `evaluate`, which runs the statement by calls of a machine's methods;
 - a docstring that ends with an example, which the tests parse, print, check and run.
 
-The idea of one declarative string for both directions comes from xDSL's `assembly_format`; registering codecs by
-annotation is new.
+One declarative string for printing and parsing is an idea of xDSL's `assembly_format`. Codecs in annotations are new.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a program: its name and its type. `span` is the place of its definition.
+    """A value of a program: its name and its type. `span` is the place where it is defined.
 
-    Equal names in one program mean the same value.
+    In one program, values with equal names are the same value.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Lit:
 
 @dataclass(frozen=True)
 class Ref:
-    """A loop index, or a stream, in an index expression."""
+    """A use of a value in an index expression: a loop index, a rank, or a stream."""
 
     value: Value
 
@@ -102,7 +101,7 @@ def expr_values(expr: Expr) -> Iterator[Value]:
 
 
 def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
-    """Return the expression with each value whose name is in `names` replaced."""
+    """Return the expression with values replaced. `names` maps the name of an old value to the new value."""
     if isinstance(expr, Ref):
         return Ref(names.get(expr.value.name, expr.value))
     if isinstance(expr, Bin):
@@ -111,7 +110,10 @@ def rename_expr(expr: Expr, names: dict[str, Value]) -> Expr:
 
 
 class Phase(Enum):
-    """The phase of a program: a fusion (values) before lowering, then a host program (buffers, streams, handles)."""
+    """The phase of a program. Before lowering it is a fusion. After lowering it is a host program.
+
+    The statements of a fusion define values. The statements of a host program write buffers and run on streams.
+    """
 
     FUSION = "fusion"
     HOST = "program"
@@ -121,7 +123,7 @@ BOTH = frozenset(Phase)
 
 
 class Codec(Enum):
-    """The codec of a statement's field: the syntax of the field, and what the statement does with it."""
+    """The codec of a statement's field: the syntax of the field, and the effect of the statement on its value."""
 
     READ = "tensor operand that is read"
     WRITE = "tensor operand that is written"
@@ -165,9 +167,9 @@ Shape = tuple[Size, ...]  # a shape, or the strides of a tensor
 
 
 class Sync(Flag):
-    """The kind of order that a statement adds, if the statement has no other effect.
+    """The order that a statement adds between streams or ranks, if it has no other effect.
 
-    Statements that compute or move data have NOTHING.
+    Statements that compute or move data have NOTHING, even if they also wait.
     """
 
     NOTHING = 0
@@ -185,8 +187,8 @@ class FlagOperand:
         flags: the row of flags.
         slot: the index of the flag, if the statement uses a single flag; None if it uses all flags of the row.
         epoch: the epoch that the statement sets or waits for.
-        rows: tensors whose rows are split into equal blocks, one for each flag.
-        own_rows: rows that replace one of the blocks.
+        rows: tensors with rows that are split into equal blocks, one block for each flag; empty for a single flag.
+        own_rows: rows that replace one of the blocks; None if no block is replaced.
         raises: True if the statement sets the flags; False if it waits for them.
     """
 
@@ -199,16 +201,16 @@ class FlagOperand:
 
 
 class ViewStrides(Protocol):
-    """Computes the strides of a view from the strides of its operand `x`. Strides may have symbols."""
+    """Computes the strides of a view from the strides of its operand `x`. Strides may contain symbols."""
 
     def same(self) -> Shape:
         """Return the strides of `x`."""
 
     def without(self, axis: int) -> Shape:
-        """Return the strides of a view at one index of an axis: the strides of `x` without this axis."""
+        """Return the strides of `x` without an axis: the strides of a view at one index of this axis."""
 
     def permuted(self, axes: tuple[int, ...]) -> Shape:
-        """Return the strides of `x` with permuted axes."""
+        """Return the strides of `x` after a permutation: entry `i` is the stride of axis `axes[i]`."""
 
     def reshaped(self, shape: Shape) -> Shape:
         """Return the strides of `x` in another shape."""
@@ -225,32 +227,33 @@ class Traits:
     """
 
     on_host: ClassVar[bool] = False  # it issues no work to any stream
-    orders: ClassVar[Sync] = Sync.NOTHING  # what it orders, if it does nothing else
+    orders: ClassVar[Sync] = Sync.NOTHING  # the order that it adds, if it has no other effect
     transfers: ClassVar[bool] = False  # it moves elements between ranks
-    collective: ClassVar[bool] = False  # every rank of its team issues it, all in the same order
+    collective: ClassVar[bool] = False  # all ranks of its team issue it, and in the same order
     one_sided: ClassVar[bool] = False  # it uses memory or signals that ranks share
     per_rank: ClassVar[bool] = False  # it names single ranks, so it cannot run on unsharded tensors
-    symmetric: ClassVar[bool] = False  # it defines a symmetric buffer, which lasts from call to call
-    may_copy: ClassVar[bool] = False  # its result is a view or a copy: strides at run time decide
+    symmetric: ClassVar[bool] = False  # it defines a symmetric buffer, which persists from call to call
+    may_copy: ClassVar[bool] = False  # its result is a view or a copy, depending on the strides at run time
     conditional: ClassVar[bool] = False  # a rank may skip its body
-    explicit: ClassVar[bool] = True  # it may remain in a fusion with explicit communications
+    explicit: ClassVar[bool] = True  # a fusion may have it after all communications are explicit
     contracts: ClassVar[bool] = False  # it multiplies matrices
-    uncut: ClassVar[bool] = False  # `evaluate` takes unsliced tensors; only `rows` of `flag_operands` go block by block
+    # It passes complete tensors to the machine. Only the `rows` of its `flag_operands` are accessed block by block.
+    uncut: ClassVar[bool] = False
 
     @classmethod
     def known_uncut(cls) -> bool:
-        """Return True if `uncut` was declared at or below the class that defines `evaluate`.
+        """Return True if `uncut` is True and was declared for the `evaluate` that this class runs.
 
-        An inherited `uncut` does not count for a class with another `evaluate`.
+        If a class defines a new `evaluate`, an inherited `uncut` does not count: the class must declare it again.
         """
         declares, runs = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("uncut", "evaluate"))
         return cls.uncut and issubclass(declares, runs)
 
     @property
     def waits(self) -> int:
-        """The number of streams or ranks for which the statement makes the current stream wait.
+        """The number of waits that the statement adds to the current stream, for other streams or for other ranks.
 
-        It is 0 unless the statement does nothing but order (see `orders`).
+        It is 0 for a statement that also computes or moves data (see `orders`).
         """
         return int(bool(self.orders & (Sync.STREAMS | Sync.WAIT)))
 
@@ -261,9 +264,9 @@ class Traits:
 
     @property
     def place(self) -> tuple[Value, str] | None:
-        """The index that the statement sets to this rank's position along a mesh axis, and the mesh axis.
+        """The index that the statement defines as this rank's position along a mesh axis, and the mesh axis.
 
-        None if the statement defines no such index.
+        None if the statement does not define such an index.
         """
         return None
 
@@ -290,7 +293,7 @@ class Traits:
 
     @property
     def needs_reserved_sm(self) -> bool:
-        """True if the statement needs the SM that waiting kernels leave free for signals."""
+        """True if the statement runs on the SM that kernels leave free for signals while they wait for flags."""
         return False
 
     @property
@@ -328,14 +331,17 @@ class Traits:
 
     @property
     def compared(self) -> tuple[Shape, ...]:
-        """The local shapes that must be equal on all ranks of a communication.
+        """The shapes of a communication's local tensors that must be equal on all ranks; empty for other statements.
 
-        If only the number of elements must be equal, a shape is this number as a single axis.
+        If only the number of elements must be equal, a shape has a single axis of this extent.
         """
         return ()
 
     def strides(self, of: ViewStrides) -> Shape | None:
-        """Return the strides of the result if the statement is a view, else None. `of` computes the strides."""
+        """Return the strides of the result if the statement is a view; else None.
+
+        `of` knows the strides of the operand. Its methods compute the strides of views of the operand.
+        """
         return None
 
     @property
@@ -344,9 +350,9 @@ class Traits:
         return ONE
 
     def rounds(self, frame: Frame) -> Iterator[tuple[int, ...]]:
-        """Yield once before each run of the statement's body: `(index,)` for a loop, `()` for a condition.
+        """Yield once for each time that the statement's body runs, directly before it runs.
 
-        A loop also stores the index in the frame.
+        A loop yields `(index,)`, and stores the index in the frame. A condition yields `()` if it holds.
         """
         yield from ()
 
@@ -357,18 +363,19 @@ class Traits:
 
         Args:
             flags, epoch: the row of flags, and the epoch to wait for.
-            first: the index of the block to compute first.
-            own: rows to read instead of the block `first`, if any.
+            first: the number of the block to compute first.
+            own: rows to read instead of block `first` of the operand; None to read the operand.
         """
         return None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Operands:
-    """The fields of a statement, by their codecs: the values that it reads, writes, views, frees and defines.
+    """The fields of a statement, and properties that select fields by their codecs.
 
-    Equality, hash and `repr` are defined here for all statements. If `dataclass` generated them for each class, loading
-    the modules of statements would take twice as long.
+    The properties return the values that the statement reads, writes, views, frees and defines. Equality, hash and
+    `repr` are defined here for all statements. If `dataclass` generated them for each class, importing the modules of
+    statements would take twice as long.
     """
 
     span: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -392,9 +399,9 @@ class Operands:
         return tuple(getattr(self, name) for name in codecs_of(type(self)))
 
     def values(self, *codecs: Codec) -> Iterator[Value]:
-        """Yield the values in the fields that have one of these codecs, in the order of the fields.
+        """Yield the values in all fields with one of these codecs, in the order of the fields.
 
-        A value in an index expression has the codec USE.
+        Values in index expressions are yielded for the codec USE.
         """
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
@@ -406,7 +413,10 @@ class Operands:
                 yield from expr_values(got)
 
     def defines(self, phase: Phase) -> Value | None:
-        """Return the value that this statement defines, if any. In a fusion, a written value counts as defined."""
+        """Return the value that this statement defines; None if it defines no value.
+
+        In a fusion, a computation or communication defines the value that it writes.
+        """
         return next(self.values(Codec.DEFINE, *([Codec.WRITE] if phase is Phase.FUSION else [])), None)
 
     def uses(self, phase: Phase) -> tuple[Value, ...]:
@@ -435,12 +445,12 @@ class Operands:
 
     @cached_property
     def freed(self) -> Value | None:
-        """The value with the buffer that the statement frees; None for other statements."""
+        """The value that names the buffer that the statement frees; None for other statements."""
         return next(self.values(Codec.FREE), None)
 
     @cached_property
     def buffer(self) -> Value | None:
-        """The value with new memory that the statement defines in a host program; None for other statements."""
+        """The buffer that the statement allocates in a host program; None for other statements."""
         defined = self.defines(Phase.HOST)
         if defined is None or not isinstance(defined.type, TensorType) or self.viewed is not None:
             return None
@@ -464,7 +474,7 @@ class Operands:
         return replace(self, **blocks) if blocks else self
 
     def rename(self, names: dict[str, Value]) -> Self:
-        """Return the same statement with each operand whose name is in `names` replaced."""
+        """Return the same statement with values replaced. `names` maps the name of an old value to the new value."""
         changes: dict[str, Any] = {}
         for name, codec in codecs_of(type(self)).items():
             got = getattr(self, name)
@@ -507,7 +517,7 @@ class Statement(Traits, Operands):
         """
 
     def divisions(self) -> Iterator[Division]:
-        """Yield the divisions of sizes that the statement needs and that do not follow from the types of its values."""
+        """Yield the divisions that the statement needs, except divisions that the types of its values need already."""
         yield from ()
 
     def evaluate(self, frame: Frame) -> None:
@@ -553,7 +563,7 @@ def codecs_of(cls: type[Operands]) -> dict[str, Codec]:
 
 
 def defaults_of(cls: type[Operands]) -> dict[str, Any]:
-    """Return the default of each field that has one."""
+    """Return the default values of the fields of a statement class, by name. Fields without a default are left out."""
     if cls not in _defaults:
         _defaults[cls] = {f.name: f.default for f in _own_fields(cls) if f.default is not MISSING}
     return _defaults[cls]
@@ -570,6 +580,6 @@ S = TypeVar("S", bound="Statement")
 
 
 def statement(cls: type[S]) -> type[S]:
-    """Register a statement class under its keyword."""
+    """Register a statement class under its keyword; return the class."""
     REGISTRY[cls.keyword()] = cls
     return cls

@@ -25,18 +25,18 @@ def read(text: str, file: str) -> Program:
 
 
 def _parts(tree: Tree[Token]) -> list[Any]:
-    """Return a tree's children. They have the type Any: only the grammar says which are tokens, trees or None."""
+    """Return the children of a tree. Their type is Any, because the grammar decides if a child is a tree or a token."""
     return tree.children
 
 
 def _fields(parts: tuple[SyntaxPart, ...]) -> list[str]:
-    """Return the names of a template's fields, in order."""
+    """Return the names of the fields in a template, in order."""
     nested = (_fields(p.parts) if isinstance(p, OptionalPart) else [p.name] for p in parts if not isinstance(p, str))
     return [name for names in nested for name in names]
 
 
 def _spelled(form: str) -> str:
-    """Return a syntax template in the form for messages: without optional parts, and with `%field` for a field."""
+    """Return a syntax template as text for messages. Optional parts are left out, and a field is shown as `%field`."""
     return re.sub(r"\{(\w+)\}", r"%\1", re.sub(r"<\?.*?\?>", "", form))
 
 
@@ -72,7 +72,15 @@ class Source:
 
 
 class TypeReader:
-    """Reads one tensor type. `marks` collects the mesh axes that the type uses so far: each may occur only once."""
+    """Reads one tensor type.
+
+    Fields:
+        text: the text of the program.
+        meshes: the meshes that are defined so far, by name.
+        phase: the phase of the program.
+        mesh: the mesh of the type. It is the first mesh until the type names another mesh.
+        marks: the mesh axes that the type has used so far. Each may occur only once.
+    """
 
     def __init__(self, text: Source, meshes: Mapping[str, Mesh], phase: Phase) -> None:
         self.text, self.meshes, self.phase = text, meshes, phase
@@ -130,7 +138,7 @@ class TypeReader:
 
 
 class TreeReader:
-    """Turns a parse tree into a program: resolves names in their scopes and infers the types the text leaves out."""
+    """Turns a parse tree into a program: resolves names in their scopes, and infers types that the text leaves out."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text = Source(text, file)
@@ -226,7 +234,7 @@ class TreeReader:
         for name, child in zip(_fields(template(cls.form(phase))), _parts(tree), strict=True):
             if isinstance(child, Tree) and child.data == "binder":
                 binder = (name, child)
-                # A stand-in: `bound` replaces it when the type has been inferred from the other fields.
+                # `bound` replaces this temporary type after it has inferred the type from the other fields.
                 operands[name] = Value(_parts(child)[0][1:], Kind.INDEX)
             elif codecs[name] is Codec.DEFINE:
                 operands[name] = self.define(child, Kind.INDEX)

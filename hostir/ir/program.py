@@ -16,14 +16,15 @@ from hostir.ir.types import Mesh, TensorType
 
 @dataclass(frozen=True)
 class Program:
-    """A fusion or a host program. `parse(str(p)) == p`, and equal programs print the same bytes up to comments.
+    """A fusion or a host program.
 
-    `str(p)` is the complete text, with the comments that passes have added to statements. Parsing drops the comments.
+    `str(p)` is the complete text, with the comments that passes have added to statements. Parsing drops the comments,
+    and `parse(str(p)) == p`. Equal programs have the same text except for comments.
 
     Fields:
         name: the name, without `@`.
         phase: FUSION or HOST.
-        meshes: the meshes of its tensors. A tensor without a mesh in its type lies on `meshes[0]`.
+        meshes: the meshes of its tensors. A tensor lies on `meshes[0]` if the text of its type names no mesh.
         inputs, outputs: the values that a call takes and returns, each with its `name` and `type`.
         body: the statements, in order. The statements of a loop are in its body.
         streams: the number of worker streams.
@@ -64,7 +65,7 @@ class Program:
 
     @cached_property
     def size_names(self) -> frozenset[str]:
-        """The symbols that must be bound to run the program."""
+        """The symbolic sizes in the program. All of them must have values before the program can run."""
         values = [*self.inputs, *(v for s in self.walk() for v in s.named)]
         named = {n for v in values if isinstance(v.type, TensorType) for n in v.type.names}
         for s in self.walk():
@@ -84,18 +85,18 @@ class Program:
         return divisions_of(self.inputs, self.walk())
 
     def misfits(self, sizes: Mapping[str, int]) -> list[Diagnostic]:
-        """Return a diagnostic for each size that the program cannot split into as many equal parts as it needs."""
+        """Return a diagnostic for each size that the program cannot split into equal parts as it needs to."""
         return misfits(self.name, self.divisions, sizes)
 
     def check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raise HostIRError if the program cannot split a size into as many equal parts as it needs."""
+        """Raise HostIRError for sizes that the program cannot split into equal parts as it needs to."""
         if misfits := self.misfits(sizes):
             raise HostIRError(*misfits)
 
     def given_sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
-        """Check the sizes that a caller binds to symbols, and return them as a dictionary; empty for None.
+        """Check the sizes that a caller binds to symbols, and return them as a dictionary.
 
-        Symbols may be missing. Raise HostIRError for unknown names and invalid sizes.
+        Symbols may be missing, and None stands for no sizes. Raise HostIRError for unknown names and invalid sizes.
         """
         if sizes is None:
             return {}
@@ -116,7 +117,11 @@ class Program:
             raise error(f"@{self.name} has no size '{unknown}'", user_span(), expected=expected, hint=hint)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
-        """Raise HostIRError unless every symbol is bound to a valid size, and bound aliases have the right values."""
+        """Check that the program can run with these sizes; raise HostIRError if it cannot.
+
+        Every symbol must have a value. Every size that is split into equal parts must be a multiple of their number. An
+        alias may be missing. If it is given, its value must be the value of the size that it stands for.
+        """
         names, aliases = self.size_names, dict(self.aliases)
         self._refuse_unknown(sizes)
         if missing := sorted(names - sizes.keys()):

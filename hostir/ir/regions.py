@@ -1,9 +1,9 @@
-"""Compute with strided views: which elements a view accesses, whether it is dense, and its strides in another shape.
+"""Compute with strided views: the sets of elements that views access, and the strides of reshaped views.
 
-Shapes and strides count elements, as in torch. The results about sets of elements are exact for all views. They are
-cheap for views of dense buffers by index, piece, permutation and reshape. The strides of these views nest: one step
-along an axis is longer than the reach of all inner axes. Two such sets are compared axis by axis, from the outermost
-axis inwards.
+Shapes and strides count elements, as in torch. All results are exact for all views. They are fast to compute if the
+strides nest: one step along an axis is longer than the distance between the first and the last element of all inner
+axes. Then two sets are compared axis by axis, from the outermost axis inwards. The strides nest for all views of dense
+buffers that select an index or a piece, permute axes, or reshape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Dims = tuple[tuple[int, int], ...]  # extent and stride, outermost first
 class Region:
     """The elements `offset + i0 * stride0 + i1 * stride1 + ...` of a buffer.
 
-    `dims` holds the extent and the stride of each axis. Equal sets of elements are equal regions.
+    Fields:
+        offset: the position of the first element in the buffer.
+        dims: the extent and the stride of each axis, with the largest stride first. Axes are merged where possible, so
+            views of the same elements in different shapes have equal regions.
     """
 
     offset: int
@@ -57,7 +60,7 @@ class Region:
         return self == other or _meet(self.offset, self.dims, other.offset, other.dims)
 
 
-@lru_cache(maxsize=1 << 12)  # shared: ranks have views of the same shapes
+@lru_cache(maxsize=1 << 12)  # the views of different ranks have the same shapes
 def _dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> Dims:
     pairs = sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda d: -d[1])
     dims: list[tuple[int, int]] = []
@@ -80,13 +83,13 @@ def _meet(a: int, dims: Dims, b: int, others: Dims) -> bool:
     if (dims or others) and (not dims or (others and others[0][1] > dims[0][1])):
         a, dims, b, others = b, others, a, dims
     if not dims or (_dense(dims) and _dense(others)):
-        return True  # their stretches meet, and have no gaps
+        return True  # the ranges of both sets overlap and have no gaps
     (n, s), inner = dims[0], dims[1:]
     m, t = others[0] if others else (1, s)
     if t == s:
         return _meet_in_step(a, n, inner, b, m, others[1:], s)
     if s % t == 0 and m * t > s:
-        per = s // t  # this many steps of `others` make one step of `dims`
+        per = s // t  # the number of steps of `others` that are as long as one step of `dims`
         full, rest = divmod(m, per)
         if rest and _meet(a, dims, b + full * s, ((rest, t), *others[1:])):
             return True
@@ -103,8 +106,13 @@ def _dense(dims: Dims) -> bool:
 def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: int) -> bool:
     """Return True if two sets with the same outermost stride `s` have an element in common.
 
-    The sets have `n` and `m` steps along this stride, with the same inner elements at each step. The function compares
-    a step of one set with a step of the other, for every possible difference between their numbers.
+    A set consists of copies of an inner set, each `s` elements after the previous copy. So only the distance between a
+    copy of the first inner set and a copy of the second inner set matters. Each possible distance is tried once.
+
+    Args:
+        a, n, inner: the first element, the number of copies and the inner axes of the first set.
+        b, m, other: the same of the second set.
+        s: the stride.
     """
     gap = b - a
     for steps in range(-((_span(inner) - gap) // s), (gap + _span(other)) // s + 1):
@@ -115,7 +123,10 @@ def _meet_in_step(a: int, n: int, inner: Dims, b: int, m: int, other: Dims, s: i
 
 @lru_cache(maxsize=256)
 def _runs(region: Region) -> Any:
-    """Return the contiguous runs of a region, in ascending order: an array with one row `[first, last + 1]` a run."""
+    """Return the contiguous runs of elements of a region, in ascending order.
+
+    The result is an array with one row `[first, last + 1]` for each run.
+    """
     dims, length = region.dims, 1
     if dims and dims[-1][1] == 1:
         dims, length = dims[:-1], dims[-1][0]
@@ -126,9 +137,9 @@ def _runs(region: Region) -> Any:
 
 
 def covered(region: Region, by: Iterable[Region], within: Region | None = None) -> bool:
-    """Return True if every element of `region` lies in at least one of the regions `by`.
+    """Return True if every element of `region` is in at least one of the regions `by`.
 
-    With `within`, only the elements that also lie in `within` count.
+    If `within` is given, elements of `region` outside `within` are ignored.
     """
     near = [r for r in dict.fromkeys(by) if r.offset <= region.last and region.offset <= r.last]
     if any(r == region or (_dense(r.dims) and r.offset <= region.offset and region.last <= r.last) for r in near):
@@ -139,7 +150,7 @@ def covered(region: Region, by: Iterable[Region], within: Region | None = None) 
     runs = np.concatenate([_runs(r) for r in near])
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
-    fresh = np.concatenate([[True], runs[1:, 0] > reach[:-1]])  # runs that begin a stretch: they touch no earlier run
+    fresh = np.concatenate([[True], runs[1:, 0] > reach[:-1]])  # True for each run that no earlier run touches
     starts, ends = runs[fresh, 0], np.append(reach[:-1][fresh[1:]], reach[-1])
     at = np.searchsorted(starts, mine[:, 0], side="right") - 1
     return bool(np.all((at >= 0) & (mine[:, 1] <= ends[at])))
@@ -160,7 +171,7 @@ Extents = tuple[int, ...]
 
 @lru_cache(maxsize=1 << 12)
 def dense_strides(shape: Extents) -> Extents:
-    """Return the strides of a dense tensor."""
+    """Return the strides of a dense tensor in row-major order."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -170,16 +181,17 @@ def dense_strides(shape: Extents) -> Extents:
 
 @lru_cache(maxsize=1 << 12)
 def is_dense(shape: Extents, strides: Extents) -> bool:
-    """Return True if elements are contiguous in row-major order. Strides of axes of one element do not matter."""
+    """Return True if the elements are contiguous in row-major order. The strides of axes of extent 1 do not matter."""
     return 0 in shape or all(n == 1 or s == t for n, s, t in zip(shape, strides, dense_strides(shape), strict=True))
 
 
 @lru_cache(maxsize=1 << 12)
 def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | None:
-    """Return the strides of a strided tensor seen in the shape `new`; None if only a copy can have this shape.
+    """Return the strides of a tensor after a reshape to the shape `new`; None if the reshape needs a copy.
 
-    The result is the same as with torch's `Tensor.view`. An axis merges with its inner axes if one step along the axis
-    leads just past all elements of the inner axes. The new axes must split the merged axes.
+    A reshape needs a copy exactly if torch's `Tensor.view` refuses it. The old axes are merged as far as possible: an
+    axis merges with its inner axes if its stride equals the extent of the merged inner axes times their stride. Each
+    merged axis must be the product of some of the new axes.
     """
     if prod(shape) != prod(new):
         return None
@@ -189,7 +201,7 @@ def view_strides(shape: Extents, strides: Extents, new: Extents) -> Extents | No
         return (1,) * len(new)
     new_strides: list[int] = []
     left = list(new)
-    # The merged axes so far, from the innermost outwards: their number of elements, and the innermost stride.
+    # The number of elements and the innermost stride of the axes that are merged at this point of the loop.
     size, step = 1, strides[-1]
     for axis in range(len(shape) - 1, -1, -1):
         size *= shape[axis]
@@ -209,17 +221,18 @@ T = TypeVar("T")
 
 
 class Near(Generic[T]):
-    """An index of the regions of one buffer, each with a value. It finds the regions that meet a queried region.
+    """A search index for regions of one buffer. It finds all regions that have an element in common with a region.
 
-    Regions are grouped into classes by extent. The longest extent doubles from class to class. Within a class, regions
-    are sorted by offset. A query looks only at regions that begin at most the longest extent of their class before it.
+    Each region is stored with a value. Regions are grouped into classes by their extent, the distance from their first
+    to their last element. All extents in a class are below the same power of two. Within a class, regions are sorted by
+    offset. So a query has to look only at regions that begin at most this power of two before the queried region.
 
-    A region with gaps may lie in the gaps of another region, as the columns of a matrix do. So such regions are also
-    grouped by their outermost stride. In these classes, offsets and extents are taken modulo the stride.
+    Two regions with gaps, such as two columns of a matrix, may have no common element although their ranges overlap.
+    So regions with gaps are also grouped by their outermost stride, and compared modulo this stride.
     """
 
     def __init__(self) -> None:
-        # By stride and extent class: (offset, index in items).
+        # For each outermost stride (0 without gaps) and class of extents: pairs of an offset and an index of `items`.
         self.classes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.items: list[tuple[Region, T]] = []
 
@@ -242,17 +255,18 @@ class Near(Generic[T]):
 
 
 def _extent(region: Region, stride: int) -> int:
-    """Return the distance from a region's first to its last element.
+    """Return the distance from the first to the last element of a region.
 
-    If `stride` is not 0, axes along which the region steps by a multiple of `stride` do not count.
+    If `stride` is not 0, positions are taken modulo `stride`. So axes with a multiple of `stride` as their stride are
+    ignored.
     """
     return sum((n - 1) * s for n, s in region.dims if s % stride) if stride else region.last - region.offset
 
 
 def _stretches(first: int, last: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges, each as (first, last), of the integers from `first` to `last` modulo `stride`.
+    """Take the integers from `first` to `last` modulo `stride`; yield them as one or two ranges (first, last).
 
-    A `stride` of 0 leaves the integers as they are.
+    If `stride` is 0, yield the range unchanged.
     """
     if not stride:
         yield first, last

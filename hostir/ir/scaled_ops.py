@@ -1,4 +1,4 @@
-"""Define products of fp8 matrices with scales, and the statements that quantize to fp8."""
+"""Define the product of fp8 matrices with scales, and statements that convert tensors to fp8."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Scaling(Enum):
 
 @dataclass(frozen=True)
 class ScaleShapes:
-    """The shapes that both scales of a product have at one granularity."""
+    """The shapes of the scales of `a` and `b` at one granularity."""
 
     scaling: Scaling
     a: Shape
@@ -64,7 +64,7 @@ class OperandScales:
     of_b: Value
 
     def verify(self, op: TensorOp) -> None:
-        """Raise unless the two scales have the same granularity and fit the operands."""
+        """Raise if the scales do not fit the operands, or if the two scales have different granularities."""
         for scale in (self.of_a, self.of_b):
             _require_f32(op, scale)
         if self.scaling is not None:
@@ -97,17 +97,17 @@ class OperandScales:
 
     @property
     def groups(self) -> Size:
-        """The number of scales along K, at most one for each rank that holds a part of K.
+        """The number of scales along K, if each rank that holds a part of K has separate scales.
 
-        It is 1 if the number is unknown or does not divide K.
+        It is the last extent of the shape of `of_a`. It is 1 if this extent is unknown or does not divide K.
         """
         groups, K = self.of_a.tensor.shape[-1:], self.a.tensor.shape[-1]
         return groups[0] if groups and groups[0].value is not None and K.divisible_by(groups[0]) else ONE
 
     def forms(self, groups: Size) -> Iterator[ScaleShapes]:
-        """Yield the shapes that both scales may have, for each granularity.
+        """Yield the possible shapes of the two scales, for each granularity.
 
-        Along K, there may be one tensor-wise or row-wise scale, or `groups` of them.
+        If `groups` is not 1, also yield the shapes with `groups` tensor-wise or row-wise scales along K.
         """
         *rows, K = self.a.tensor.shape
         N = self.b.tensor.shape[1]
@@ -132,7 +132,7 @@ class OperandScales:
             and a[-1] == b[0]
             and b[0] in (ONE, groups)
         ):
-            return Scaling.TENSOR  # with any number of axes: slicing the rows may remove one
+            return Scaling.TENSOR  # a tensor-wise scale may have fewer axes, because a slice of rows may remove an axis
         return scaling
 
 
@@ -272,7 +272,7 @@ class ScaledMatmul(Contraction):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class RowScales(TensorOp):
-    """A scale for each row of `x`, by which the row must be divided to fit an fp8 dtype: `max(amax / max, 2^-126)`.
+    """The scale with which each row of `x` is converted to an fp8 dtype: `max(amax / max, 2^-126)`.
 
     `amax` is the largest absolute value of the row, and `max` is the largest value of the dtype: 448 for `f8e4m3`,
     57344 for `f8e5m2`. Scales are f32. With `each 128` there is one scale for each 128 elements of a row. A row of
@@ -312,7 +312,7 @@ class RowScales(TensorOp):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Largest(TensorOp):
-    """The largest element of a tensor. The result has as many axes, each of extent 1.
+    """The largest element of a tensor. The result has the same number of axes, all of extent 1.
 
     It is NaN if an element is NaN, and 0 if there are no elements.
 

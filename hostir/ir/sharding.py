@@ -1,6 +1,7 @@
-"""Compute shardings: of a result from its operands, of a tensor after a reshape, and of a slice.
+"""Compute the sharding of a result from its operands, of a tensor after a reshape, and of a slice of a tensor.
 
-A mark is the mesh axis (or STREAM) on which a factor of a tensor axis lies.
+A tensor axis is a product of factors. The mark of a factor is the mesh axis over which it is sharded, or STREAM if a
+loop runs over slices of it.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ if TYPE_CHECKING:
     from hostir.ir.op import Statement, Value
 
 MEET = "bring both to the same sharding: by 'reshard' in a fusion, by a communication in a host program"
-CONTRACTED = -1  # in a Map: the axis is summed over, and the result does not have it
-ALONE = -2  # in a Map: each rank reads all of the axis, for example a broadcast axis of extent 1
-# For each axis of an operand: the axis of the result that has the same elements. An operand such as a scale may have
-# one element for each block of the result's axis.
+CONTRACTED = -1  # the entry in a Map for an axis that is summed over: the result does not have it
+ALONE = -2  # the entry in a Map for an axis that each rank reads completely, such as a broadcast axis of extent 1
+# For each axis of an operand: the index of the matching axis of the result. The two axes have the same extent, or one
+# element of the operand's axis belongs to a block of elements of the result's axis, as for a scale.
 Map = tuple[int, ...]
-Mark = tuple[str, Size, int]  # mesh axis; number of blocks outside it in the flattened tensor; number of ranks
+Mark = tuple[str, Size, int]  # a mesh axis, the product of all extents outside the factor on it, the number of ranks
 
 
 def join(
     op: Statement, dtype: DType, shape: tuple[Size, ...], operands: Sequence[Value], maps: Sequence[Map]
 ) -> TensorType:
-    """Return the type of the result if each rank computes on its local parts of the operands.
+    """Return the type of the result of a computation in which each rank computes on its parts of the operands.
 
     An axis of the result has the sharding of the operands' axes that map to it. If a summed axis is sharded, the result
-    is a partial sum over the same mesh axes. Raises if the parts of two operands do not match, because the operands
-    then need a reshard first.
+    is a partial sum over the same mesh axes. Raises if the shardings of two operands do not match, because an operand
+    then needs a reshard first.
+
+    Args:
+        op: the computation, for errors.
+        dtype: the dtype of the result.
+        shape: the shape of the unsharded result.
+        operands: the operands.
+        maps: a map for each operand.
     """
     mesh = next((v.tensor.mesh for v in operands if v.tensor.mesh), None)
     axes: list[Axis | None] = [None] * len(shape)
@@ -67,9 +75,10 @@ def join(
 
 
 def flat_marks(type: TensorType) -> tuple[Mark, ...]:
-    """Return the mesh axes that shard a tensor, with their positions in the flattened tensor, outermost first.
+    """Return a `Mark` for each sharded factor of a tensor, outermost first.
 
-    A reshape that moves no element to another rank keeps these positions.
+    A mark gives the position of the factor in the flattened tensor. A reshape that moves no element to another rank
+    does not change the marks.
     """
     marks, outer = [], ONE
     for axis in type.host().axes:
@@ -81,9 +90,9 @@ def flat_marks(type: TensorType) -> tuple[Mark, ...]:
 
 
 def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, ...] | None:
-    """Return axes of this shape that are sharded at the given positions of the flattened tensor (see `flat_marks`).
+    """Return the sharded axes of a tensor with this shape. `marks` describes its sharding (see `flat_marks`).
 
-    Return None if the sharding over a mesh axis does not fit into a single axis.
+    Return None if a sharded factor does not fit into a single axis of the shape.
     """
     axes, before, left = [], ONE, list(marks)
     for extent in shape:
@@ -105,10 +114,11 @@ def place_marks(shape: tuple[Size, ...], marks: Sequence[Mark]) -> tuple[Axis, .
 def refine(
     axis: Axis, outer: Size, count: Size, mesh: Mesh | None
 ) -> tuple[tuple[Factor, ...], tuple[Factor, ...]] | None:
-    """Split an axis into [outer, count, inner]; return the factors of `outer` and the factors of `inner`.
+    """Split an axis into three axes [outer, count, inner]; return the factors of `outer` and the factors of `inner`.
 
-    Return None if the sharding does not allow this split. A factor of E elements over D ranks counts as two factors: D
-    over the ranks, and E/D on each rank. The split may separate these two.
+    A factor of E elements that is sharded over D ranks is treated as two factors: D over the ranks, and E/D on each
+    rank. So `outer` may be the ranks, and `inner` a part of each rank's elements. Return None if the sharding does not
+    allow the split.
     """
     pieces: list[Factor] = []
     for factor in axis.factors:
@@ -136,9 +146,10 @@ def refine(
 
 
 def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bool:
-    """Return True if the factor on `mark` is outermost in memory: a rank has one element of each factor outside it.
+    """Return True if the factor on the mesh axis `mark` is outermost in the memory of a rank.
 
-    `axes` replaces the axes of the type.
+    This holds if a rank has only one element of each factor outside it. If `axes` is given, it replaces the axes of
+    the type.
     """
     for axis in type.axes if axes is None else axes:
         for factor in axis.factors:
@@ -150,9 +161,9 @@ def leads(type: TensorType, mark: str, axes: Iterable[Axis] | None = None) -> bo
 
 
 def is_multiple(extent: Size, of: Size) -> bool:
-    """Return True if `extent` is a multiple of `of`, or may be one for some values of the symbols.
+    """Return True if `extent` is a multiple of `of`, or if it can be a multiple for some values of the symbols.
 
-    `M` counts as a multiple of 4. 4 does not count as a multiple of `M`.
+    The symbol `M` can be a multiple of 4. But 4 is not treated as a multiple of `M`.
     """
     quotient = extent / of
     if quotient.is_integer or (of / extent).is_integer:

@@ -1,4 +1,4 @@
-"""Sizes of axes: integers, named symbols bound at run time, and products and quotients of both."""
+"""Define the sizes of axes: integers, symbols that get values at run time, and products and quotients of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TERM = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*))\s*")
 
 @dataclass(frozen=True, repr=False)
 class Size:
-    """A monomial `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`.
+    """A size of the form `num * symbols / den`, in lowest terms: `4096`, `M`, `M/8`, `4*M*K`.
 
-    `symbols` holds each symbol with its power. Symbols that divide have a negative power.
+    `symbols` holds pairs of a symbol and its power. The power is negative for a symbol in the denominator.
     """
 
     num: int = 1
@@ -28,7 +28,7 @@ class Size:
 
     @staticmethod
     def of(value: Size | int | str, span: Span | None = None) -> Size:
-        """Return the size for an integer, a symbol's name, or a text with `*` and `/` such as `"M*K/8"`.
+        """Return the size for an integer, for the name of a symbol, or for a text such as `"M*K/8"`.
 
         Raise HostIRError for any other value.
         """
@@ -74,7 +74,7 @@ class Size:
         return _combine(self, Size(other) if isinstance(other, int) else other, -1)
 
     def divisible_by(self, other: Size | int) -> bool:
-        """Return False if `other` certainly does not divide the size; True if it does, or may for some symbols."""
+        """Return False if `other` cannot divide the size. Return True if it does, or if it may for some symbols."""
         quotient = self / other
         return quotient.is_integer or bool(quotient.symbols)
 
@@ -117,15 +117,18 @@ ONE = Size()
 
 
 def binding(name: str) -> str:
-    """Return a hint that tells how to bind a symbol."""
+    """Return a hint that tells users how to give the symbol `name` a value."""
     return f"bind it: sizes={{'{name}': ...}} in Python, --set {name}=... on the command line"
 
 
 @dataclass(frozen=True)
 class Division:
-    """A quotient that must be an integer because something is split into equal parts.
+    """A quotient of sizes that must be an integer, because something is split into equal parts.
 
-    `why` says what is split, for messages.
+    Fields:
+        size: the quotient.
+        why: a text for messages that names the thing that is split.
+        span: the place in the program that needs the quotient.
     """
 
     size: Size

@@ -1,4 +1,4 @@
-"""Report mistakes: values and names in messages, source spans, diagnostics, errors, warnings and logs."""
+"""Report mistakes: format values and names for messages, and define spans, diagnostics, errors, warnings and logs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-SHOWN = 80  # the most characters of a shown value
+SHOWN = 80  # the most characters of a value in a message
 
 
 def described(value: object) -> str:
-    """Return the repr of a value if it is short; else a description: `a torch.Tensor of shape [4, 8], float32`."""
+    """Return a text for a value in a message: its repr if that is short, else a description.
+
+    A description is, for example, `a torch.Tensor of shape [4, 8], float32`.
+    """
     try:
         text = _short.repr(value)
     except Exception:  # raised by the value's __repr__
@@ -27,7 +30,7 @@ def described(value: object) -> str:
 
 
 def amount(bytes: float) -> str:
-    """Format a number of bytes with a unit."""
+    """Return a number of bytes as text with a unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if bytes < 1024 or unit == "TiB":
             break
@@ -36,12 +39,12 @@ def amount(bytes: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text; leave its middle out if it has more than `most` characters."""
+    """Return a text, without its middle if it has more than `most` characters."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
 
 
 class _Short(reprlib.Repr):
-    """A repr that shows the first items of containers, and describes arrays and tensors."""
+    """Makes reprs that show only the first items of a container, and describe an array or a tensor by its shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ def _array(x: object) -> str | None:
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if isinstance(x, type) or dtype is None or not isinstance(shape, tuple):
         return None
-    if not all(isinstance(n, int) for n in shape):  # a tensor of a fusion has a readable repr
+    if not all(isinstance(n, int) for n in shape):  # it is a tensor of a fusion, which has a readable repr
         return None
     return f"shape {list(shape)}, {str(dtype).removeprefix('torch.')}"
 
@@ -79,8 +82,8 @@ def counted(number: int, noun: str) -> str:
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return a hint with the name in `known` that is most similar to `word`; an empty string if no name is similar.
 
-    Case does not matter. Words with different first letters do not match (`a100` is not `h100`), unless one contains
-    the other.
+    Case does not matter. Two words with different first letters, such as `a100` and `h100`, count as similar only if
+    one of them contains the other.
     """
     import difflib  # seldom needed, and slow to load
 
@@ -129,7 +132,7 @@ class Span:
 
 
 def _window(text: str, column: int) -> tuple[str, int]:
-    """Return the part of a long line around `column`, and the position of the column in this part."""
+    """Return the part of a long line around `column`, and the position of `column` in this part."""
     if len(text) <= WIDEST:
         return text, column
     start = max(0, min(column - WIDEST // 3, len(text) - WIDEST))
@@ -168,7 +171,7 @@ GENERATED = ("<frozen ", "<eval_with_key>")  # the files of frozen modules, and 
 
 
 def _is_librarys(file: str) -> bool:
-    """Return True for a file of the standard library, or of code that Python or torch.fx generates."""
+    """Return True if a file belongs to the standard library, or holds code that Python or torch.fx has generated."""
     installed = os.sep + "site-packages" + os.sep in file or os.sep + "dist-packages" + os.sep in file
     return file.startswith(GENERATED) or (file.startswith(STANDARD_LIBRARY) and not installed)
 
@@ -191,7 +194,7 @@ def from_here(file: str) -> str:
 
 
 def _bounded(text: str) -> str:
-    """Return a message, shortened if it quotes long names or values."""
+    """Return a message, shortened if it is long or quotes long names or values."""
     if len(text) <= MAX_WORD:
         return text
     return shortened(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: shortened(word[0], WIDEST), text), MAX_TEXT)
@@ -271,7 +274,7 @@ def error(
 def check_known(what: str, value: object, known: Iterable[str]) -> None:
     """Raise HostIRError at the user's line unless `value` is one of the `known` words.
 
-    `what` is the noun for such a word in the message, such as "strategy".
+    `what` is the noun that the message uses for the value, such as "strategy".
     """
     words = list(known)
     if not isinstance(value, str) or value not in words:
@@ -321,9 +324,14 @@ def warn_once(
     category: type[Warning] = FallbackWarning,
     first: bool | None = None,
 ) -> None:
-    """Warn at the line of the user's call, once for each `key`, on one rank only.
+    """Warn at the line of the user's call, but only once for each `key`, and on one rank only.
 
-    `first` is True on the rank that warns. By default, this is rank 0.
+    Args:
+        key: identifies the warning.
+        message: the warning.
+        hint: what to do about it; may be empty.
+        category: the class of the warning.
+        first: True on the rank that warns. None for the default, rank 0.
     """
     if not (is_first_rank() if first is None else first) or key in _warned:
         return

@@ -1,8 +1,8 @@
 """Define computations on sharded tensors, which fusions and host programs share.
 
-In a fusion a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`). In a host program it writes an existing
-buffer (`matmul %a, %b -> %c`). For each operand, a `Map` says which axis of the result each of its axes becomes. Type
-inference, propagation of shardings and slicing use it.
+In a fusion, a computation defines its result (`%c: bf16[8, 4] = matmul %a, %b`). In a host program, it writes an
+existing buffer (`matmul %a, %b -> %c`). A computation has a `Map` for each operand, which gives the matching axis of
+the result for each axis of the operand. Type inference, propagation of shardings and slicing use the maps.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TensorOp(Statement):
     phases: ClassVar[frozenset[Phase]] = BOTH
     uncut: ClassVar[bool] = True
     stand_ins: ClassVar[frozenset[str]] = frozenset()  # fields that replace a part of an operand
-    followers: ClassVar[frozenset[str]] = frozenset()  # operands that take the sharding of the others
-    takes_fp8: ClassVar[bool] = False  # True if operands may be fp8: most computations have no scales for them
+    followers: ClassVar[frozenset[str]] = frozenset()  # operands that take the sharding of the other operands
+    takes_fp8: ClassVar[bool] = False  # True if operands may be fp8; most computations have no scales for fp8
 
     out: Write
 
@@ -68,7 +68,7 @@ class TensorOp(Statement):
 
     @cached_property
     def following(self) -> frozenset[int]:
-        """The positions of the operands that take the sharding of the others (see `followers`)."""
+        """The positions of the operands that take the sharding of the other operands (see `followers`)."""
         names = [n for n, codec in codecs_of(type(self)).items() if codec is Codec.READ and n not in self.stand_ins]
         present = [n for n in names if getattr(self, n) is not None]
         return frozenset(i for i, n in enumerate(present) if n in self.followers)
@@ -82,18 +82,21 @@ class TensorOp(Statement):
         return operands
 
     def result(self) -> tuple[DType, tuple[Size, ...]]:
-        """Return the result's dtype and logical shape; raise if the operands do not fit."""
+        """Return the dtype and the unsharded shape of the result. Raise if the operands do not fit each other."""
         raise AssertionError(type(self).__name__)
 
     def maps(self) -> tuple[Map, ...]:
-        """Return a `Map` for each operand: for each axis of the operand, the axis of the result."""
+        """Return a `Map` for each operand: for each axis of the operand, the matching axis of the result."""
         raise AssertionError(type(self).__name__)
 
     def check_parts(self, operands: Sequence[TensorType]) -> None:
-        """Raise if a rank cannot compute on its local parts of operands with these types."""
+        """Raise if a rank cannot compute on its parts of operands with these types."""
 
     def infer(self) -> TensorType:
-        """Return the result's type if every rank computes on its local parts; raise if the parts do not match."""
+        """Return the type that the result has if every rank computes on its parts of the operands.
+
+        Raise if the shardings of the operands do not match.
+        """
         dtype, shape = self.result()
         check_one_mesh(self, self.operands)
         return join(self, dtype, shape, self.operands, self.maps())
@@ -137,23 +140,23 @@ class TensorOp(Statement):
         frame.machine.compute(self.keyword(), frame[self.out], operands, self.options(), *flags)
 
     def pass_over(self, frame: Frame) -> None:
-        """Handle a result without elements, for which no kernel runs."""
+        """Replace the computation of a result without elements, for which no kernel runs. By default, do nothing."""
 
     def in_place(self, operand: int) -> bool:
-        """Return True if each element of the operand is needed only for the element at the same place in the result."""
+        """Return True if an element of the operand is needed only for the result's element at the same position."""
         maps = self.maps()
         return all(CONTRACTED not in axes for axes in maps) and maps[operand] == tuple(range(len(self.out.tensor.axes)))
 
     def options(self) -> dict[str, Any]:
-        """Return the kernel's options besides its operands."""
+        """Return the options of the kernel by name: the fields of the statement that are neither tensors nor flags."""
         return {n: getattr(self, n) for n, c in codecs_of(type(self)).items() if c not in VALUE_CODECS}
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags that the kernel waits for while it runs, if any."""
+        """Return the flags that the kernel waits for while it runs; None if it waits for no flags."""
         return None
 
     def raises(self, frame: Frame) -> Done | None:
-        """Return the flags that the kernel sets while it runs, if any."""
+        """Return the flags that the kernel sets while it runs; None if it sets no flags."""
         return None
 
     @classmethod
@@ -186,7 +189,7 @@ def same_dtype(op: Statement, values: Sequence[Value]) -> DType:
 
 
 def check_contracted(op: Statement, a: Value, b: Value, b_axis: int) -> None:
-    """Raise unless `b` is a matrix whose axis `b_axis` is as long as the last axis of `a`."""
+    """Raise if `b` is not a matrix, or if its axis `b_axis` has another extent than the last axis of `a`."""
     if len(b.tensor.axes) != 2:
         raise op.fail(f"{b} has {len(b.tensor.axes)} axes", expected="a right side with 2 axes")
     if not a.tensor.axes:
@@ -204,10 +207,10 @@ BY_BLOCKS = "<? ready {ready} >= {epoch}?><? done {done} = {raised}?><? from {fi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ByBlocks(TensorOp):
-    """The base class of computations that may run block by block: the rows are split into blocks with flags.
+    """The base class of computations that may run block by block. A block is a part of the rows, and has a flag.
 
-    With `ready` each block of the result waits for the flags of the rows that it reads. With `done` a flag is set after
-    each block of the result. All these flags are flags of this rank.
+    With `ready`, the kernel waits for the flags of the rows that it reads before it computes a block of the result.
+    With `done`, the kernel sets a flag after each block of the result. All these flags are flags of this rank.
     """
 
     stand_ins: ClassVar[frozenset[str]] = frozenset({"own"})
@@ -254,12 +257,15 @@ class ByBlocks(TensorOp):
         return tuple(operands)
 
     def rows_in_blocks(self) -> tuple[Value, ...]:
-        """Return the values whose rows are split into one block for each flag of `ready`."""
+        """Return the tensors with rows that are split into blocks, one block for each flag of `ready`."""
         return self.rows, self.out
 
     @property
     def along(self) -> tuple[int, ...]:
-        """The positions of operands with the same rows as the operand `rows`. A block reads only its rows of them."""
+        """The positions of operands with the same rows as the operand `rows`.
+
+        For a block of the result, only the rows of the block are read from these operands.
+        """
         return ()
 
     def waiting(self, flags: Value, epoch: Expr, first: Expr, own: Value | None) -> Statement | None:
@@ -281,7 +287,7 @@ class ByBlocks(TensorOp):
             raise self.fail(f"{rows} is {rows.type}, {self.rows} is {self.rows.type}", expected="rows of one length")
 
     def _begins(self) -> None:
-        """Raise if nothing uses `first`."""
+        """Raise if the statement names a first block, but neither `ready` nor `done`, so that it has no blocks."""
         if self.ready is None and self.done is None:
             message = f"'from' names the first of several blocks, and this {self.keyword()} has no blocks"
             raise self.fail(
@@ -300,11 +306,11 @@ class ByBlocks(TensorOp):
                 yield Division(product(x.tensor.local_shape[:-1]) / blocks, why, self.span)
 
     def pass_over(self, frame: Frame) -> None:
-        """Wait for the flags of `ready`, and set the flags of `done`.
+        """Wait for the flags of `ready`, and set the flags of `done`, although no kernel runs.
 
-        All ranks signal and await flags also for a result without elements.
+        Other ranks signal and wait for these flags also if the result has no elements.
         """
-        # A row of flags has length 0 if its length is the number of blocks of an empty tensor.
+        # The length of a row of flags may depend on a size that is 0. Then there are no flags.
         if self.ready is not None and self.ready.tensor.shape[0].bind(frame.sizes):
             ready = self.waits_for(frame)
             assert ready is not None
@@ -320,9 +326,10 @@ class ByBlocks(TensorOp):
         return {n: x for n, x in super().options().items() if n not in ("epoch", "raised", "first")}
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags that the kernel waits for, if any.
+        """Return the flags that the kernel waits for; None if it waits for no flags.
 
-        Raise if the number of flags does not divide the rows, or if `own` has not as many rows as a block.
+        Raise if the number of flags does not divide the number of rows. Raise if the number of rows of `own` is not the
+        number of rows of a block.
         """
         if self.ready is None:
             return None
@@ -337,7 +344,10 @@ class ByBlocks(TensorOp):
         return Ready(frame[self.ready], epoch, first, blocks, *replaced, along=self.along)
 
     def raises(self, frame: Frame) -> Done | None:
-        """Return the flags that the kernel sets, if any. Raise if the number of flags does not divide the rows."""
+        """Return the flags that the kernel sets; None if it sets no flags.
+
+        Raise if the number of flags does not divide the number of rows.
+        """
         if self.done is None:
             return None
         blocks, epoch = self._blocks(frame, self.done, self.out), epoch_of(self, frame, self.raised)
@@ -345,7 +355,7 @@ class ByBlocks(TensorOp):
         return Done(frame[self.done], epoch, first, blocks, self.along)
 
     def _blocks(self, frame: Frame, flags: Value, x: Value) -> int:
-        """Return the number of flags; raise unless it divides the number of rows of `x`."""
+        """Return the number of flags in a row of flags. Raise if it does not divide the number of rows of `x`."""
         blocks, rows = flags.tensor.shape[0].bind(frame.sizes), prod(frame.shape(x.tensor)[:-1])
         if not blocks or rows % blocks:
             expected = "equal blocks, a flag for each"
@@ -355,7 +365,7 @@ class ByBlocks(TensorOp):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contraction(ByBlocks):
-    """The base class of products that sum over the last axis of `a`."""
+    """The base class of matrix products. They sum over the last axis of `a`."""
 
     contracts: ClassVar[bool] = True
 
@@ -459,7 +469,10 @@ class Linear(Contraction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Binary(TensorOp):
-    """An elementwise computation on two tensors. They broadcast: axes align at the end, and extent 1 expands."""
+    """The base class of elementwise computations on two tensors.
+
+    The tensors are broadcast as in torch: axes are aligned from the last one, and an axis of extent 1 is expanded.
+    """
 
     x: Read
     y: Read
@@ -489,7 +502,7 @@ def _broadcast(value: Value, shape: Shape) -> Map:
 
 
 def _broadcasts(small: Shape, shape: Shape) -> bool:
-    """Return True if a tensor of one shape broadcasts to another: axes align at the end, extent 1 expands."""
+    """Return True if a tensor of the shape `small` can be broadcast to `shape`, as in torch."""
     aligned = zip(reversed(small), reversed(shape), strict=False)
     return len(small) <= len(shape) and all(size == extent or size.is_one for size, extent in aligned)
 
@@ -525,7 +538,7 @@ class Mul(Binary):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Unary(TensorOp):
-    """An elementwise computation on one tensor."""
+    """The base class of elementwise computations on one tensor."""
 
     x: Read
 
@@ -570,9 +583,9 @@ class Silu(Unary):
 
 
 def check_number(op: Unary, number: float) -> None:
-    """Raise unless `number` is finite in the dtype in which `op` computes: f64 if its operand is f64, else f32."""
+    """Raise if `number` is not finite in the dtype in which `op` computes: f64 if its operand is f64, else f32."""
     dtype = op.x.tensor.dtype
-    if abs(number) > (MAX_F64 if dtype.name == "f64" else MAX_F32):  # an infinity, too
+    if abs(number) > (MAX_F64 if dtype.name == "f64" else MAX_F32):  # also True for an infinity
         expected = f"a finite number{'' if dtype.name == 'f64' else ' that f32 can hold'}"
         raise op.fail(f"{op.keyword()} of {dtype} by {number}", expected=expected)
 
@@ -621,7 +634,7 @@ class DenseCopy(Unary):
     takes_fp8: ClassVar[bool] = True
 
     def infer(self) -> TensorType:
-        return self.x.tensor  # a partial sum stays one
+        return self.x.tensor  # the copy of a partial sum is a partial sum
 
 
 @statement
@@ -646,9 +659,9 @@ class Cast(Unary):
 
     @property
     def exact(self) -> bool:
-        """True if the cast rounds no value.
+        """True if every value has an exact result.
 
-        Then summing after the cast is at least as accurate as summing before it.
+        Then a sum after the cast is at least as accurate as a sum before the cast.
         """
         return self.result()[0].bytes > self.x.tensor.dtype.bytes and self.x.tensor.dtype.name not in FP8
 
@@ -668,14 +681,14 @@ class Sum(ByBlocks, Unary):
 
     With `ready %flags >= epoch`, the axis must be 0, and each index of axis 0 is a source. The rows of `x` (all axes
     but the last, flattened) are split into equal blocks, one for each flag. Each block of the result waits for the
-    corresponding block of every source. Sources are added in their order, whichever arrives first.
+    corresponding block of every source. Sources are always added in the order of their indices.
 
     With `from source own %mine`, `%mine` replaces this source. The sum does not wait for the flags of the source, does
     not read its part of `x`, and leaves this part undefined. `done` sets a flag after each block of the result, as in
     `matmul`.
 
-    With `plus %z` it adds a tensor, which broadcasts to the result's shape as in `add`. `then gelu` (or `relu`, `silu`)
-    applies the function to the sum. Everything is computed in f32 (f64) and rounded once.
+    With `plus %z`, the statement adds a tensor, which is broadcast to the shape of the result as in `add`. `then gelu`
+    (or `relu`, `silu`) applies the function to the sum. Everything is computed in f32 (f64) and rounded once.
 
     Example: %y: f32[32] = sum %x: f32[16, 32] axis 0 plus %z: f32[32] then relu
     """
@@ -706,7 +719,10 @@ class Sum(ByBlocks, Unary):
 
     @property
     def addends(self) -> int:
-        """The number of sources if the sum waits for flags: each source is then a rank's partial sum. Otherwise 0."""
+        """The number of sources if the sum waits for flags, because each source is then the partial sum of a rank.
+
+        Without flags, it is 0.
+        """
         return 0 if self.ready is None else self.x.tensor.shape[0].value or 0
 
     def options(self) -> dict[str, Any]:
@@ -734,9 +750,9 @@ class Sum(ByBlocks, Unary):
             raise self.fail(message, hint="write 'own %rows' after 'from', or leave 'from' out")
 
     def waits_for(self, frame: Frame) -> Ready | None:
-        """Return the flags that the kernel waits for, if any.
+        """Return the flags that the kernel waits for; None if it waits for no flags.
 
-        Raise if the number of flags does not divide the rows evenly for all sources.
+        Raise if the flags are not split evenly over the sources, or if they do not divide the rows of a source.
         """
         if self.ready is None:
             return None
@@ -765,7 +781,7 @@ ACTIVATIONS = tuple(cls.keyword() for cls in (Relu, Gelu, Silu))  # the function
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class RmsNorm(TensorOp):
-    """`x / sqrt(mean(x^2) + eps) * weight` of each row. A row spans the last axis, which must not be sharded.
+    """`x / sqrt(mean(x^2) + eps) * weight` for each row of `x`. A row spans the last axis, which must not be sharded.
 
     It is computed in f32 (in f64 if `x` is f64), and rounded once. Without `times %weight` the weights are 1.
 

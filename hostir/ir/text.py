@@ -1,4 +1,4 @@
-"""The text of statements: syntax templates, and the printer that follows them."""
+"""Print statements as text. A syntax template of each statement class gives the form of its text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ INDENT = "  "
 
 @dataclass(frozen=True)
 class FieldPart:
-    """A field in a template."""
+    """A field in a syntax template."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """An optional part of a template. The printer leaves it out if its first field has the default value."""
+    """An optional part of a syntax template. The printer leaves it out if its first field has the default value."""
 
     parts: tuple[SyntaxPart, ...]
 
@@ -38,7 +38,7 @@ SyntaxPart = str | FieldPart | OptionalPart
 
 @cache
 def template(syntax: str) -> tuple[SyntaxPart, ...]:
-    """Return a syntax template as literal strings, fields and optional groups."""
+    """Split a syntax template into literal texts, fields and optional parts."""
     parts: list[SyntaxPart] = []
     for piece in re.split(r"(<\?.*?\?>|\{\w+\})", syntax):
         if piece.startswith("<?"):
@@ -116,7 +116,7 @@ class Printer:
 
 
 def _other_than_inferred(s: Statement, defined: Value) -> bool:
-    """Return True if the type must be printed, because the parser would infer another type."""
+    """Return True if the type of the defined value must be printed, because the parser would infer another type."""
     try:
         return defined.type != s.infer()
     except HostIRError:
@@ -124,8 +124,8 @@ def _other_than_inferred(s: Statement, defined: Value) -> bool:
 
 
 def declares_type(cls: type[Statement], phase: Phase) -> bool:
-    """Return True if the text always declares the type of the defined value.
+    """Return True if the text always declares the type of the value that the statement defines.
 
-    That is so in a fusion, and for statements with operands that do not determine the type.
+    It does so in a fusion, and for statements with operands that do not determine the type.
     """
     return phase is Phase.FUSION or cls.infer is Statement.infer

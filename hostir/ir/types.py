@@ -117,13 +117,13 @@ class Axis:
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """The mesh axes that shard the factors of this axis, and STREAM if it slices one, outermost first."""
+        """The marks of the factors, outermost first: mesh axes that shard a factor, and STREAM for a sliced factor."""
         return tuple(f.on for f in self.factors if f.on)
 
     def resized(self, extent: Size) -> Axis:
-        """Return the axis with another extent and the same sharding.
+        """Return the axis with another extent and the same sharding. Only the innermost factor changes.
 
-        Only the innermost factor changes. The checks of types report an innermost factor that is no longer an integer.
+        Its new extent may be a fraction. Later checks report this.
         """
         if extent == self.extent:
             return self
@@ -131,14 +131,17 @@ class Axis:
         return Axis((*outer, replace(last, extent=last.extent * extent / self.extent)))
 
     def without(self, *marks: str) -> Axis:
-        """Return the axis in normal form, without its sharding over these mesh axes. STREAM removes the slicing."""
+        """Return the axis in normal form, without its sharding over the mesh axes in `marks`.
+
+        If STREAM is in `marks`, the axis is no longer sliced.
+        """
         return Axis(tuple(replace(f, on=None) if f.on in marks else f for f in self.factors)).normal()
 
     def normal(self) -> Axis:
         """Return the same layout with as few factors as possible.
 
-        Neighbouring factors that are neither sharded nor sliced merge. If such a factor follows a sharded factor, it
-        becomes a part of the sharded factor. A sliced factor stays as it is.
+        Neighbouring factors that are neither sharded nor sliced are merged. If such a factor follows a sharded factor,
+        it becomes a part of the sharded factor. A sliced factor is not changed.
         """
         merged: list[Factor] = []
         for factor in self.factors:
@@ -159,8 +162,10 @@ class Axis:
 class TensorType:
     """The type of a tensor: its dtype, its logical axes with their sharding, and its mesh.
 
-    `mesh` is None ("auto") until sharding has been propagated. `partial` names the mesh axes over which each rank holds
-    only one term of a sum. Derived properties are cached, because passes, checks and simulated ranks read them often.
+    `mesh` is None ("auto") in a fusion until sharding has been propagated. `partial` names the mesh axes over which
+    each rank holds only one term of a sum.
+
+    Derived properties are cached, because passes, checks and simulated ranks read them often.
     """
 
     dtype: DType
@@ -178,9 +183,9 @@ class TensorType:
         return frozenset(n for axis in self.axes for f in axis.factors for n in f.extent.names)
 
     def axis_on(self, mark: str) -> int | None:
-        """Return the position of the axis that the mesh axis `mark` shards; None if it shards no axis.
+        """Return the index of the tensor axis that is sharded over the mesh axis `mark`; None if there is no such axis.
 
-        If `mark` is STREAM, return the position of the axis that is sliced.
+        If `mark` is STREAM, return the index of the axis that is sliced.
         """
         return next((k for k, axis in enumerate(self.axes) if mark in axis.marks), None)
 
@@ -199,9 +204,9 @@ class TensorType:
         return replace(self, axes=tuple(axes))
 
     def host(self) -> TensorType:
-        """Return the type as in a host program: no axis is sliced by STREAM, and all axes are in normal form.
+        """Return the type that the tensor has in a host program, which has loops instead of sliced axes.
 
-        A host program has loops instead of sliced axes.
+        No axis is sliced by STREAM, and all axes are in normal form.
         """
         return self._host
 

@@ -1,4 +1,4 @@
-"""Define views, for fusions and host programs: the result is the same memory with another shape or type."""
+"""Define view statements of fusions and host programs. The result is the same memory with another shape or type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ViewStatement(Statement):
     out: Define
 
     def view(self, frame: Frame, x: Any) -> Any:
-        """Return the machine's view of `x`."""
+        """Return the handle of the view. `x` is the machine's handle of the operand."""
         raise AssertionError(type(self).__name__)
 
     def evaluate(self, frame: Frame) -> None:
@@ -101,7 +101,7 @@ class Permute(ViewStatement):
 @statement
 @dataclass(frozen=True, eq=False, repr=False)
 class Shard(ViewStatement):
-    """Takes each rank's block of a replicated tensor, without communication.
+    """Shards a replicated tensor without communication: each rank takes a view of its block.
 
     Example: %y: f32[8@didx, 32] = shard %x: f32[8, 32]
     """
@@ -109,7 +109,7 @@ class Shard(ViewStatement):
     syntax = "{out} = shard {x}"
 
     def _moved(self) -> list[tuple[int, str]]:
-        """Return the positions of the axes that become sharded, each with the mesh axis that shards it."""
+        """Return the axes that become sharded, each as its index and the mesh axis over which it becomes sharded."""
         pairs = zip(self.x.tensor.axes, self.out.tensor.host().axes, strict=True)
         return [(k, mark) for k, (old, new) in enumerate(pairs) for mark in new.marks if mark not in old.marks]
 

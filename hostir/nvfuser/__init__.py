@@ -1,11 +1,11 @@
 """Read and print host programs in nvFuser's textual form of host IR.
 
-`read_nvfuser` reads the output of `NVFUSER_DUMP=host_ir`, in the spelling of any version of nvFuser so far.
-`print_nvfuser` prints a host program in the current spelling. If its text is read again, the program is equal except
-for two things: the names differ, and buffers that the program never freed are freed.
+`read_nvfuser` reads the output of `NVFUSER_DUMP=host_ir`. It accepts the spellings of all versions of nvFuser so far.
+`print_nvfuser` prints a host program in the current spelling. If this text is read again, the result is the same
+program except for two things: the names differ, and buffers that the program never freed are freed.
 
-docs/nvfuser.md lists the spellings, and says how an ambiguous dump is read. A dump that a host program cannot express
-gives one diagnostic with its position. A text that is not a dump raises HostIRError, and no other exception.
+docs/nvfuser.md lists the spellings, and says how an ambiguous dump is read. Reading raises HostIRError with one
+diagnostic for a text that is not a dump, and for a dump that a host program cannot express.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["print_nvfuser", "read_nvfuser"]
 def read_nvfuser(text: str, file: str = "<text>") -> tuple[Program, list[Diagnostic]]:
     """Read a dump of nvFuser's host IR; return the host program, and warnings about outputs that were left out.
 
-    The program is named after the file. Raises HostIRError with file:line:col and a caret, if the text is not a dump or
-    if a host program cannot express it.
+    An output is left out if it exists only inside a loop. The program is named after the file. Raises HostIRError with
+    file:line:col and a caret, if the text is not a dump or if a host program cannot express it.
     """
     return DumpReader(parse_dump(text, file), file).program()
 

@@ -1,4 +1,8 @@
-"""Find the logical axes of a printed tensor: nvFuser may have split a logical axis into several printed axes."""
+"""Find the logical axes of a printed tensor.
+
+nvFuser may have split a logical axis into several axes before it printed the tensor. A printed axis is an IterDomain.
+It is a device axis if it lies on deviceIdx.x or deviceIdx.y, and a stream axis if it lies on streamIdx.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +33,33 @@ class LogicalAxis:
 
     @property
     def reduced(self) -> bool:
-        """True if the axis was summed away."""
+        """True if a reduction has removed the axis."""
         return self.first.iter_type == "r"
 
     @property
     def device(self) -> str:
-        """x or y if the axis is an unsplit device axis, deviceIdx.x or deviceIdx.y; otherwise an empty string."""
+        """The letter of deviceIdx, x or y, if the axis is a device axis that is not split; else an empty string."""
         return self.first.on if len(self.domains) == 1 and self.first.on in ("x", "y") else ""
 
 
 def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = False) -> list[tuple[LogicalAxis, ...]]:
-    """Return the possible readings of a printed tensor, the likeliest first. A reading is a tuple of logical axes.
+    """Return the possible readings of a printed tensor, the likeliest first.
 
-    nvFuser prints the axes of the loop domain. If an axis of symbolic extent N was split by D, the inner part is
-    printed with extent ceilDiv(N, D), and the outer part with extent D. The outer part is directly left of the inner
-    part. But nvFuser moves an axis on devices or streams to the front, so such an outer part may be anywhere on the
-    left.
+    A reading assigns each printed axis to a logical axis. It is returned as a tuple of logical axes.
 
-    If N is a number, nvFuser prints the quotient. Then an axis on devices or streams may be a separate axis, or the
-    outer part of any axis with a number as its extent to the right. An axis marked `rf`, a result of an rfactor or a
-    reshape, is not a part of a split.
+    If nvFuser splits an axis of extent N by D, it prints an outer part of extent D and an inner part of extent N/D. If
+    N is a symbol, the inner part is printed as ceilDiv(N, D), so the split is visible. The outer part is directly left
+    of the inner part. But nvFuser moves device and stream axes to the front. So an outer part on a device or a stream
+    may be anywhere to the left of its inner part.
+
+    If N is a number, the inner part is printed as a number, so the split is not visible. Then a device or stream axis
+    may be a separate axis. It may also be the outer part of any axis to its right that has a number as its extent.
+
+    An axis marked `rf` is the result of an rfactor or a reshape. It is never a part of a split.
 
     Args:
         tensor: the printed tensor.
-        alone: the device axes, x or y, that hold the parts of a partial sum. They are not parts of a split.
+        alone: the device axes, x or y, that hold the terms of a partial sum. They are not parts of a split.
         split: True if a device axis is more likely a part of a split than a separate axis.
     """
     domains = tensor.domains
@@ -67,19 +74,19 @@ def readings(tensor: TensorNode, alone: Collection[str] = (), *, split: bool = F
     return [_grouped(domains, parts) for parts in likely]
 
 
-_MAX_SPLITS = 512  # the most readings tried for one tensor; real tensors have a few
+_MAX_SPLITS = 512  # the most readings that are compared for one tensor; real tensors have a few
 _MAX_READINGS = 48
 Split = tuple[tuple[int, ...], ...]  # for each printed axis, the indices of the axes that are its outer parts
 
 
 def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, split: Split) -> Iterator[Split]:
-    """Yield every way to choose outer parts for the printed axes from index `place` on.
+    """Yield every way to choose the outer parts of the printed axes. The choices for the axes before `place` are fixed.
 
     Args:
         domains: the printed axes.
         outer: the indices of axes that may be outer parts.
-        place: the index of the first axis without a choice.
-        split: the choices for the axes before `place`.
+        place: the index of the first axis for which outer parts are still to be chosen.
+        split: the outer parts that were chosen for the axes before `place`.
     """
     if place == len(domains):
         yield split
@@ -91,9 +98,10 @@ def _splits(domains: Sequence[IterDomain], outer: Collection[int], place: int, s
 
 
 def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the possible outer parts of the printed axis at index `place`, taken from the axes `free` on its left.
+    """Yield the possible outer parts of the printed axis at index `place`. Each item is a tuple of indices of axes.
 
-    The last item is (), for the case that the axis has no outer parts.
+    `free` holds the indices of the axes to its left that may be its outer parts. The last item is (): the axis has no
+    outer parts.
     """
     inner = domains[place]
     same = [k for k in free if domains[k].iter_type == inner.iter_type]
@@ -109,9 +117,15 @@ def _outer_parts(domains: Sequence[IterDomain], place: int, free: Collection[int
 def _chains(
     domains: Sequence[IterDomain], extents: Sequence[Size], right: int, free: Collection[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the possible outer parts with these extents of the axis at index `right`.
+    """Yield the tuples of axes that may be the outer parts of the axis at index `right`, outermost first.
 
-    An outer part is directly left of the next inner part, or it is an axis on devices or streams.
+    An outer part is directly left of the next inner part, or it is a device or stream axis.
+
+    Args:
+        domains: the printed axes.
+        extents: the extents that the outer parts must have, outermost first.
+        right: the index of the axis.
+        free: the indices of the axes that may be outer parts.
     """
     if not extents:
         yield ()
@@ -123,15 +137,24 @@ def _chains(
 
 
 def _missing(domains: Sequence[IterDomain], split: Split) -> int:
-    """Return the number of split axes without their outer parts. For example, a select may have removed these parts."""
+    """Return the number of axes that are printed as inner parts of a split, but have no outer parts in this reading.
+
+    For example, a select may have removed the outer parts.
+    """
     return sum(bool(d.extent.splits) and not outers for d, outers in zip(domains, split, strict=True))
 
 
 def _unlikelihood(domains: Sequence[IterDomain], split: Split, split_devices: bool) -> tuple[int, ...]:
-    """Return a sort key for readings: a likely reading has a low key. The strongest evidence comes first.
+    """Return a sort key for a reading: the less likely the reading, the higher the key.
 
-    The numbers of the axes are a part of the evidence. nvFuser gives the two parts of a split consecutive numbers,
-    which are higher than the numbers of all earlier axes.
+    Each entry of the key counts contradictions to one kind of evidence, and the strongest evidence is first. One kind
+    of evidence is the numbers of the axes: nvFuser gives the two parts of a split consecutive numbers, which are higher
+    than the numbers of all axes that existed before the split.
+
+    Args:
+        domains: the printed axes.
+        split: the outer parts of each axis in this reading.
+        split_devices: True if a device axis is more likely a part of a split than a separate axis.
     """
     numbers = [d.number for d in domains]
     inner_of = {outer: inner for inner, outers in enumerate(split) for outer in outers}

@@ -1,4 +1,4 @@
-"""Build a host program while a dump is read: its statements, the names in scope, and the buffers."""
+"""Build a host program while a dump is read: add statements, and keep track of names in scope and of buffers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from hostir.nvfuser.types import Types
 class Builder:
     """Builds a host program statement by statement.
 
-    A dump may give one name to several tensors in turn. Each of these tensors becomes a value with a different name.
+    A dump may use one name for several tensors, one after another. Each of these tensors becomes a value with a
+    different name.
 
     Fields:
         types: the types of printed tensors.
-        names: the names of the program.
+        names: the names that the program uses.
         scope: the values in scope, by the names that the dump prints: T4, Communication 7, Stream 0, index i0.
         body: the statements of the current block.
-        loops: the loops around the current statement: the number of rounds of each index.
-        unsliced: the names of values that hold all slices of their Stream axis.
-        owned: for each block around the current statement, the buffers that are not freed yet.
+        loops: for the index of each loop around the current statement, the number of rounds of the loop.
+        unsliced: the names of values that hold all slices of a tensor with a stream axis.
+        owned: for each block around the current statement, the buffers that are not freed yet, by name.
         memory: for each view, the name of its buffer.
         streams: the streams that the dump uses.
     """
@@ -65,20 +66,20 @@ class Builder:
         return self.scope[tensor.name]
 
     def operand(self, tensor: TensorNode) -> Value:
-        """Return the value of a tensor operand. Inside a loop over slices it is the slice of the current round."""
+        """Return the value for a printed operand. Inside a loop over its slices, it is the slice of this round."""
         value = self.tensor(tensor)
         cut = self.cut(tensor, value) if self.loops else None
         return self.slice(value, *cut, tensor) if cut else value
 
     def slice(self, unsliced: Value, axis: int, count: Size, tensor: TensorNode) -> Value:
-        """Return the slice of a value that belongs to the current round; add a `chunk` for it if needed.
+        """Return the slice of a value for the current round of a loop. If there is no such slice yet, add a `chunk`.
 
-        A value that already is one slice is returned as it is.
+        A value that is already a slice is returned unchanged.
 
         Args:
             unsliced: the value.
             axis: the axis that is cut into slices.
-            count: the number of slices.
+            count: the number of slices. The slices belong to the innermost loop with as many rounds.
             tensor: the printed tensor, for names and messages.
         """
         if unsliced.name not in self.unsliced:
@@ -97,9 +98,9 @@ class Builder:
         return self.scope[key]
 
     def cut(self, tensor: TensorNode, x: Value) -> tuple[int, Size] | None:
-        """Return the axis of `x` that the dump cuts for streams, and the number of slices.
+        """Return the index of the axis of `x` that the dump cuts into slices for streams, and the number of slices.
 
-        Return None if `tensor`, which is `x` as printed, has no Stream axis.
+        `tensor` is the printed form of `x`. Return None if it has no stream axis.
         """
         kept = [group for group in self.types.logical(tensor, x.tensor.partial)[0] if not group.reduced]
         for axis, group in enumerate(kept):
@@ -112,7 +113,7 @@ class Builder:
         return None
 
     def destination(self, tensor: TensorNode) -> Value:
-        """Return the value that a statement writes for a printed result; allocate it if it has no memory yet."""
+        """Return the value that a statement writes for a printed result. If it does not exist yet, allocate it."""
         return self.operand(tensor) if tensor.name in self.scope else self.allocate(tensor)
 
     def allocate(self, tensor: TensorNode) -> Value:
@@ -129,13 +130,13 @@ class Builder:
     def sliced(self, tensor: TensorNode) -> bool:
         """Return True if the current statement computes only one slice of a printed tensor.
 
-        It does so inside a loop that has as many rounds as the tensor has slices.
+        This holds if a loop around the statement has as many rounds as the tensor has slices.
         """
         stream = _stream(tensor)
         return stream is not None and self.loop_over(stream.extent.size) is not None
 
     def loop_over(self, slices: Size) -> Value | None:
-        """Return the index of the innermost loop around this statement that has `slices` rounds; None without one."""
+        """Return the index of the innermost loop around this statement with `slices` rounds, or None."""
         resolve = self.types.sizes.resolve
         return next((i for i in reversed(self.loops) if resolve(self.loops[i]) == resolve(slices)), None)
 
@@ -151,9 +152,9 @@ class Builder:
                     owned.pop(self.memory.get(x.name, x.name), None)
 
     def free_the_rest(self, kept: Iterable[Value] = ()) -> None:
-        """End a block: free the buffers that it has not freed, except the buffers of `kept`.
+        """End a block: free the buffers that it allocated and did not free, except the buffers of the values `kept`.
 
-        A dump need not deallocate its buffers, because nvFuser frees them itself.
+        A dump may leave buffers without a Deallocate, because nvFuser then frees them automatically.
         """
         names = {self.memory.get(value.name, value.name) for value in kept}
         for name, value in self.owned[-1].copy().items():

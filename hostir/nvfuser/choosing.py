@@ -1,9 +1,12 @@
 """Choose the logical axes of each printed tensor so that all statements of a dump are valid.
 
-If extents are numbers, a printed tensor may have several readings (see `hostir.nvfuser.axes.readings`). A statement
-allows only some of them. For example, a weight has two axes, an allreduce keeps the shape, and a slice has the axes of
-its tensor. Readings that a statement does not allow are dropped until nothing changes. If several are left, the first
-printed tensor takes its likeliest reading, then the next tensor, and so on.
+A reading of a printed tensor says which logical axes its printed axes belong to. If extents are numbers, there may be
+several readings (see `hostir.nvfuser.axes.readings`). A statement allows only some of them. For example, a weight has
+two axes, an allreduce keeps the shape, and a slice has the same axes as its tensor.
+
+Readings that a statement does not allow are dropped until nothing changes. Then each tensor that still has several
+readings takes its likeliest reading, in the order in which tensors are printed. After each of these choices, readings
+that are no longer allowed are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ BETWEEN_RANKS = ("Allgather", *REDUCING, "AllToAll")
 
 
 def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.TensorOp:
-    """Return the statement for a printed computation. Sums are not supported, because their axis is not known yet."""
+    """Return the statement for a printed computation. A sum is not supported, because it also needs an axis."""
     first, *rest = operands
     if node.op == "matmul":
         return ops.Matmul(out, first, rest[0])
@@ -43,8 +46,9 @@ def operation(node: ComputeNode, out: Value, operands: Iterable[Value]) -> ops.T
 def _splits_devices(dump: Dump) -> bool:
     """Return True if the device axes of a dump come from splits of logical axes.
 
-    nvFuser writes dumps in one of two ways. It splits axes for streams and devices, and takes slices with ShardByStream
-    or implicitly. Or it uses separate axes for streams and devices, and takes slices with a select.
+    nvFuser writes dumps in two ways. In the first way, it splits logical axes for streams and devices. It then takes
+    slices with ShardByStream, or without printing a statement. In the second way, streams and devices have separate
+    logical axes. It then takes slices with a select.
     """
     views = [node for node in dump.walk() if isinstance(node, ViewNode)]
     cut = {(n.out if n.op == "chunk" else n.x).name for n in views if n.op in ("select", "chunk")}
@@ -53,12 +57,12 @@ def _splits_devices(dump: Dump) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of a printed tensor as logical axes.
+    """One way to read the printed axes of a tensor as logical axes.
 
     Fields:
         groups: all logical axes.
-        axes: the axes without the device axes that hold the parts of a partial sum.
-        kept: the `axes` that are not summed away.
+        axes: `groups` without the device axes that hold the terms of a partial sum.
+        kept: `axes` without the axes that a reduction has removed.
     """
 
     groups: tuple[LogicalAxis, ...]
@@ -76,13 +80,13 @@ Chosen = dict[TensorNode, Reading]
 
 @dataclass(frozen=True)
 class Rule:
-    """A constraint on the readings of two tensors: `fits` says which pairs of readings are possible."""
+    """A constraint on the readings of two tensors: `fits` returns True for a pair of readings that is possible."""
 
     tensors: tuple[TensorNode, ...]
     fits: Callable[[Reading, Reading], bool]
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """Return the possible pairs of readings, given the readings `left` of each tensor."""
+        """Return the possible pairs of readings of the two tensors. `left` holds the readings left for each tensor."""
         a, b = self.tensors
         pairs = product_of(left[a], left[b]) if a != b else zip(left[a], left[a], strict=True)
         return [{a: one, b: other} for one, other in pairs if self.fits(one, other)]
@@ -90,10 +94,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Computation:
-    """A constraint on the readings of a computation's tensors.
+    """A constraint on the readings of the tensors of a computation.
 
-    A computation matches axes of its operands with axes of its result. Matched axes must lie on the same devices, and
-    must be sliced for streams in the same way. `looped` is True if the computation is inside a loop.
+    A computation matches axes of its operands with axes of its result. Matched axes must lie on the same devices. If
+    the computation is in a loop and both tensors are sliced for streams, matched axes must also be sliced in the same
+    way.
+
+    Fields:
+        node: the printed computation.
+        looped: True if the computation is inside a loop.
     """
 
     node: ComputeNode
@@ -104,7 +113,10 @@ class Computation:
         return self.node.tensors
 
     def fitting(self, left: Readings) -> list[Chosen]:
-        """Return all possible choices of one reading for each tensor, given the readings `left` of each tensor."""
+        """Return the possible combinations of readings, one reading for each tensor of the computation.
+
+        `left` holds the readings left for each tensor.
+        """
         tensors = tuple(dict.fromkeys(self.node.tensors))
         choices: list[Chosen] = []
         for ranks in product_of(*(dict.fromkeys(len(r.kept) for r in left[tensor]) for tensor in tensors)):
@@ -122,9 +134,9 @@ class Computation:
     def meeting(
         self, rank: Mapping[TensorNode, int]
     ) -> list[tuple[tuple[TensorNode, int], tuple[TensorNode, int]]] | None:
-        """Return the pairs of axes that the computation matches. An axis is a tensor and an index.
+        """Return the pairs of axes that the computation matches. An axis is given as its tensor and its index.
 
-        Return None if the computation is invalid for these numbers of axes.
+        Return None if the computation is invalid for tensors with these numbers of axes.
 
         Args:
             rank: the number of axes of each tensor.
@@ -158,7 +170,7 @@ class Axes:
 
     Args:
         dump: the dump.
-        parts: for each name of a tensor, the device axes, x or y, that hold the parts of a partial sum.
+        parts: for the name of each partial sum, the device axes, x or y, that hold its terms.
         over: returns the device axis, x or y, along which the team of a communication lies.
     """
 
@@ -173,7 +185,7 @@ class Axes:
             self._choose([*self._prints(), *self._rules(dump.body, looped=False)])
 
     def groups(self, tensor: TensorNode) -> tuple[LogicalAxis, ...]:
-        """Return the logical axes of a printed tensor. They include device axes that hold parts of a partial sum."""
+        """Return the logical axes of a printed tensor, including device axes that hold the terms of a partial sum."""
         return self.left[tensor][0].groups
 
     def _readings(self, tensor: TensorNode) -> list[Reading]:
@@ -186,7 +198,7 @@ class Axes:
     def _choose(self, rules: Iterable[Rule | Computation]) -> None:
         """Choose one reading for each tensor so that all rules allow the choice.
 
-        A rule that allows no readings is ignored here. Its statement is an error, which `DumpReader` reports.
+        A rule that allows none of the readings is ignored here. Its statement is invalid, and `DumpReader` reports it.
         """
         rules = [rule for rule in rules if rule.fitting(self.left)]
         self.left = _pruned(self.left, rules, self.left) or self.left
@@ -197,9 +209,9 @@ class Axes:
                 self.left = next((left for left in trials if left), {**self.left, tensor: chosen[:1]})
 
     def _prints(self) -> Iterator[Rule]:
-        """Yield rules for tensors that are printed several times, once with a reduced axis and once without it.
+        """Yield rules for tensors that the dump prints in several forms: with a reduced axis, and without it.
 
-        The readings of all forms must have the same axes, apart from the reduced axis.
+        The readings of all forms of a tensor must have the same axes, except for the reduced axis.
         """
         first: dict[str, TensorNode] = {}
         for tensor in self.left:
@@ -229,9 +241,9 @@ class Axes:
                     yield self._communication(node)
 
     def _communication(self, node: CommunicationNode) -> Rule:
-        """Return the rule of a communication.
+        """Return the rule of a communication: operand and result have the same shape.
 
-        It keeps the shape. Only axes on the devices of its team may change their sharding.
+        For a collective, they also have the same sharding, except over the devices of the collective's team.
         """
         if node.type.text not in BETWEEN_RANKS:
             return Rule(node.tensors, lambda x, out: _alike(x.kept, out.kept))
@@ -239,7 +251,7 @@ class Axes:
 
         def fits(x: Reading, out: Reading) -> bool:
             rest = [g for g in x.groups if g.device != over and g in x.kept]
-            if node.type.text in REDUCING:  # x is a partial sum, or an input with the addends along a device axis
+            if node.type.text in REDUCING:  # x is a partial sum, or an input that holds the addends along a device axis
                 return len(rest) < len(x.groups) and _alike(rest, out.kept, (STREAM, over))
             return _alike(x.kept, out.kept, (STREAM, over))
 
@@ -247,7 +259,7 @@ class Axes:
 
 
 def _selection(node: ViewNode) -> Rule:
-    """Return the rule of a select: it removes one axis. This axis is not split."""
+    """Return the rule of a select: the result lacks exactly one axis of the operand, and this axis is not split."""
 
     def fits(x: Reading, out: Reading) -> bool:
         rest = [g for g in x.kept if not (node.axis and [d.number for d in g.domains] == [node.axis.number])]
@@ -257,9 +269,13 @@ def _selection(node: ViewNode) -> Rule:
 
 
 def _alike(a: Sequence[LogicalAxis], b: Sequence[LogicalAxis], moving: Collection[str] | None = None) -> bool:
-    """Return True if the axes of two tensors may have equal extents, and lie on the same devices and streams.
+    """Return True if the axes of two tensors may be the same axes.
 
-    The axes need not agree in the devices and streams that `moving` names. If `moving` is None, only extents count.
+    Corresponding axes must have extents that may be equal, and must lie on the same devices and streams.
+
+    Args:
+        a, b: the axes of the two tensors.
+        moving: the devices and streams in which corresponding axes may differ. If it is None, only extents count.
     """
     return len(a) == len(b) and all(
         (bool((ratio := one.extent / other.extent).symbols) or ratio.is_one)
@@ -273,14 +289,14 @@ def _marks(group: LogicalAxis, without: Collection[str]) -> list[str]:
 
 
 def _pruned(left: Readings, rules: Sequence[Rule | Computation], changed: Collection[TensorNode]) -> Readings | None:
-    """Drop the readings that a rule does not allow, until nothing changes; return the readings that are left.
+    """Drop readings that a rule does not allow, until nothing changes; return the readings left for each tensor.
 
-    Return None if a rule allows no readings.
+    Return None if a rule allows no combination of readings.
 
     Args:
         left: the readings of each tensor.
         rules: the rules.
-        changed: the tensors whose rules have to be applied first, because their readings changed.
+        changed: the tensors that have other readings since the rules were last applied. Their rules are applied first.
     """
     left, of = dict(left), defaultdict(list)
     for n, rule in enumerate(rules):

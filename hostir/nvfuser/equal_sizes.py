@@ -1,4 +1,7 @@
-"""Find the sizes that the statements of a dump force to be equal, and give equal sizes one name in the program."""
+"""Find sizes that have different names in a dump but must be equal, and give them one name in the program.
+
+For example, a matmul forces the last axis of its first operand and the first axis of its second operand to be equal.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from hostir.ir.tensor_ops import Binary, TensorOp
 from hostir.ir.types import Axis, Factor, TensorType
 from hostir.ir.view_ops import ViewStatement
 
-SizeUse = tuple[Size, object, int]  # a size, a tensor or its name, and the index of the axis that has this size
+SizeUse = tuple[Size, object, int]  # the size of a tensor's axis, the tensor (or its name), the index of the axis
 
 
 class EqualSizes:
     """The sizes that a dump forces to be equal although it gives them different names.
 
-    A symbol is *canonical* if it is not defined by other symbols.
+    Of equal symbols, one is *canonical*. The others are defined by canonical symbols and numbers.
 
     Fields:
-        order: the symbols, numbered in the order in which they first appear in the dump.
-        known: for each symbol that is not canonical, its definition by canonical symbols.
+        order: for each symbol, its position in the order in which symbols first appear in the dump.
+        known: for each symbol that is not canonical, its definition.
     """
 
     def __init__(self, symbols: Iterable[str]) -> None:
@@ -41,9 +44,10 @@ class EqualSizes:
         return result
 
     def equal(self, a: Size, b: Size) -> bool:
-        """Make two sizes equal; return False if they cannot be equal.
+        """Record that two sizes are equal; return False if they cannot be equal.
 
-        Of the symbols that can be defined by the others, the one that first appears last in the dump is defined.
+        The equation defines one of its symbols by the other symbols. If there is a choice, it defines the symbol that
+        comes last in `order`.
         """
         ratio = self.resolve(a) / self.resolve(b)
         free = [(self.order[name], name, power) for name, power in ratio.symbols if abs(power) == 1]
@@ -61,7 +65,7 @@ class EqualSizes:
         return True
 
     def canonical(self, type: TensorType) -> TensorType:
-        """Return the type with all sizes in canonical symbols and all axes in normal form."""
+        """Return the type with all sizes written in canonical symbols, and all axes in normal form."""
         return replace(type, axes=tuple(self._axis(axis) for axis in type.axes))
 
     def _axis(self, axis: Axis) -> Axis:
@@ -69,12 +73,12 @@ class EqualSizes:
 
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
-        """Return each symbol that is not canonical, with its definition, in the order of first appearance."""
+        """The symbols that are not canonical, each with its definition as text, in the order of first appearance."""
         return tuple((name, str(self.known[name])) for name in self.order if name in self.known)
 
 
 def equate(sizes: EqualSizes, pairs: Iterable[tuple[SizeUse, SizeUse]], span: Span | None) -> None:
-    """Make the two sizes of each pair equal; raise a HostIRError at `span` if they cannot be equal."""
+    """Record that the two sizes of each pair are equal. Raise a HostIRError at `span` if they cannot be equal."""
     for (a, a_name, a_axis), (b, b_name, b_axis) in pairs:
         if not sizes.equal(a, b):
             a, b = sizes.resolve(a), sizes.resolve(b)
@@ -93,7 +97,7 @@ def pairwise(a: TensorType, a_name: object, b: TensorType, b_name: object) -> It
 
 
 def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
-    """Yield the pairs of axes that must have equal sizes because a computation matches them."""
+    """Yield the pairs of axes that a computation matches, and that must therefore have equal sizes."""
     shape = s.out.tensor.shape
     contracted: list[SizeUse] = []
     for operand, map in zip(s.operands, maps_of(s), strict=True):
@@ -109,9 +113,9 @@ def computed(s: TensorOp) -> Iterator[tuple[SizeUse, SizeUse]]:
 
 
 def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
-    """Return the maps of a computation: for each operand, the axis of the result that matches each of its axes.
+    """Return a map for each operand of a computation: for each axis of the operand, the matching axis of the result.
 
-    This also works while equal sizes still have different names.
+    Unlike `TensorOp.maps`, this also works while equal sizes still have different names.
     """
     if not isinstance(s, Binary):
         return s.maps()
@@ -120,7 +124,7 @@ def maps_of(s: TensorOp) -> tuple[tuple[int, ...], ...]:
 
 
 def with_canonical_sizes(program: Program, sizes: EqualSizes) -> Program:
-    """Return the program with all sizes in canonical symbols. The types of views are inferred again."""
+    """Return the program with all sizes written in canonical symbols. The types of views are inferred again."""
     env = {v.name: _canonical(v, sizes) for v in program.inputs}
     for s in program.walk():
         defined = s.defines(Phase.HOST)
@@ -151,5 +155,5 @@ def _canonical(value: Value, sizes: EqualSizes) -> Value:
 
 
 def _sized(s: Statement, sizes: EqualSizes) -> Statement:
-    """Return the statement with the size in its field `count`, if it has one, in canonical symbols."""
+    """Return a loop or a chunk with its number of rounds or pieces in canonical symbols; others are unchanged."""
     return replace(s, count=sizes.resolve(s.count)) if isinstance(s, (For, Chunk)) else s

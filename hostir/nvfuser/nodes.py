@@ -1,7 +1,7 @@
-"""The nodes into which a dump of nvFuser's host IR is parsed: one node for each printed statement.
+"""Define the nodes into which a dump of nvFuser's host IR is parsed: one node for each printed statement.
 
-A node holds what is printed: tensors with their IterDomains, extents with their ceilDivs, names of streams and indices.
-Statements that versions of nvFuser spell differently give the same nodes.
+A node holds the printed data without interpretation: tensors with their IterDomains, extents with their ceilDivs, and
+the names of streams and indices. Versions of nvFuser spell some statements differently. The nodes hide this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Operation:
     right: Formula
 
 
-Formula = Token | Operation  # an index expression; its names are not resolved yet
+Formula = Token | Operation  # an index expression with unresolved names
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class AllocateNode(Node):
 
 @dataclass(frozen=True)
 class DeallocateNode(Node):
-    """The statement that frees a tensor, printed as `Deallocate { x }`."""
+    """A statement that frees a tensor, printed as `Deallocate { x }`."""
 
     x: TensorNode
 
@@ -166,7 +166,7 @@ class CommunicationNode(Node):
 
 @dataclass(frozen=True)
 class WaitNode(Node):
-    """A wait for the communication with this number, printed as `Wait(Communication number)`."""
+    """A wait for the communication `number`, printed as `Wait(Communication number)`."""
 
     number: str
 

@@ -39,7 +39,8 @@ T = TypeVar("T")
 _CAST = re.compile(r"__(double|float|half|bfloat)2(double|float|half|bfloat)")
 CASTS = {"double": "f64", "float": "f32", "half": "f16", "bfloat": "bf16"}
 INFIX = {"+": "add", "*": "mul"}
-COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {  # the keyword of hostir's statement, and the numbers of operands
+# For each nvFuser operation: the keyword of hostir's statement, and the numbers of operands that are allowed.
+COMPUTE: dict[str, tuple[str, *tuple[int, ...]]] = {
     "matmul": ("matmul", 2),
     "linear": ("linear", 2, 3),
     "reduction": ("sum", 1),
@@ -216,9 +217,10 @@ class _DumpParser(PartParser):
         raise _no_meaning(head, STATEMENTS)
 
     def maybe_in_parentheses(self, read: Callable[[], T], word: str = "") -> T:
-        """Parse the operand of a statement, with `read`.
+        """Parse the operand of a statement by a call of `read`, with or without parentheses around the operand.
 
-        Current versions of nvFuser print `Statement(x)`. Older versions print `Statement x` or `Statement word x`.
+        Current versions of nvFuser print `Statement(x)`. Older versions print `Statement x`, or `Statement word x` with
+        this `word`.
         """
         if not self.skip("("):
             self.skip(word)

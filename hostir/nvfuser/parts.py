@@ -137,9 +137,10 @@ class PartParser(Cursor):
         return left
 
     def signs(self, *signs: str) -> Iterator[None]:
-        """Yield as long as the next token is one of these operators. The caller reads the token each time.
+        """Yield as long as the next token is one of the operators `signs`.
 
-        Raise a HostIRError after MAX_DEPTH operators in a row. This is more than nvFuser ever prints.
+        After each yield, the caller reads the operator and its right operand. Raise a HostIRError after MAX_DEPTH
+        operators, which is more than nvFuser ever prints.
         """
         for n in itertools.count():
             if self.next.text not in signs:

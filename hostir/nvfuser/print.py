@@ -23,7 +23,8 @@ INDENT = "  "
 TYPES = {cls: name for name, cls in (*COLLECTIVES.items(), *TRANSFERS.items())}
 DTYPES = {dtype.name: name for name, dtype in FLOATS.items()}
 FLOAT_OF = {ours: name for name, ours in CASTS.items()}
-SPELLED = {"cast", *INFIX.values(), *(ours for ours, *_ in COMPUTE.values())}  # computations that a dump can have
+# The keywords of the computations for which nvFuser's form has a spelling.
+SPELLED = {"cast", *INFIX.values(), *(ours for ours, *_ in COMPUTE.values())}
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Printed:
 
     Fields:
         head: the name with memory and dtype, such as `T0_g_float`.
-        lead: the device axes that hold the parts of a partial sum.
+        lead: the device axes that hold the terms of a partial sum.
         axes: for each axis of the tensor, its IterDomains, outermost first.
-        mesh: the DeviceMesh; empty without a mesh.
+        mesh: the DeviceMesh; empty if the type has no mesh.
     """
 
     head: str
@@ -52,10 +53,12 @@ class DumpPrinter:
     Tensors, axes, streams and communications are numbered in the order of their definitions.
 
     Fields:
-        names: the names that are taken.
+        program: the program.
+        names: the names that the dump uses already.
         shown: for each tensor, its printed text.
         other: for each stream, handle and index, its printed name.
-        domains, tensors, streams, handles: the numbers of printed axes, tensors, streams and communications so far.
+        domains: the number of IterDomains that have been printed so far.
+        tensors, streams, handles: the numbers of tensors, streams and communications that have been defined so far.
         uses_pool: True if a stream of the pool has been printed.
     """
 
@@ -80,13 +83,13 @@ class DumpPrinter:
         return "\n".join(lines) + "\n"
 
     def define(self, value: Value, memory: str, order: tuple[int, ...] | None = None) -> Printed:
-        """Give a tensor and its axes their numbers, and return its printed text.
+        """Assign the next numbers to a new tensor and its axes, and return its printed text.
 
         Args:
             value: the tensor.
             memory: the letter that nvFuser prints for the memory: g for a buffer, l for a view.
-            order: the order in which the axes get their numbers; by default from left to right. For a permute, it is
-                the order of the operand's axes.
+            order: axes are numbered in ascending order of these values; by default from left to right. For a permute,
+                this is the order of the operand's axes.
         """
         type = value.tensor
         if type.dtype == FLAG:
@@ -116,14 +119,16 @@ class DumpPrinter:
     def axis(
         self, axis: Axis, mesh: Mesh | None, iter_type: str = "i", cut: tuple[int, Size] | None = None
     ) -> tuple[str, ...]:
-        """Return the printed IterDomains of an axis, outermost first. A sharded or cut axis is printed as a split axis.
+        """Return the printed IterDomains of an axis, outermost first.
+
+        A sharded axis, and an axis that is cut into slices, is printed as several IterDomains.
 
         Args:
             axis: the axis.
             mesh: the mesh of the tensor.
             iter_type: i for a plain axis, r for a reduced axis.
-            cut: if the axis is cut into slices, the number of IterDomains before the streamIdx axis, and the number of
-                slices.
+            cut: the number of IterDomains before the stream axis, and the number of slices; None if the axis is not
+                cut into slices.
         """
         parts: list[tuple[str, Size]] = []
         for factor in axis.factors:
@@ -215,7 +220,7 @@ class DumpPrinter:
         return [f"{out} = view( {x} )"]
 
     def chunk(self, s: host.Chunk) -> Printed:
-        """Return the printed result of a chunk. As in nvFuser, it shows the uncut axis, split by a streamIdx axis."""
+        """Return the printed result of a chunk. Like nvFuser, print the axis uncut, split by a stream axis."""
         out = self.define(s.out, "l")
         cut = 0
         for factor in s.x.tensor.axes[s.axis].factors:
@@ -256,7 +261,7 @@ class DumpPrinter:
         return _assign(out, f"{s.keyword()}({first});")
 
     def summed(self, s: ops.Sum, out: Printed) -> Printed:
-        """Return the printed result of a sum. As in nvFuser, it shows the reduced axis, too."""
+        """Return the printed result of a sum. Like nvFuser, print the reduced axis, too."""
         reduced = self.axis(s.x.tensor.axes[s.axis], s.x.tensor.mesh, iter_type="r")
         return Printed(out.head, out.lead, (*out.axes[: s.axis], reduced, *out.axes[s.axis :]), out.mesh)
 

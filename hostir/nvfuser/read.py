@@ -54,12 +54,15 @@ V = TypeVar("V", bound=views.ViewStatement)
 
 
 class DumpReader(Builder):
-    """Reads one dump, node by node.
+    """Translates one dump to a host program, node by node.
 
     Fields:
-        selected: the selects so far, by the names of their views.
-        transfers: for each transfer so far, its roots. The key is its type, its operand and its result.
-        merged: the numbers of communications that are part of another communication.
+        dump: the dump.
+        file: the name of its file.
+        selected: the selects so far, by the names of their results.
+        transfers: for each transfer so far, the roots with which it was printed. Its key is its type, the name of its
+            operand and the name of its result.
+        merged: the numbers of printed communications that were merged into an earlier communication.
         uses: for each tensor, the number of times that the dump names it.
     """
 
@@ -89,7 +92,10 @@ class DumpReader(Builder):
         return with_canonical_sizes(program, sizes), warnings
 
     def output(self, tensor: TensorNode, warnings: list[Diagnostic]) -> Value | None:
-        """Return the value of an output. If it exists only inside a loop, add a warning and return None."""
+        """Return the value of a printed output. If it exists only inside a loop, add a warning and return None.
+
+        Raise HostIRError if the dump never computes it.
+        """
         if tensor.name in self.scope:
             return self.scope[tensor.name]
         if not any(tensor.name == t.name for n in self.dump.walk() for t in n.tensors):
@@ -154,9 +160,9 @@ class DumpReader(Builder):
         self.emit(loop, node.span)
 
     def preallocate(self, loop: LoopNode) -> None:
-        """Allocate, before a loop, the tensors that the loop writes slice by slice and that are used outside the loop.
+        """Allocate tensors before a loop if the loop writes them slice by slice and they are also used outside it.
 
-        Tensors that the dump allocates are left out.
+        A tensor that the dump allocates or that is a view is left out.
         """
         inside = list(walk(loop.body))
         uses = Counter(t.name for node in inside for t in node.tensors)
@@ -214,7 +220,7 @@ class DumpReader(Builder):
         before = self.scope.get(node.out.name)
         old = self.selected.get(before.name) if before else None
         if old and (old.x, old.axis, old.index) == (x, axis, index):
-            return  # nvFuser repeats selects
+            return  # nvFuser may print the same select several times
         printed = self.types.type_of(node.out, sliced=self.sliced(node.out), partial=x.tensor.partial)
         view = self.inferred(host.Select(x, self.bind(node.out, printed), index, axis), node)
         self.selected[view.out.name] = view
@@ -232,9 +238,10 @@ class DumpReader(Builder):
         self.emit(self.inferred(view, node), node.span)
 
     def order(self, node: ViewNode) -> tuple[int, ...]:
-        """Return the order of the axes of a permute.
+        """Return the order of the axes in a permute: for each axis of the result, the index of the operand's axis.
 
-        The numbers of the result's axes tell this order: nvFuser numbers them in the order of the operand's axes.
+        It follows from the printed numbers of the result's axes, because nvFuser numbers them in the order of the
+        operand's axes.
         """
         numbers = [min(d.number for d in g.domains) for g in self.types.logical(node.out)[0] if not g.reduced]
         return tuple(sorted(numbers).index(n) for n in numbers)
@@ -256,7 +263,9 @@ class DumpReader(Builder):
         return operation(node, out, operands)
 
     def slices(self, node: ComputeNode, unsliced: ops.TensorOp, axis: int, count: Size) -> list[Value]:
-        """Return the operands for one slice of a result: an operand with the sliced axis is replaced by its slice.
+        """Return the operands with which a computation computes one slice of its result.
+
+        An operand that has the sliced axis is replaced by its slice.
 
         Args:
             node: the printed computation.
@@ -272,9 +281,9 @@ class DumpReader(Builder):
         return operands
 
     def shards(self, node: ComputeNode) -> bool:
-        """Translate a `Set` to a `shard` if each rank takes its block of the operand; return False if it does not.
+        """If a printed `Set` shards its operand, translate it to a `shard`, and return True. Otherwise return False.
 
-        Each rank takes its block if the result is sharded over devices over which the operand is not sharded.
+        A `Set` shards its operand if the result is sharded over devices over which the operand is not sharded.
         """
         x = self.tensor(node.operands[0])
         out = self.operand(node.out) if node.out.name in self.scope else None
@@ -290,7 +299,7 @@ class DumpReader(Builder):
         return True
 
     def summed(self, node: ComputeNode, x: Value, out: Value) -> int:
-        """Return the index of the axis that a reduction sums. The printed result shows this axis as a reduced axis."""
+        """Return the index of the axis that a reduction sums over. In the printed result it is the reduced axis."""
         kept, _ = self.types.logical(node.out, out.tensor.partial)
         reduced = [k for k, group in enumerate(kept) if group.reduced]
         if len(reduced) != 1 or len(kept) != len(x.tensor.axes):
@@ -330,9 +339,10 @@ class DumpReader(Builder):
         self.emit(COLLECTIVES[communication](x, out, handle, over), node.span)
 
     def summand(self, x: Value, over: str, node: CommunicationNode) -> Value:
-        """Sum a tensor over its device axis on each rank; return the result, a partial sum over the mesh axis `over`.
+        """Prepare the operand of a reducing communication that holds the addends along a device axis.
 
-        nvFuser's reducing communications also accept such a tensor, which holds the addends along a device axis.
+        nvFuser's communications accept such a tensor, and hostir's do not. So add a sum over this axis, which has one
+        entry on each rank. Return the result, a partial sum over the mesh axis `over`.
         """
         axis = x.tensor.axis_on(over)
         if axis is None:
@@ -346,10 +356,12 @@ class DumpReader(Builder):
         return sum
 
     def merges(self, node: CommunicationNode, x: Value, out: Value) -> bool:
-        """Return True if a transfer is part of a transfer that was already read. Raise if its root is not supported.
+        """Return True if a printed transfer belongs to a statement that an earlier printed transfer has added.
 
-        nvFuser prints one Gather for each receiver, and one SendRecv for each pair of devices. In a host program one
+        nvFuser prints one Gather for each receiver, and one SendRecv for each pair of devices. In a host program, one
         statement represents all of them.
+
+        Raise HostIRError if a host program cannot express a transfer with this root or this team.
         """
         communication, source, target = node.type.text, self.types.mesh(node.x), self.types.mesh(node.out)
         common = [d for d in source.devices if d in target.devices]

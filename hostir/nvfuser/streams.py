@@ -19,7 +19,8 @@ class Streams:
     Fields:
         pool: the number of streams in nvFuser's pool.
         uses_pool: True if the dump uses this pool or defines its size.
-        lone: streams such as `Stream 0x1f`, which were not created by the dump. They are numbered from 0.
+        lone: the streams outside the pool, which the dump prints by address, such as `Stream 0x1f`. They are numbered
+            from 0.
     """
 
     def __init__(self, streams: int | None) -> None:
@@ -33,10 +34,12 @@ class Streams:
         return (self.pool if self.uses_pool else 0) + len(self.lone)
 
     def of(self, formula: Formula, scope: Mapping[str, Value], loops: Mapping[Value, Size]) -> Expr:
-        """Return the expression for a printed stream: a stream that the dump has named, or an index of a stream.
+        """Return the expression for a printed stream.
 
-        nvFuser creates a separate stream for each index. Here the number of streams is fixed, and larger indices wrap
-        around. A stream that was not created by the dump, such as `Stream 0x1f`, becomes an additional stream.
+        If the stream has a name from GetCurrentStream, the expression is the value that GetCurrentStream defined. If
+        an index is printed, the expression is an index into the pool. nvFuser creates a new stream for each index, but
+        the pool has a fixed size, so larger indices wrap around. If an address is printed, such as `Stream 0x1f`, the
+        expression is the index of an additional stream after the pool.
 
         Args:
             formula: the stream as printed.
@@ -64,7 +67,7 @@ class Streams:
         return isinstance(right, Lit) and right.value <= self.pool
 
     def index(self, formula: Formula, scope: Mapping[str, Value]) -> Expr:
-        """Return the expression for a printed index. It may name the indices of the loops in `scope`."""
+        """Return the expression for a printed index. A name in it is a loop index in `scope`, or numberOfStreams."""
         if not isinstance(formula, Token):
             left, right = self.index(formula.left, scope), self.index(formula.right, scope)
             if formula.op in "/%" and right == Lit(0):

@@ -32,7 +32,7 @@ class Token:
 
 
 def tokens(text: str, file: str) -> list[Token]:
-    """Split a text into tokens, without comments. Every text can be split."""
+    """Split a text into tokens, and drop comments. This never fails: an unknown character is a token."""
     result: list[Token] = []
     for number, line in enumerate(text.split("\n"), 1):
         prefix = _RANK.match(line)
@@ -75,7 +75,7 @@ class Cursor:
         return token
 
     def skip(self, text: str) -> bool:
-        """Take the next token and return True, if it is `text`; otherwise take no token and return False."""
+        """If the next token is `text`, take it and return True. Otherwise return False."""
         if self.next.text != text:
             return False
         self.at += 1
@@ -100,7 +100,7 @@ class Cursor:
         return result
 
     def step_over(self) -> None:
-        """Skip the value of an option: all tokens up to the next comma or closing parenthesis outside brackets."""
+        """Skip the value of an option: all tokens before the next comma or closing parenthesis outside brackets."""
         open = 0
         while self.next is not self.end and (open or self.next.text not in (",", ")")):
             open += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(self.take().text, 0)

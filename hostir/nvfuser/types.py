@@ -16,11 +16,11 @@ from hostir.nvfuser.nodes import CommunicationNode, ComputeNode, Devices, Dump, 
 
 @dataclass(frozen=True)
 class Unprinted:
-    """A mesh axis over which a tensor is sharded or a partial sum, although the dump prints no device axis for it.
+    """The distribution of a tensor over a mesh axis for which the dump prints no device axis.
 
     Fields:
         mark: the mesh axis.
-        axis: the index of the tensor's axis that is sharded; None if the tensor is a partial sum.
+        axis: the index of the tensor's axis that is sharded over it; None if the tensor is a partial sum over it.
     """
 
     mark: str
@@ -33,8 +33,8 @@ class Types:
     Fields:
         sizes: the sizes that the dump forces to be equal.
         meshes: the mesh of each printed DeviceMesh. The key None stands for tensors that are printed without a mesh.
-        partials: for each tensor that is a partial sum, the mesh axes over which it is one.
-        unprinted: the mesh axes that the dump does not print, by the name of the tensor.
+        partials: for the name of each partial sum, the mesh axes along which each rank holds one term.
+        unprinted: the distributions that the dump does not print, by the name of the tensor.
         axes: the logical axes of each printed tensor.
     """
 
@@ -55,7 +55,7 @@ class Types:
         return self.meshes[tensor.devices]
 
     def mark(self, on: str, mesh: Mesh, span: Span) -> str:
-        """Return the mesh axis of a device axis. `on` is x for deviceIdx.x and y for deviceIdx.y."""
+        """Return the name of the mesh axis for a device axis. `on` is x for deviceIdx.x, and y for deviceIdx.y."""
         axes = _letters(mesh)
         if on not in axes:
             expected = "deviceIdx.x" if on == "y" else "deviceIdx.x or deviceIdx.y"
@@ -68,13 +68,13 @@ class Types:
         """Return the logical axes of a printed tensor, and the mesh axes over which the tensor is a partial sum.
 
         The logical axes include reduced axes. nvFuser prints a partial sum with an additional device axis, which holds
-        its parts. Such a device axis is not among the returned axes. A program written by hand may not print it (see
+        its terms. Such a device axis is not among the returned axes. A program written by hand may not print it (see
         `_unprinted`).
 
         Args:
             tensor: the printed tensor.
-            partial: the mesh axes over which the tensor may be a partial sum. If it is None, the dump tells them: a
-                device axis holds parts of a partial sum if it is marked `rf`, or if a later communication reduces it.
+            partial: the mesh axes over which the tensor may be a partial sum. If it is None, the dump decides: a device
+                axis holds the terms of a partial sum if it is marked `rf`, or if a later communication reduces it.
         """
         mesh, kept, over = self.mesh(tensor), [], []
         if (hidden := self.unprinted.get(tensor.name)) and hidden.axis is None:
@@ -119,8 +119,8 @@ class Types:
         Args:
             group: the logical axis.
             mesh: the mesh of the tensor.
-            sliced: True if a Stream axis counts as one element.
-            unprinted: a mesh axis over which the axis is sharded, if the dump does not print it.
+            sliced: True if the value holds only one slice: its stream axis then has extent 1.
+            unprinted: a mesh axis over which the axis is sharded although the dump does not print this; or empty.
         """
         factors = []
         for domain in group.domains:
@@ -133,7 +133,7 @@ class Types:
         return Axis(tuple(factors)).normal()
 
     def devices_fit(self, domain: IterDomain, mesh: Mesh) -> None:
-        """Raise a HostIRError if the extent of a device axis is not the number of devices along its mesh axis."""
+        """Raise a HostIRError if a device axis does not have one entry for each device along its mesh axis."""
         devices = mesh.size(self.mark(domain.on, mesh, domain.span))
         if not self.sizes.equal(domain.extent.size, Size(devices)):
             message = f"{devices} devices cannot hold an axis of {domain.extent.size}, one entry each"
@@ -151,11 +151,11 @@ class Types:
         return next((axis for axis in along if axis in used), along[0])
 
     def _partials(self, dump: Dump) -> dict[str, set[str]]:
-        """Return, for each tensor that is a partial sum, the mesh axes over which it is one.
+        """Return, for the name of each partial sum, the mesh axes along which each rank holds one term.
 
-        The operand of a reducing communication is a partial sum. If it is a view or a copy of another tensor, that
-        tensor is a partial sum, too. But inputs, and views and copies of inputs, are never partial sums: they hold the
-        addends along an axis.
+        The operand of a reducing communication is a partial sum. If it is a view or a copy, then the tensor that it
+        views or copies is also a partial sum. But inputs, and views and copies of inputs, are never partial sums: they
+        hold the addends along an axis.
         """
         nodes = [n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))]
         partials: dict[str, set[str]] = {}
@@ -174,11 +174,12 @@ class Types:
         return {name: marks for name, marks in partials.items() if name not in input_names}
 
     def _unprinted(self, dump: Dump) -> dict[str, Unprinted]:
-        """Return the tensors that are sharded or partial sums although the dump prints no device axis for this.
+        """Return the distributions for which the dump prints no device axis, by the name of the tensor.
 
         Programs written by hand, such as the programs of nvFuser's tutorial, print each tensor with the extents of one
-        rank's part. A reducing communication tells the sharding: if it sums the matmuls of all ranks, their contracted
-        axis is sharded over the ranks. The result of a ReduceScatter is sharded along its first axis.
+        rank's part. A reducing communication then shows the sharding. If it sums the results of the ranks' matmuls, the
+        contracted axis of the matmul is sharded over the ranks. The result of a ReduceScatter is sharded along its
+        first axis.
         """
         devices = {(t.name, d.on) for t in (*dump.tensors(), *dump.outputs) for d in t.domains if d.on in ("x", "y")}
         makers = {n.out.name: n for n in dump.walk() if isinstance(n, (ViewNode, ComputeNode, CommunicationNode))}
@@ -196,15 +197,16 @@ class Types:
 def _unprinted_axes(
     node: CommunicationNode, makers: Mapping[str, ViewNode | ComputeNode | CommunicationNode], printed: set[str]
 ) -> dict[str, int | None]:
-    """Return the tensors that are sharded over the devices of a reducing communication, without a printed device axis.
+    """Find tensors that are spread over the devices of a reducing communication without a printed device axis.
 
-    The result maps the name of each tensor to the index of its sharded axis; None stands for a partial sum. The result
-    is empty if the communication does not sum matmuls. It is also empty if their contracted axis cannot be traced back
-    to inputs, or to tensors that are printed with a device axis.
+    Return the index of the sharded axis by the name of the tensor. None instead of an index stands for a partial sum.
+
+    The result is empty if the communication does not sum the result of a matmul. It is also empty if the contracted
+    axis of the matmul cannot be traced back to inputs, or to tensors that are printed with a device axis.
 
     Args:
         node: the communication.
-        makers: the node that makes each tensor, by name.
+        makers: the node that makes each tensor, by the name of the tensor.
         printed: the names of the tensors that are printed with an axis on these devices.
     """
     axes: dict[str, int | None] = {}
@@ -235,7 +237,7 @@ def _unprinted_axes(
 
 
 def _matched_axes(node: ComputeNode) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Return the pairs of axes that a computation matches. An axis is the name of a tensor and an index."""
+    """Return the pairs of axes that a computation matches. An axis is given as the name of its tensor and its index."""
     if node.op == "sum":
         return []
     rank = {tensor: sum(not group.reduced for group in readings(tensor)[0]) for tensor in node.tensors}
@@ -257,15 +259,15 @@ def _mesh(devices: Devices, index: int) -> Mesh:
 
 
 def _letters(mesh: Mesh) -> dict[str, str]:
-    """Return the mesh axis for each letter of deviceIdx: x is the last axis of the mesh, y the axis before it."""
+    """Return a map from the letters of deviceIdx to mesh axes. x is the last axis of the mesh, y the axis before it."""
     return dict(zip(("x", "y"), reversed(mesh.axes), strict=False))
 
 
 def _unprinted_devices(dump: Dump) -> Devices:
-    """Return the devices of a dump that prints no mesh: the team of its first communication.
+    """Return the devices for a dump that prints no mesh.
 
-    If it has no communication, the extent of a device axis is the number of devices. If it has no device axis either,
-    there is one device.
+    They are the team of the dump's first communication. In a dump without communications, the extent of the first
+    device axis is the number of devices. In a dump without device axes as well, there is one device.
     """
     teams = [n.team for n in dump.walk() if isinstance(n, CommunicationNode)]
     device_axes = [d for t in dump.tensors() for d in t.domains if d.on in ("x", "y")]

@@ -1,1 +1,1 @@
-"""Repair host programs: edits that mend the findings of the checker."""
+"""Repair host programs: suggest edits that remove the findings of the checker, and choose the best of them."""

@@ -1,6 +1,6 @@
-"""Find expressions for a signal or a wait that is to be inserted: candidates for its slot, its epoch and its peer.
+"""Find expressions for the slot, the epoch and the peer of a signal or a wait that a repair inserts.
 
-Candidates come from the statements of the program and from the indices in scope.
+The candidates are expressions that the program already uses, and expressions of the indices in scope.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlaceExpressions:
-    """Finds the expressions that a new signal or wait may use, with their values.
+    """Finds the expressions that a new signal or wait may use at one place, and their values.
 
     Fields:
         outline: the statements of the program with their places.
         order: the order of the program's events.
-        place: the place where the signal or the wait is to be inserted.
-        flags: the flags that it sets or waits for.
+        place: the place for the new signal or wait.
+        flags: the row of flags that the new statement signals or waits for.
     """
 
     outline: Outline
@@ -38,7 +38,10 @@ class PlaceExpressions:
 
     @cached_property
     def frames(self) -> list[Frame]:
-        """For each time that a rank reaches the place in one call, a frame with the values of all indices."""
+        """The frames of all ranks at the place: one frame for each time that a rank reaches it in one call.
+
+        A frame holds the values of all indices at that time.
+        """
         program, frames = self.outline.program, list[Frame]()
         for rank in self.order.ranks:
             frame = Frame(Tracer(rank.rank, self.outline.program, rank.sizes), rank.sizes)
@@ -51,29 +54,30 @@ class PlaceExpressions:
 
     @property
     def ranks(self) -> list[int]:
-        """For each frame, its rank."""
+        """The rank of each of the `frames`."""
         return [_rank(frame) for frame in self.frames]
 
     @cached_property
     def indices(self) -> list[Value]:
-        """The indices in scope at the place."""
+        """The values in scope at the place that are indices."""
         return [v for v in self.outline.scope(self.place).values() if v.type is Kind.INDEX]
 
     def slots(self) -> dict[Numbers, Expr]:
-        """Return candidates for the slot. The key of each expression is the tuple of its values in all `frames`."""
+        """Return candidates for the slot. The key of an expression is the tuple of its values in all `frames`."""
         return self._by_values(self._slot_candidates())
 
     def epochs(self, missing: set[RaisedSlot]) -> dict[Numbers, Expr]:
-        """Return candidates for the epoch. The key of each expression is the tuple of its values in all `frames`.
+        """Return candidates for the epoch. The key of an expression is the tuple of its values in all `frames`.
 
-        `missing` holds the signals or waits that lack a counterpart.
+        `missing` holds the signals without a wait, or the waits without a signal, that the new statement is for.
         """
         return self._by_values(self._epoch_candidates(missing))
 
     def peers(self) -> Iterator[tuple[Expr, str]]:
-        """Yield candidates for the peer: an expression for its place in the team, and the mesh axis of the team.
+        """Yield candidates for the peer: an expression for its position in the team, and the mesh axis of the team.
 
-        Expressions of the program come first. Then come `(rank + k) % n`, for each distance k along each mesh axis.
+        Expressions that the program uses come first. Then come `(rank + k) % n`, for each distance k along each mesh
+        axis of n ranks.
         """
         mesh, program = self.flags.tensor.mesh, self.outline.program
         known = {v.name for v in self.indices}
@@ -88,9 +92,10 @@ class PlaceExpressions:
                 yield peer, over
 
     def ranks_of(self, peer: Expr, over: str) -> list[int]:
-        """Return the rank of a peer in each of the `frames`. Return an empty list if there is no such peer in one.
+        """Return the rank of a peer in each of the `frames`.
 
-        `peer` is an expression for the place of the peer in its team along mesh axis `over`.
+        `peer` is an expression for the position of the peer in the team along the mesh axis `over`. Return an empty
+        list if the position is out of range in one of the frames.
         """
         mesh, peers = self.flags.tensor.mesh, list[int]()
         for frame in self.frames:
@@ -101,10 +106,10 @@ class PlaceExpressions:
         return peers
 
     def _by_values(self, candidates: Iterable[Expr]) -> dict[Numbers, Expr]:
-        """Return the candidates in a dictionary. The key of each is the tuple of its values in all `frames`.
+        """Return candidates by their values: the key of an expression is the tuple of its values in all `frames`.
 
-        Of candidates with equal values, the first is kept. A candidate with a name that is not in scope is changed (see
-        `_in_scope`).
+        Of several candidates with equal values, only the first is kept. A candidate with a name that is not in scope is
+        changed by `_in_scope`.
         """
         by_values: dict[Numbers, Expr] = {}
         for candidate in candidates:
@@ -116,10 +121,11 @@ class PlaceExpressions:
         return by_values
 
     def _in_scope(self, expr: Expr) -> list[Expr]:
-        """Return an expression in forms that use only names in scope.
+        """Return variants of an expression that use only names in scope.
 
-        If all its names are in scope, this is the expression itself. If one name is not in scope, there is one form for
-        each index in scope, which replaces the name. If several names are not in scope, the list is empty.
+        If all names of the expression are in scope, the only variant is the expression itself. If one name is not in
+        scope, there is a variant for each index in scope, in which this index replaces the name. If several names are
+        not in scope, there are no variants.
         """
         unknown = {v.name for v in expr_values(expr)} - {v.name for v in self.indices}
         if not unknown:
@@ -161,7 +167,15 @@ def _rank(frame: Frame) -> int:
 
 
 def _arrivals(body: Block, place: BodyPosition, frame: Frame) -> Iterator[Frame]:
-    """Yield a copy of the frame, with the loops' indices, for each time that its rank reaches a place in `body`."""
+    """Yield a copy of the frame for each time that its rank reaches a place.
+
+    The copy holds the indices of the loops around the place.
+
+    Args:
+        body: the block to which the first index of `place` belongs.
+        place: the place.
+        frame: the frame of the rank at the beginning of the block.
+    """
     at, *inner = place
     if not inner:
         yield Frame(frame.machine, frame.sizes, dict(frame.handles))

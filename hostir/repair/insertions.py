@@ -1,6 +1,6 @@
-"""Suggest edits that may repair a finding: they insert a synchronize, a fork, a join, a wait, a free, ...
+"""Suggest edits that may repair a finding of the checker. An edit inserts, moves or removes statements.
 
-The search in `hostir.repair.repair` checks which suggestions repair the finding, and picks the best of them.
+The search in `hostir.repair.repair` checks which of the edits repair the finding, and picks the best of them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ REPAIRABLE = {"race", "flag shared", "leak", "nobody sends", "SMs held"}
 
 
 def repairable(finding: Finding, order: Order | None) -> bool:
-    """Return True if the edits of this module may repair a finding."""
+    """Return True if this module suggests edits for a finding of this category.
+
+    For a deadlock, it suggests edits only if a wait in the deadlock lacks its signal.
+    """
     if finding.category == "deadlock" and order is not None:
         return bool(held_up(order, finding.events))
     return finding.category in REPAIRABLE
 
 
 def for_handles(outline: Outline) -> Iterator[Edits]:
-    """Yield edits that insert a wait for the first handle that nothing waits for.
+    """Yield edits that insert a wait for the first communication of the program for which nothing waits.
 
-    There is one edit for each place in the handle's block where the wait can stand.
+    There is one edit for each place in the communication's block where the wait can be inserted.
     """
     for place, s in outline.statements:
         handle = s.started
@@ -43,9 +46,10 @@ def for_handles(outline: Outline) -> Iterator[Edits]:
 
 
 def _waits(handle: Value, place: BodyPosition, below: Block) -> Iterator[Edits]:
-    """Yield edits that insert a wait for a handle after the statement at `place`, or after a later statement.
+    """Yield edits that insert a wait for a handle: directly after the statement at `place`, or later in its block.
 
-    `below` holds the later statements of the block. Statements that only run on the host are skipped.
+    `below` holds the later statements of the block. No wait is inserted directly after a statement that only runs on
+    the host, or after another wait.
     """
     for n, s in enumerate((None, *below), place[-1] + 1):
         if s is None or not (s.on_host or s.awaited is not None):
@@ -53,7 +57,7 @@ def _waits(handle: Value, place: BodyPosition, below: Block) -> Iterator[Edits]:
 
 
 def for_leaks(outline: Outline, names: Container[str]) -> Edits:
-    """Return edits that free each leaked buffer at the end of the block that allocates it. `names` are the buffers."""
+    """Return edits that free the buffers `names`, each at the end of the block that allocates it."""
     ends: dict[BodyPosition, list[Statement]] = {}
     for place, s in outline.statements:
         value = None if s.symmetric else s.buffer
@@ -64,7 +68,10 @@ def for_leaks(outline: Outline, names: Container[str]) -> Edits:
 
 
 def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Edits]:
-    """Yield edits that may repair a finding about unordered events, a missing signal, or SMs that a kernel holds."""
+    """Yield edits that may repair a finding.
+
+    The finding is about events that are not ordered, about a missing signal, or about SMs that a kernel holds.
+    """
     if finding.category == "nobody sends":
         yield from unsent_signals(outline, order, finding.events[0])
         return
@@ -72,7 +79,7 @@ def for_finding(finding: Finding, outline: Outline, order: Order) -> Iterator[Ed
         for waiting in {id(w.event.statement): w.event for w in held_up(order, finding.events)}.values():
             yield from unsent_signals(outline, order, waiting, finding.events)
         return
-    if finding.category == "SMs held":  # a join mends only a kernel of the next call
+    if finding.category == "SMs held":  # a join repairs it only if the kernel belongs to the next call
         yield from joins(outline)
         return
     first, second = finding.events[:2]
@@ -95,15 +102,15 @@ def _raises(event: Event) -> bool:
 
 
 def _issued(event: Event) -> tuple[int, int]:
-    """Return a key that sorts the events of a rank by the order of issue."""
+    """Return a key that sorts the events of a rank in the order in which the rank issues them."""
     return event.call, event.number
 
 
 def _earlier_waits(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
     """Yield edits that move the wait for a communication to an earlier place.
 
-    The communication is the statement of the first event. The wait goes directly after it, or before the statement of
-    the second event, which uses its memory.
+    The communication is the statement of the first event. The second event uses memory of the communication. The new
+    place of the wait is directly after the communication, or before the statement of the second event.
     """
     s = first.statement
     handle = s.started if s is not None else None

@@ -1,8 +1,9 @@
-"""Suggest the missing counterpart of a signal or a wait: a signal, a wait, or the `ready` clause of a kernel.
+"""Suggest a statement for waits that lack their signal, and for signals that lack their wait.
 
-Waits without a signal, and signals without a wait, show which flags, epochs and ranks are missing. So the counterpart
-can be found without knowing its purpose. Over all ranks and rounds, the inserted statement has to signal exactly these
-epochs, or wait for them. `PlaceExpressions` gives candidates for its expressions, and those that fit are kept.
+The statement is a signal, a wait, or a kernel with a `ready` clause. The waits without a signal show which flags and
+epochs have to be signalled on which ranks. In the same way, the signals without a wait show what has to be waited for.
+`PlaceExpressions` gives candidates for the expressions of the new statement. A candidate is kept if, over all ranks and
+rounds, it signals the missing epochs, or waits only for epochs that nothing waits for.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from hostir.ir.types import FLAG, TensorType
 from hostir.repair.expressions import PlaceExpressions, RaisedSlot
 from hostir.repair.places import BodyPosition, Edit, Edits, Outline, issues
 
-MAX_SUGGESTIONS = 40  # the most signals, or waits, that are suggested
+MAX_SUGGESTIONS = 40  # the most signals that are suggested for a wait; also the most waits for signals
 
 
 class MissingFlags:
-    """The signals and waits of one call that lack a counterpart; suggests edits that add the counterpart.
+    """The waits of one call that lack their signal, and the signals that lack their wait. It suggests edits for them.
 
     Fields:
         flags: the buffers of flags.
-        sent: for each buffer of flags, all signals.
-        unsent: for each buffer of flags, the waits that no signal ends.
-        unawaited: for each buffer of flags, the signals that end no wait.
+        sent: by the name of a buffer of flags: all signals.
+        unsent: by the name of a buffer of flags: the waits that no signal ends.
+        unawaited: by the name of a buffer of flags: the signals that end no wait.
 
     Args:
         outline: the statements of the program with their places.
         order: the order of the program's events.
-        deadlock: events that wait for each other in a cycle. Waits among them that lack their signal are in `unsent`.
+        deadlock: events that wait for each other in a cycle. `unsent` also holds the waits among these events that a
+            missing signal would end.
     """
 
     def __init__(self, outline: Outline, order: Order, deadlock: Sequence[Event] = ()) -> None:
@@ -50,9 +52,9 @@ class MissingFlags:
         self.unawaited = _by_name(f for rank in order.ranks for f in rank.signals if id(f.event) not in awaited)
 
     def signals(self, waiting: Event) -> Iterator[Edits]:
-        """Yield edits that add one signal statement for all missing signals of the flags that an event waits for.
+        """Yield edits that insert one signal statement for all missing signals of the flags that an event waits for.
 
-        Edits that put the signal after a copy to the same peer come first.
+        Edits that insert it directly after a copy to the same peer come first.
         """
         flags = next((f for f in self.flags if f.name in self.unsent and _uses(waiting.statement, f)), None)
         if flags is None:
@@ -73,9 +75,9 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:3])[:MAX_SUGGESTIONS])
 
     def waits(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that add one wait statement for signals that nothing waits for.
+        """Yield edits that insert one wait statement for signals that nothing waits for.
 
-        The wait stands before one of the statements `users`, or before a block around it.
+        The wait is inserted before one of the statements `users`, or before a block that contains it.
         """
         ranked: list[tuple[int, int, Edits]] = []
         for flags in (f for f in self.flags if f.name in self.unawaited):
@@ -90,9 +92,9 @@ class MissingFlags:
         yield from (edits for *_, edits in sorted(ranked, key=lambda f: f[:2])[:MAX_SUGGESTIONS])
 
     def kernels(self, users: Sequence[Statement]) -> Iterator[Edits]:
-        """Yield edits that make a computation wait for signals that nothing waits for, with a `ready` clause.
+        """Yield edits that add a `ready` clause to a computation, so that it waits for signals that nothing waits for.
 
-        In some of the edits the clause has `own` rows. The computations are the statements `users`.
+        The computation is one of the statements `users`. In some of the edits, the clause also has `own` rows.
         """
         for s in users:
             place = self.outline.place(s)
@@ -109,7 +111,10 @@ class MissingFlags:
                                 yield (Edit(place, (changed,), drop=1),)
 
     def _local_tensors(self, s: Statement, place: BodyPosition, flags: Value) -> list[Value]:
-        """Return the tensors in scope that have as many rows as the `own` rows of a computation, the latest first."""
+        """Return the tensors in scope that may be the `own` rows of a computation `s`, the latest first.
+
+        They have the dtype of the operand, and as many rows as one of its blocks.
+        """
         tensors = [v for v in self.outline.scope(place).values() if isinstance(v.type, TensorType)]
         if (plain := s.waiting(flags, Lit(1), ZERO, None)) is None:
             return []
@@ -126,10 +131,11 @@ def _after_issues(outline: Outline) -> Iterator[tuple[BodyPosition, Statement]]:
 
 
 def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPosition]:
-    """Return the places where a statement can be inserted so that it comes before the statements `users`.
+    """Return the places where a new statement runs before one of the statements `users`.
 
-    These are the places before each of the statements and before each loop or `if` around it. They also include the end
-    of the body of each `if` that comes earlier in one of these blocks.
+    For each of these statements, there is a place directly before it, and directly before each loop or `if` around it.
+    There is also a place at the end of the body of each `if` that comes before the statement, or before a loop or `if`
+    around it, in the same block.
     """
     places: dict[BodyPosition, None] = {}
     for s in users:
@@ -143,9 +149,9 @@ def _places_before(outline: Outline, users: Sequence[Statement]) -> list[BodyPos
 
 
 def held_up(order: Order, deadlock: Sequence[Event]) -> list[Flag]:
-    """Return the waits in a deadlock for an epoch that nobody signals.
+    """Return the waits in a deadlock for epochs that no statement signals.
 
-    A signal with a higher epoch would end such a wait, but it is itself part of the deadlock.
+    A later signal with a higher epoch would end such a wait, but this signal is itself part of the deadlock.
     """
     ids = {id(event.statement) for event in deadlock}
     waits = (wait for rank in order.ranks for wait in rank.waits if id(wait.event.statement) in ids)
@@ -153,7 +159,7 @@ def held_up(order: Order, deadlock: Sequence[Event]) -> list[Flag]:
 
 
 def _rows(x: Value) -> Size:
-    """Return the number of rows of a rank's shard of a tensor."""
+    """Return the number of rows in a rank's part of a tensor."""
     return size_product(x.tensor.local_shape[:-1])
 
 
@@ -162,7 +168,7 @@ def _uses(s: Statement | None, flags: Value) -> bool:
 
 
 def _by_name(flags: Iterable[Flag]) -> dict[str, set[RaisedSlot]]:
-    """Return the signals or waits of the first call, as (rank, slot, epoch), by the name of their flags."""
+    """Return the signals or waits of the first call by the name of their flags, each as (rank, slot, epoch)."""
     slots: dict[str, set[RaisedSlot]] = {}
     for flag in flags:
         if flag.epoch[0] == 0:

@@ -1,7 +1,8 @@
-"""Edit a host program at places in its text, and describe a place: its block, the names in scope, its stream.
+"""Edit a host program at places in its text, and find the block, the names in scope and the stream of a place.
 
-The place of a statement holds an index into the program's body, an index into the body of that statement, and so on. A
-place also stands for the gap before this statement, where an edit can insert statements.
+A place is a tuple of indices: the index of a statement in the program's body, then an index in the body of this
+statement, and so on. A place names a statement. It also names the position before the statement, where an edit can
+insert statements.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ from hostir.ir.op import Expr, Phase, Ref, Statement, Sync, Value, expr_values
 from hostir.ir.program import Program
 from hostir.ir.types import Kind
 
-BodyPosition = tuple[int, ...]  # a place: an index into the program's body, an index into that statement's body, ...
+BodyPosition = tuple[int, ...]  # a place
 Block = tuple[Statement, ...]
 
 
 def issues(s: Statement) -> bool:
-    """Return True if a statement issues work to the current stream.
-
-    Return False for loops and `if` statements: only the statements in their bodies issue work.
-    """
+    """Return True if a statement issues work to the current stream. Return False for loops and `if` statements."""
     return not (s.on_host or moves_on(s) or names_stream(s))
 
 
@@ -31,14 +29,14 @@ def moves_on(s: Statement) -> bool:
 
 
 def names_stream(s: Statement) -> bool:
-    """Return True if a statement gives the current stream a name."""
+    """Return True if a statement defines a value for the current stream, as `current_stream` does."""
     defined = s.defines(Phase.HOST)
     return defined is not None and defined.type is Kind.STREAM
 
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit at a place: the first `drop` statements there are removed, and the statements `new` are inserted."""
+    """An edit: at `place`, remove the next `drop` statements, and insert the statements `new`."""
 
     place: BodyPosition
     new: Block = ()
@@ -51,7 +49,7 @@ Edits = tuple[Edit, ...]
 def edited(program: Program, edits: Iterable[Edit]) -> Program:
     """Return the program with all edits applied. The places of all edits refer to the program before the edits.
 
-    A loop or `if` without statements is removed.
+    A loop or `if` that has no statements left is removed.
     """
     body = program.body
     # The last edit is applied first, so that no edit changes the place of another.
@@ -86,9 +84,10 @@ class Outline:
     """The statements of a host program with their places.
 
     Fields:
+        program: the program.
         statements: all statements with their places, in program order.
-        places: the place of each statement, by the identity of the statement.
-        callers_stream: the value that names the caller's stream, or None.
+        places: the place of each statement, by the `id` of the statement.
+        callers_stream: the value of the caller's stream; None if the program does not define one.
     """
 
     def __init__(self, program: Program) -> None:
@@ -112,14 +111,15 @@ class Outline:
         return (*place[:-1], len(self.block(place)))
 
     def set_above(self, place: BodyPosition) -> Expr | None:
-        """Return the stream that the last `set_stream` above a place sets; return None if there is no `set_stream`."""
+        """Return the stream of the last `set_stream` above a place; None if there is no `set_stream` above it."""
         above = [s.sets_stream for at, s in self.statements if at < place and s.sets_stream is not None]
         return above[-1] if above else None
 
     def stream(self, place: BodyPosition) -> Expr | None:
-        """Return an expression for the current stream at a place, as the last `set_stream` in the text above sets it.
+        """Return an expression for the current stream at a place: the stream of the last `set_stream` above it.
 
-        Return None if there is no expression with names in scope.
+        If there is no `set_stream` above it, this is the caller's stream. Return None if no expression with names in
+        scope is known.
         """
         above = self.set_above(place)
         if above is not None:
@@ -142,10 +142,10 @@ class Outline:
         return values | _defined(body[: place[-1]])
 
     def ends(self) -> list[BodyPosition]:
-        """Return the places where a program can be considered to end.
+        """Return the places at the end of the program where an edit may insert statements.
 
-        These are its last place, the place before its final frees, and the place before its final frees, barriers and
-        changes of stream.
+        They are the place after the last statement, the place before the final frees, and the place before the final
+        frees, barriers and `set_stream` statements.
         """
         body = self.program.body
         places = [len(body)]
@@ -162,14 +162,14 @@ def _frees(s: Statement) -> bool:
 
 
 def _closes(s: Statement) -> bool:
-    """Return True if a statement may be among the final statements of a program: a free, barrier or `set_stream`."""
+    """Return True if a statement is a free, a barrier or a `set_stream`, as at the end of a program."""
     return _frees(s) or s.orders is Sync.MEET or s.sets_stream is not None
 
 
 def callers_stream(program: Program) -> Value | None:
-    """Return the value that names the caller's stream, or None.
+    """Return the value of the caller's stream; None if the program does not define one.
 
-    It is defined by a `current_stream` that comes before every statement that may change the stream.
+    A `current_stream` defines it if it comes before every statement that may change the current stream.
     """
     for s in program.body:
         if names_stream(s):

@@ -16,8 +16,8 @@ from hostir.repair.streams import join, set_callers_stream
 def barriers(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
     """Yield edits that insert a barrier to order two events of different ranks.
 
-    There is one edit for each possible place (see `_barrier_places`). At the end of the program, the edit also makes
-    the caller's stream wait for all pool streams before the barrier.
+    There is an edit for each place of `_barrier_places`. For each place at the end of the program, there is also an
+    edit with a join before the barrier: the caller's stream waits for all pool streams.
     """
     statements = [s for s in (first.statement, second.statement) if s is not None]
     for x, axis in dict.fromkeys((s.remote, s.peer_place[1]) for s in statements if s.remote and s.peer_place):
@@ -32,10 +32,11 @@ def barriers(outline: Outline, first: Event, second: Event) -> Iterator[Edits]:
 
 
 def _barrier_places(outline: Outline, statements: Sequence[Statement]) -> list[BodyPosition]:
-    """Return the places for a barrier that orders some statements.
+    """Return the places for a barrier that may order some statements.
 
-    These are the places before and after each statement, the start and the end of each block around it, the places
-    before and after this block, and the start and the end of the program.
+    For each statement, they are the places before and after the statement. For each loop or `if` around it, they are
+    the start and the end of its body, and the places before and after it. The start and the end of the program are
+    places, too.
     """
     places: list[BodyPosition] = []
     for s in reversed(statements):
@@ -53,13 +54,19 @@ def _start(outline: Outline) -> BodyPosition:
 
 
 def _on_mesh_of(outline: Outline, x: Value, place: BodyPosition) -> Value | None:
-    """Return an input on the mesh of `x`. If there is no such input, return `x`, or None if `x` is not in scope."""
+    """Return a value on the mesh of `x` that a statement at `place` can name; None if there is no such value.
+
+    It is an input of the program. If no input is on this mesh, it is `x` itself.
+    """
     inputs = [v for v in outline.program.inputs if v.tensor.mesh == x.tensor.mesh]
     return inputs[0] if inputs else outline.scope(place).get(x.name)
 
 
 def unawaited_signals(outline: Outline, order: Order, first: Event, second: Event) -> Iterator[Edits]:
-    """Yield edits that make one of two events wait for a flag that some rank signals and nothing waits for."""
+    """Yield edits that order two events by a flag that a rank signals, but that nothing waits for yet.
+
+    An edit makes the statement of one of the events wait for this flag.
+    """
     users = [event.statement for event in (second, first) if event.statement is not None]
     missing = MissingFlags(outline, order)
     yield from missing.waits(users)
@@ -67,7 +74,7 @@ def unawaited_signals(outline: Outline, order: Order, first: Event, second: Even
 
 
 def unsent_signals(outline: Outline, order: Order, waiting: Event, deadlock: Sequence[Event] = ()) -> Iterator[Edits]:
-    """Yield edits that mend a wait without a signal: add the signal, remove the wait, or replace it by a barrier.
+    """Yield edits for a wait without a signal: insert the signal, remove the wait, or replace the wait by a barrier.
 
     Args:
         outline: the statements of the program with their places.

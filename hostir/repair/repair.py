@@ -1,11 +1,12 @@
-"""Repair host programs: insert as little synchronisation as possible until the checker finds nothing.
+"""Repair host programs: insert as little synchronisation as possible until the checker has no findings.
 
-It also reports synchronisation that is redundant.
+This module also reports redundant synchronisation.
 
-The repair is a best-first search. The findings of a program suggest edits, and each edited program is a candidate. An
-insertion can only lengthen the chains of work in a program. So a candidate that already costs more than a repaired
-program is dropped (branch and bound). At the end, each insertion that is not needed is removed. Two unordered events of
-one rank get the order in which the rank issues them.
+The repair is a best-first search. Each finding about a program suggests edits, and each edited program is a candidate.
+An insertion can only lengthen the chains of work in a program. So a candidate that already costs more than a repaired
+program is dropped (branch and bound). At the end, each insertion that is not needed is removed.
+
+If two events of one rank are not ordered, the repair orders them as the rank issues them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from hostir.repair.places import Block, Edit, Edits, Outline, edited, names_stre
 from hostir.repair.streams import resets, with_callers_stream
 
 MAX_CANDIDATES = 250  # the most programs that one repair checks
-MAX_MORE_CANDIDATES = 12  # the most programs checked after the first one without findings
-UNSOUND = 1_000_000  # the weight of a finding about structure, which hides all other findings
-UNMET = 10_000  # the weight of a finding about waits and signals, which hides findings about memory
+MAX_MORE_CANDIDATES = 12  # the most programs that one repair checks after it has found a program without findings
+UNSOUND = 1_000_000  # the weight of a finding about structure: the checker then reports no other findings
+UNMET = 10_000  # the weight of a finding about waits and signals: it may hide findings about memory
 
 Cost = tuple[int, int, int]
 
@@ -47,8 +48,8 @@ class RepairCandidate:
     Fields:
         program: the program.
         findings: the findings about it.
-        order: the order of its events; None if it could not be traced.
-        cost: the result of the function `cost`; zeros if the program could not be traced.
+        order: the order of its events; None if its structure is unsound or if it could not be traced.
+        cost: the result of the function `cost`; zeros if `order` is None.
         added: the statements that the repair has inserted so far, one block for each insertion.
     """
 
@@ -66,16 +67,18 @@ class RepairCandidate:
 
 @dataclass(frozen=True)
 class Repairer:
-    """Checks candidates and searches for the best of them.
+    """Checks candidates, and searches for the best candidate.
 
-    `sizes` and `calls` are the sizes and the number of calls with which every candidate is checked.
+    Fields:
+        sizes: the values of symbols with which candidates are checked.
+        calls: the number of consecutive calls with which candidates are checked.
     """
 
     sizes: Mapping[str, int] | None
     calls: int | None
 
     def checked(self, program: Program, added: tuple[Block, ...] = ()) -> RepairCandidate:
-        """Check a program, and return it with its findings and its cost. `added` holds the insertions in it."""
+        """Check a program, and return it as a candidate. `added` holds the statements that the repair has inserted."""
         if unsound := check_structure(program):
             return RepairCandidate(program, unsound, added=added)
         analysis = analyse(program, self.sizes, self.calls)
@@ -84,7 +87,7 @@ class Repairer:
         return RepairCandidate(program, analysis.findings, analysis.order, cost(program, analysis.order), added)
 
     def without_leaks(self, program: Program, added: tuple[Block, ...]) -> RepairCandidate:
-        """Check a program. If buffers leak in it, insert frees and check it again. Return the last candidate."""
+        """Check a program, and return it as a candidate. If buffers leak, insert frees for them, and check it again."""
         after = self.checked(program, added)
         if leaks := {f.buffer for f in after.findings if isinstance(f, Finding) and f.category == "leak"}:
             frees = for_leaks(Outline(program), leaks)
@@ -92,7 +95,10 @@ class Repairer:
         return after
 
     def search(self, start: RepairCandidate) -> RepairCandidate | None:
-        """Search for candidates without findings, from `start` on; return the cheapest, or None."""
+        """Search for repairs of `start`; return the candidate without findings that has the lowest cost.
+
+        Return None if no candidate without findings is found.
+        """
         best, turn, budget = None, count(), MAX_CANDIDATES
         todo = [(start.severity, start.cost, next(turn), start)]
         seen = {start.program}
@@ -116,10 +122,10 @@ class Repairer:
         return best
 
     def trimmed(self, candidate: RepairCandidate, before: RepairCandidate) -> RepairCandidate:
-        """Return a repaired program without the statements that it does not need.
+        """Remove the statements that a repaired program does not need; return the result as a candidate.
 
-        First, inserted statements are removed that are not needed. Then statements of the original program are removed
-        that the repair has made redundant.
+        First, insertions that are not needed are removed. Then statements of the original program that the repair has
+        made redundant are removed.
 
         Args:
             candidate: the repaired program.
@@ -142,7 +148,10 @@ class Repairer:
         return candidate
 
     def narrowed(self, candidate: RepairCandidate, join: Statement) -> RepairCandidate:
-        """Replace `join`, a wait for all pool streams, by a wait for one of them, if this is enough."""
+        """Replace `join`, a wait for all pool streams, by a wait for one pool stream, if this is enough.
+
+        Return the candidate with the replacement, or the unchanged candidate.
+        """
         waits = all(s.orders is Sync.STREAMS for body in join.bodies for s in body)
         if not waits or all(s is not join for s in candidate.program.walk()):
             return candidate
@@ -155,7 +164,7 @@ class Repairer:
         return candidate
 
     def removed(self, candidate: RepairCandidate, piece: Block) -> RepairCandidate:
-        """Return the candidate without the statements of `piece`, checked again."""
+        """Remove the statements of `piece` from a candidate, check the program, and return it as a new candidate."""
         return self.checked(candidate.program.with_body(without(candidate.program.body, piece)))
 
 
@@ -200,10 +209,11 @@ def difference(before: Program, after: Program) -> str:
 
 
 def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: int | None = None) -> list[Diagnostic]:
-    """Return warnings about redundant synchronisation: all of it can be removed together without a new finding.
+    """Find redundant synchronisation; return a warning for each redundant statement or group of statements.
 
-    Candidates are `synchronize` statements, barriers, signals with their waits, and loops that contain nothing else.
-    They are tried in program order, a loop before the statements inside it.
+    All of them can be removed together without a new finding. The function tries to remove `synchronize` statements,
+    barriers, signals together with their waits, and loops that contain only such statements. It tries them in program
+    order, a loop before the statements inside it. The arguments are the same as for `repair`.
     """
     repairer = Repairer(sizes, calls)
     _check_phase(program)
@@ -222,7 +232,7 @@ def redundant(program: Program, sizes: Mapping[str, int] | None = None, calls: i
 def cost(program: Program, order: Order) -> Cost:
     """Return the cost of a program: the length of its longest chain of work, its waits, and its statements.
 
-    Waits are counted over all ranks and calls; statements are counted in the text.
+    Waits are counted in all ranks and calls. Statements are counted in the text of the program.
     """
     statements = list(program.walk())
     waits = {id(s): s.waits for s in statements}
@@ -232,7 +242,8 @@ def cost(program: Program, order: Order) -> Cost:
 def longest_chain(order: Order) -> int:
     """Return the length of the longest chain of work over all ranks and calls.
 
-    Each computation, communication and copy counts as one. In a chain, each event happens before the next.
+    A chain is a sequence of events in which each event happens before the next. Its length is the number of
+    computations, communications and copies.
     """
     chain: dict[Event, int] = {}
     for event in _in_order(order):
@@ -243,9 +254,8 @@ def longest_chain(order: Order) -> int:
 def loses(order: Order) -> bool:
     """Return True if a value in a symmetric buffer is overwritten before it is read.
 
-    Parts of buffers that nothing ever reads do not count. If two ranks access a buffer, a repair has to choose which
-    access comes first. It may choose an order without races in which values are lost. This function finds such a
-    repair.
+    Parts of buffers that no event reads are ignored. If two ranks access a buffer, a repair has to choose which access
+    comes first. The wrong choice may be free of races, but lose values. This function detects such a repair.
     """
     fresh: dict[Buffer, set[Region]] = {buffer: set() for rank in order.ranks for buffer in rank.kept.values()}
     read: dict[Buffer, set[Region]] = {buffer: set() for buffer in fresh}
@@ -269,7 +279,10 @@ def loses(order: Order) -> bool:
 
 
 def _in_order(order: Order) -> Iterator[Event]:
-    """Yield all events, each after the events that happen before it. Events in cycles are left out."""
+    """Yield the events in an order that agrees with happens-before.
+
+    Events in cycles, and events that come after a cycle, are left out.
+    """
     missing = {event: len(event.after) + len(event.held) for event in order.events}
     followers = order.followers()
     ready = deque(event for event, n in missing.items() if not n)
@@ -283,9 +296,9 @@ def _in_order(order: Order) -> Iterator[Event]:
 
 
 def _work(event: Event) -> bool:
-    """Return True if an event counts as work: it completes the result of a computation, communication or copy.
+    """Return True if an event counts as one piece of work: a computation, communication or copy writes its result.
 
-    For a computation by blocks, only the last event counts.
+    For a computation that runs block by block, only the last event counts.
     """
     s = event.statement
     if s is not None and any(use.rows for use in s.flag_operands):
@@ -294,7 +307,7 @@ def _work(event: Event) -> bool:
 
 
 def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
-    """Yield the edits that may repair a candidate's first finding that can be repaired."""
+    """Yield edits that may repair a finding about a candidate: the first finding for which there are edits."""
     outline, order = Outline(candidate.program), candidate.order
     if order is None:
         yield from for_handles(outline)
@@ -305,7 +318,7 @@ def suggestions(candidate: RepairCandidate) -> Iterator[Edits]:
 
 
 def _weight(finding: Diagnostic) -> int:
-    """Return the weight of a finding. It is higher if the finding may hide more other findings."""
+    """Return the weight of a finding. A finding that may hide other findings has a higher weight."""
     if not isinstance(finding, Finding):
         return UNSOUND
     return finding.times if finding.category in ("race", "leak", "unwritten") else UNMET * finding.times
@@ -340,10 +353,10 @@ def _without_unused(program: Program, before: Program) -> Program:
 
 
 def _units(program: Program) -> Iterator[Block]:
-    """Yield the groups of statements that may be redundant, a loop before the statements inside it.
+    """Yield the groups of statements that may be redundant. A loop comes before the statements inside it.
 
-    A group holds one statement, or the signals of some flags with all waits for them. Waits for handles are left out,
-    because every handle needs a wait.
+    A group holds one statement, or all signals and waits of one row of flags. Waits for handles are left out, because
+    every handle needs a wait.
     """
     flags: dict[str, list[Statement]] = {}
     for s in program.walk():
@@ -358,15 +371,15 @@ def _units(program: Program) -> Iterator[Block]:
 
 
 def _only_orders(s: Statement) -> bool:
-    """Return True if a statement does nothing but order other statements.
+    """Return True if a statement has no effect except that it orders other statements.
 
-    Return False for a wait for a handle, because every handle needs a wait.
+    A wait for a handle does not count, because every handle needs a wait.
     """
     return bool(s.orders) and s.awaited is None
 
 
 def _same_streams(program: Program, unit: Block) -> bool:
-    """Return True if all other statements stay on their streams when the statements of `unit` are removed."""
+    """Return True if all other statements keep their streams when the statements of `unit` are removed."""
     if not any(x.sets_stream for s in unit for body in s.bodies for x in body):
         return True
     outline = Outline(program)
@@ -374,7 +387,7 @@ def _same_streams(program: Program, unit: Block) -> bool:
 
 
 def _redundant(unit: Block, program: Program) -> Diagnostic:
-    """Return the warning that the statements of `unit` are redundant."""
+    """Return a warning that says that the statements of `unit` are redundant."""
     text = f"'{format_statement(unit[0], program)}'"
     return Finding(
         f"nothing needs {text}: the program stays right without it, and more may overlap",

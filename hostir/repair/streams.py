@@ -15,14 +15,14 @@ from hostir.repair.places import Block, BodyPosition, Edit, Edits, Outline, call
 
 
 def with_callers_stream(program: Program) -> Program:
-    """Return a program in which a value names the caller's stream. Insert a `current_stream` where it is missing."""
+    """Return the program with a value for the caller's stream. If it has none, add a `current_stream` at the start."""
     if callers_stream(program) is not None:
         return program
     return program.with_body((CurrentStream(out=Value(Names.of(program).fresh("user"), Kind.STREAM)), *program.body))
 
 
 def resets(body: Block) -> bool:
-    """Return True if a body sets the current stream before it issues any work."""
+    """Return True if a block sets the current stream before it issues work."""
     first = next((s for s in body if not s.on_host), None)
     if first is None or first.sets_stream is not None:
         return first is not None
@@ -32,7 +32,7 @@ def resets(body: Block) -> bool:
 def fork(outline: Outline, place: BodyPosition, source: Ref | Lit) -> Block:
     """Return a fork: statements that make every other pool stream wait for the stream `source`.
 
-    After them, the current stream is the same as before them. `place` is the place where they are to be inserted.
+    The statements are for insertion at `place`. After them, the current stream is the same as before.
     """
     index, count = _new_index(outline, place), outline.program.streams
     worker: Expr = Ref(index)
@@ -53,9 +53,10 @@ def join(outline: Outline, place: BodyPosition) -> Block:
 
 
 def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statements that make the caller's stream current at a place.
+    """Return a block with a statement that makes the caller's stream the current stream at a place.
 
-    Return () if it is current already, or if the place is inside a loop or an `if`.
+    The block is empty if the caller's stream is the current stream already, or if the place is inside a loop or an
+    `if`.
     """
     stream = outline.callers_stream
     if len(place) > 1 or stream is None or outline.set_above(place) in (None, Ref(stream)):
@@ -64,9 +65,10 @@ def set_callers_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
-    """Return the statements that set the current stream back to the current stream at `place`.
+    """Return a block with a statement that sets the stream that is the current stream at `place`.
 
-    Return () if the statements after `place` set the current stream anyway.
+    It follows inserted statements that have changed the current stream. The block is empty if the statements after
+    `place` set the current stream before they issue work.
     """
     current = outline.stream(place)
     if current is None or resets(outline.block(place)[place[-1] :]):
@@ -75,7 +77,7 @@ def _restore_stream(outline: Outline, place: BodyPosition) -> Block:
 
 
 def _new_index(outline: Outline, place: BodyPosition) -> Value:
-    """Return a new loop index. No value in scope at the place has its name."""
+    """Return a value for a new loop index, with a name that no value in scope at the place has."""
     scope, name = outline.scope(place), "s"
     while name in scope:
         name += "s"
@@ -95,9 +97,9 @@ def synchronizes(outline: Outline, first: Event, second: Event) -> Iterator[Edit
 def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
     """Return the places for a `synchronize` that orders an event after work on another stream.
 
-    These are the places before the event's statement and after each `set_stream` above it. If the event is an action of
-    the caller, they are the places at the end of the program. The places before all barriers and signals are included,
-    too: a rank that waits there is ordered after everything that the signalling stream has waited for.
+    They are the places before the event's statement, and after each `set_stream` above it. If the event is an action of
+    the caller, they are the places at the end of the program. The places before all signals and barriers are included,
+    too: if the event comes after a signal or a barrier, a `synchronize` before the signal or the barrier may be enough.
     """
     passing = [place for place, s in outline.statements if s.orders & Sync.SIGNAL]
     if event.statement is None:
@@ -108,7 +110,10 @@ def _waiting_places(outline: Outline, event: Event) -> list[BodyPosition]:
 
 
 def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[Expr]:
-    """Return candidates for a stream that has waited for an event, as expressions with names in scope at a place."""
+    """Return candidates for a stream that runs an event or has waited for it.
+
+    They are expressions with names that are in scope at `place`.
+    """
     lanes = {event.stream, *(str(lane[1]) for lane, _ in event.ends if len(lane) == 2)}
     streams: list[Expr] = []
     if outline.callers_stream and (CALLER in lanes or lanes == {event.stream}):
@@ -120,11 +125,11 @@ def _streams_after(outline: Outline, event: Event, place: BodyPosition) -> list[
 
 
 def forks(outline: Outline, order: Order, second: Event) -> Iterator[Edits]:
-    """Yield edits that insert a fork: every pool stream waits for one stream.
+    """Yield edits that insert a fork: every pool stream waits for one source stream.
 
-    This stream is the caller's stream, or a pool stream that waits for other ranks. The fork stands before the
-    top-level statement that contains the second event, or before the first top-level statement that may change the
-    current stream and is not an `if`.
+    The source is the caller's stream, or a pool stream that waits for other ranks. The fork is inserted before the
+    top-level statement that contains the second event. Another place for it is before the first top-level statement
+    that may change the current stream and is not an `if`.
     """
     if not outline.program.streams:
         return

@@ -1,1 +1,1 @@
-"""Pictures of a program and of its findings."""
+"""Draw pictures that show the order of a program's events and the findings about it."""

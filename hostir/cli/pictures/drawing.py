@@ -1,7 +1,8 @@
-"""Draw the order of a program's events: `hostir check FILE --graph OUT.svg`.
+"""Draw the order of a program's events as SVG, for `hostir check FILE --graph OUT.svg`.
 
-Rows are the streams of each rank and its communications; a box stands right of all boxes that come before it. Arrows
-show happens-before, without arrows that others imply. Conflicts are red.
+Each stream of a rank is a lane, and each rank has one more lane for its communications. A box stands to the right of
+all boxes that happen before it. Arrows show happens-before. An arrow is left out if a path of other arrows implies it.
+Conflicts are red.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #24292f }
 
 
 def draw(program: Program, analysis: Analysis) -> str:
-    """Return the picture as SVG: the ranks, rounds and calls that findings name. One line lists what is left out."""
+    """Return a picture of a program and its findings, as SVG.
+
+    It shows the ranks, rounds and calls that the findings name. The header says which parts are left out.
+    """
     title = f"@{program.name}: {count(len(analysis.findings), 'finding') or 'no findings'}"
     header = [f"{name} = {value}" for name, value in sorted((analysis.sizes or {}).items())]
     if analysis.order is None:
@@ -61,7 +65,7 @@ def draw(program: Program, analysis: Analysis) -> str:
 
 
 class _Page:
-    """Writes a scene from back to front: lanes, arrows, boxes, findings."""
+    """Writes a scene as SVG. It writes lanes first, then arrows, boxes and findings, so that later ones lie on top."""
 
     def __init__(self, title: str, header: list[str], scene: Scene, analysis: Analysis) -> None:
         self.title, self.scene, self.findings = title, scene, analysis.findings
@@ -141,7 +145,7 @@ class _Page:
         return f'<g><rect {frame} fill="#fff" stroke="{INK["red"]}"/>{words}</g>'
 
     def _words(self) -> list[tuple[str, str]]:
-        """Return the findings as lines of text with their styles."""
+        """Return the text of the findings: pairs of a style and a line."""
         lines = []
         for number, finding in enumerate(self.findings[:MAX_LISTED], 1):
             at = f"line {finding.span.line}: " if finding.span else ""
@@ -164,7 +168,7 @@ def _path(way: str, style: str, color: str = "", head: str = "") -> str:
 
 
 def _heads() -> Iterable[str]:
-    """Yield the definitions of arrow heads, by color."""
+    """Yield the SVG definition of the arrow head of each color."""
     for name in ("order", "ranks", "red"):
         shape = f'<path d="M0 0L6 3L0 6Z" fill="{INK[name]}"/>'
         size = 'viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="6" markerHeight="6"'

@@ -1,6 +1,6 @@
-"""Place the boxes of a scene on a page, in pixels, and route the lines between them.
+"""Place the boxes of a scene on a page, and route the lines between the boxes.
 
-A coordinate pair is (x, y); y grows downwards, as in SVG.
+Lengths are in pixels. A point is (x, y), and y grows downwards, as in SVG.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ from textwrap import wrap
 
 from hostir.cli.pictures.scene import Arrow, Box, FindingMark, Scene
 
-NARROWEST, WIDE, WIDEST = 800, 1200, 1600  # wider than WIDE: leave out rounds; wider than WIDEST: leave out statements
+# Widths of a page. A picture wider than WIDE leaves out rounds of loops; if it is wider than WIDEST, also statements.
+NARROWEST, WIDE, WIDEST = 800, 1200, 1600
 LEFT, RIGHT, TOP, BOTTOM = 122, 16, 90, 16
 HEIGHT, CHANNEL, GAP, GUTTER, LINE = 30, 16, 20, 18, 17
-HEAD, REST, WORDS = 6.5, 5.9, 6.1  # width of a character: in a box's first line, in its second line, in running text
-TITLE_LENGTHS = (22, 18, 15, 12)  # limits on a box's second line, in characters; the first that fits is used
+HEAD, REST, WORDS = 6.5, 5.9, 6.1  # width of a character: in a box's first line, in its second line, in other text
+# Limits on the second line of a box, in characters. The first limit with which the page is not wider than WIDE is used.
+TITLE_LENGTHS = (22, 18, 15, 12)
 
 Point = tuple[float, float]
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def clip(text: str, longest: int) -> str:
-    """Return a text of at most `longest` characters; an ellipsis replaces the rest."""
+    """Shorten a text to at most `longest` characters. If characters are cut off, the last one is an ellipsis."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _column_widths(scene: Scene, longest: int) -> list[float]:
-    """Return the width of each column, gutter included."""
+    """Return the width of each column, including the gutter to its right.
+
+    `longest` is the limit on the second line of a box, in characters.
+    """
     widths = [0.0] * scene.columns
     for box in scene.boxes:
         text = max(len(box.word) * HEAD, len(clip(box.place + box.operands, longest)) * REST) + 10
@@ -34,12 +39,12 @@ def _column_widths(scene: Scene, longest: int) -> list[float]:
 
 
 def scene_width(scene: Scene, longest: int) -> float:
-    """Return the width of a scene whose boxes have at most `longest` characters in their second line."""
+    """Return the width of a scene's page. `longest` is the limit on the second line of a box, in characters."""
     return LEFT + sum(_column_widths(scene, longest)) + RIGHT
 
 
 class Layout:
-    """Positions of a scene's columns, lanes and boxes on a page, below a header of several lines."""
+    """The positions of a scene's columns, lanes and boxes on a page. The scene is below the text `header`."""
 
     def __init__(self, scene: Scene, header: str) -> None:
         self.longest = next((n for n in TITLE_LENGTHS if scene_width(scene, n) <= WIDE), TITLE_LENGTHS[-1])
@@ -47,7 +52,7 @@ class Layout:
         self.columns = [(LEFT + sum(widths[:n]), LEFT + sum(widths[: n + 1]) - GUTTER) for n in range(len(widths))]
         self.width = max(NARROWEST, scene_width(scene, self.longest))
         self.header = self.wrapped(header) or [""]
-        self.top = LINE * (len(self.header) - 1)  # the height of the header's lines after its first
+        self.top = LINE * (len(self.header) - 1)  # the height of all lines of the header except the first
         self.lanes: dict[tuple[int, str], float] = {}  # the upper edge of each lane, by rank and name
         self.bottom = float(TOP + self.top)
         for (rank, lane), rows in scene.lanes.items():
@@ -56,7 +61,7 @@ class Layout:
             self.bottom += rows * (HEIGHT + CHANNEL)
 
     def wrapped(self, text: str) -> list[str]:
-        """Return the lines of a text as wide as the page."""
+        """Break a text into lines that fit the width of the page."""
         return wrap(text, int((self.width - 32) / WORDS))
 
     def place(self, box: Box) -> Rectangle:
@@ -65,17 +70,20 @@ class Layout:
         return self.columns[box.first][0], y, self.columns[box.last][1], y + HEIGHT
 
     def line(self, arrow: Arrow) -> str:
-        """Return the path of an arrow, as SVG."""
+        """Return the SVG path of an arrow."""
         return self._tie(arrow) if arrow.way == "meets" else self._step(arrow)
 
     def _tie(self, arrow: Arrow) -> str:
-        """Return the path of a vertical line between the sides of one communication."""
+        """Return the SVG path of a vertical line between the boxes of two ranks that meet in one communication."""
         x = sum(self.columns[arrow.enters]) / 2
         upper, lower = sorted((self.place(arrow.source), self.place(arrow.target)), key=lambda place: place[1])
         return f"M{x:g} {upper[3]:g}V{lower[1]:g}"
 
     def _step(self, arrow: Arrow) -> str:
-        """Return the path of an arrow from the right end of a box to the left end of another."""
+        """Return the SVG path of an arrow from its source box to its target box.
+
+        In one row and between adjacent columns it is a straight line, otherwise a curve.
+        """
         source, target = self.place(arrow.source), self.place(arrow.target)
         leaves, enters = self.columns[arrow.leaves][1], self.columns[arrow.enters][0]
         if source[1] == target[1] and arrow.enters == arrow.leaves + 1:
@@ -85,20 +93,23 @@ class Layout:
         return _curve(leaves - 9, source, enters + 9, target)
 
     def curve(self, a: Box, b: Box) -> str:
-        """Return the path of a curve between the middles of two boxes."""
+        """Return the SVG path of a curve between the middles of two boxes."""
         first, second = self.place(a), self.place(b)
         return _curve((first[0] + first[2]) / 2, first, (second[0] + second[2]) / 2, second)
 
 
 class Labels:
-    """Places labels where they hide the least area of boxes and of earlier labels."""
+    """Places the labels of findings where they hide as little as possible of boxes and of earlier labels."""
 
     def __init__(self, layout: Layout, scene: Scene) -> None:
         self.layout = layout
         self.occupied = [layout.place(box) for box in scene.boxes]
 
     def place(self, mark: FindingMark, half: float) -> Point:
-        """Return the centre of the label of a mark, and count its area as occupied. `half`: half the label's width."""
+        """Choose a position for the label of a finding, mark its area as occupied, and return its centre.
+
+        `half` is half the width of the label.
+        """
         limit = self.layout.width - RIGHT - half
         spots = [(min(max(x, LEFT + half), limit), y) for x, y in self._spots(mark)]
         centre = min(spots, key=lambda spot: self._hidden(_label_area(spot, half)))
@@ -106,7 +117,10 @@ class Labels:
         return centre
 
     def _spots(self, mark: FindingMark) -> list[Point]:
-        """Return label positions: along the first lines of a mark, then around its last box."""
+        """Return possible centres for the label of a finding.
+
+        They lie along the first four red lines of the finding, and below and above its last box.
+        """
         spots: list[Point] = []
         for a, b in [*mark.pairs, *((arrow.source, arrow.target) for arrow in mark.cycle)][:4]:
             (l0, t0, r0, _), (l1, t1, r1, _) = self.layout.place(a), self.layout.place(b)
@@ -117,7 +131,7 @@ class Labels:
         return [*spots, ((left + right) / 2, bottom + 9), ((left + right) / 2, top - 9)]
 
     def _hidden(self, area: Rectangle) -> float:
-        """Return the occupied area, in square pixels, that a rectangle would hide."""
+        """Return the area of boxes and earlier labels that a label in this rectangle would hide, in square pixels."""
         left, top, right, bottom = area
         shared = (
             max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, y))
@@ -127,7 +141,10 @@ class Labels:
 
 
 def _curve(x0: float, a: Rectangle, x1: float, b: Rectangle) -> str:
-    """Return a curve from one box to another above or below it; in the same row it passes over the boxes between."""
+    """Return the SVG path of a curve from `x0` at the edge of box `a` to `x1` at the edge of box `b`.
+
+    If both boxes are in one row, the curve is an arc above the boxes between them.
+    """
     if a[1] == b[1]:
         return f"M{x0:g} {a[1]:g}C{x0:g} {a[1] - 13:g} {x1:g} {b[1] - 13:g} {x1:g} {b[1] - 1:g}"
     down = a[1] < b[1]

@@ -1,8 +1,10 @@
-"""The scene of a picture: statements as boxes in lanes and columns, and arrows for their order.
+"""Build the scene of a picture: statements are boxes in lanes and columns, and arrows show their order.
 
-A column is a depth in happens-before: a box stands right of all boxes that come before it, and the sides of one
-communication stand above each other. An arrow within a rank also represents chains through boxes that are left out.
-An arrow from rank to rank only represents chains through ranks that are left out.
+A box stands to the right of all boxes that happen before it. The boxes of different ranks for one communication are in
+the same column.
+
+A picture leaves out some ranks and statements. An arrow between boxes of one rank may stand for a chain of events
+through any of the statements left out. An arrow from rank to rank stands only for chains through ranks left out.
 """
 
 from __future__ import annotations
@@ -18,22 +20,33 @@ from hostir.check.tracing.events import CALLER, Event
 from hostir.ir.op import Statement, Sync
 from hostir.ir.program import Program, format_statement
 
-# Categories of boxes; the first is a lane, too.
+# The roles of boxes. "communication" is also the name of a lane.
 COMMUNICATION, COMPUTATION, OTHER = "communication", "computation", "other"
-CYCLIC = ("deadlock", "SMs held")  # findings whose events wait for each other in a cycle
+CYCLIC = ("deadlock", "SMs held")  # the categories of findings about events that wait for each other in a cycle
 EARLY = ("begins", "moves")  # events of a communication that do not wait for other ranks
-Way = Literal["order", "ranks", "meets"]  # an arrow within a rank; to another rank; between sides of a communication
-Tie = tuple[int, ...]  # events that happen together
+# What an arrow joins: events of one rank; events of two ranks; the events of two ranks that meet in one communication.
+Way = Literal["order", "ranks", "meets"]
+Tie = tuple[int, ...]  # the events of different ranks that meet in one barrier
 
 
 @dataclass(eq=False)
 class Box:
-    """A box: a statement of one rank, round and call; several similar statements in a row; or an action of the caller.
+    """A box of a picture.
+
+    It stands for one statement in one rank, round and call, or for several similar statements in a row. It may also
+    stand for an action of the caller.
 
     Fields:
+        rank: the rank that runs the statement.
         lane: "caller", the name of a pool stream, or "communication".
-        first, last: the columns of its first and last event.
-        row: its row in the lane.
+        role: COMMUNICATION, COMPUTATION or OTHER. It decides the color.
+        word: the first line of the text in the box: a keyword, or the action of the caller.
+        operands: the second line of the text in the box.
+        title: the text that viewers show when the pointer is over the box.
+        rounds: for each statement, the rounds of the loops around it; empty outside loops.
+        events: the events of the statements.
+        first, last: the columns of the first and last event.
+        row: the row of the box in its lane.
     """
 
     rank: int
@@ -60,8 +73,10 @@ class Arrow:
     """An arrow: `source` happens before `target`.
 
     Fields:
-        leaves, enters: the columns between which it runs.
-        back: True if it closes a cycle.
+        source, target: the boxes that the arrow joins.
+        leaves, enters: the columns in which the arrow begins and ends.
+        way: what the arrow joins.
+        back: True if the arrow closes a cycle.
     """
 
     source: Box
@@ -74,7 +89,15 @@ class Arrow:
 
 @dataclass(frozen=True)
 class FindingMark:
-    """The mark of a finding: its boxes, the pairs in conflict, and the arrows of a cycle."""
+    """The red parts of a picture for one finding.
+
+    Fields:
+        number: the number of the finding in the list of findings.
+        finding: the finding.
+        boxes: the boxes of its events.
+        pairs: the pairs of boxes that a red dashed line joins.
+        cycle: the red arrows, if the events wait for each other in a cycle.
+    """
 
     number: int
     finding: Finding
@@ -97,7 +120,7 @@ class Scene:
 
     @property
     def lanes(self) -> dict[tuple[int, str], int]:
-        """Return the number of rows of each lane, by rank and lane name, from top to bottom."""
+        """The number of rows of each lane, by rank and lane name. The lanes are sorted from top to bottom."""
         rows: dict[tuple[int, str], int] = {}
         for box in sorted(self.boxes, key=_place):
             rows[box.rank, box.lane] = max(rows.get((box.rank, box.lane), 0), box.row + 1)
@@ -105,7 +128,15 @@ class Scene:
 
 
 def boxes_of(program: Program, order: Order, ranks: Iterable[int], calls: int, named: Set[Event]) -> list[Box]:
-    """Return the boxes of some ranks in the first calls, in issue order; allocations only if a finding names them."""
+    """Return the boxes of some ranks in the first calls, in the order in which each rank issues its statements.
+
+    Args:
+        program: the host program.
+        order: the order of its events.
+        ranks: the ranks to draw.
+        calls: the number of calls to draw.
+        named: the events that findings name. An allocation gets a box only if it is one of them.
+    """
     boxes: dict[tuple[object, ...], Box] = {}
     for event in (e for rank in ranks for e in order.ranks[rank].events):
         if event.call >= calls or (event.verb == "allocates" and event not in named):
@@ -142,14 +173,20 @@ def _list(numbers: Iterable[int]) -> str:
 
 
 def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -> Scene:
-    """Place boxes in columns and rows, with arrows for the edges between them and marks for numbered findings."""
+    """Build the scene of the boxes to draw: set their columns and rows, and add arrows and marks.
+
+    Args:
+        order: the order of the program's events.
+        boxes: the boxes to draw. Their fields `first`, `last` and `row` are set.
+        findings: the findings to mark, by number.
+    """
     if not boxes:
         return Scene((), (), ())
     events = [event for box in boxes for event in box.events]
     owner_of = {event: box for box in boxes for event in box.events}
     owners = [owner_of[event] for event in events]
     graph = _between(order, events, held=any(finding.category in CYCLIC for finding in findings.values()))
-    # Early events come before the other events of their box. No edge says so if the ranks' collectives differ.
+    # Early events come before the other events of their box. The order lacks this edge if ranks' collectives differ.
     early = [n for n, event in enumerate(events) if event.verb in EARLY]
     met = [n for n, event in enumerate(events) if event.verb not in EARLY]
     graph.add_edges_from((n, m) for n in early for m in met if owners[m] is owners[n])
@@ -167,10 +204,16 @@ def stage(order: Order, boxes: Sequence[Box], findings: Mapping[int, Finding]) -
 
 
 def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
-    """Return a graph of the shown events, with an edge wherever a path through hidden events leads from one to another.
+    """Return the happens-before graph of the shown events. Its nodes are their indices.
 
-    With `held`, the paths include edges from events that may hold an event up. Programs may not rely on such edges, but
-    they close cycles.
+    There is an edge between two shown events if a path through hidden events leads from the first to the second. If
+    the events are of different ranks, the path may only go through ranks without shown events.
+
+    Args:
+        order: the order of all events.
+        shown: the events in boxes.
+        held: True to follow also the edges from events that may delay an event. A program may not rely on such edges,
+            but they close cycles.
     """
     import networkx as nx
 
@@ -184,8 +227,8 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
         full.add_edges_from((number[before], n) for before in (*event.after, *(event.held if held else ())))
     ranks = {event.rank for event in shown}
     outside = [event.rank not in ranks or event.verb == "meets" for event in events]
-    seen = [0] * len(events)  # for each event, as bits: the shown events that lead to it through hidden events
-    near = [0] * len(events)  # the same, only through events of other ranks
+    seen = [0] * len(events)  # for each event, as a bit mask: the shown events with a path of hidden events to it
+    near = [0] * len(events)  # the same, for paths through ranks that are not shown
     groups = nx.condensation(full)
     for group in nx.topological_sort(groups):
         members, stable = sorted(groups.nodes[group]["members"]), False
@@ -207,7 +250,10 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """Return edges that break all cycles if they are removed: in a cycle, edges to another rank or back in time."""
+    """Return edges to remove from the graph so that it has no cycles.
+
+    They are the edges of cycles that lead to another rank, or back to an earlier event of the same rank.
+    """
     import networkx as nx
 
     edges: list[tuple[int, int]] = []
@@ -220,7 +266,10 @@ def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
 
 
 def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
-    """Return the column of each event: the number of boxes on the longest path to it."""
+    """Return the column of each event: the largest number of steps from box to box on a path to the event.
+
+    A step between two boxes that may share a column does not count.
+    """
     import networkx as nx
 
     columns: dict[int, int] = {}
@@ -231,14 +280,14 @@ def _columns(graph: Any, owners: Sequence[Box]) -> dict[int, int]:
 
 
 def _share_column(a: Box, b: Box) -> bool:
-    """Return True if two boxes may share a column: they are the same box, or sides of one communication."""
+    """Return True if two boxes may share a column: they are the same box, or two ranks' boxes of one communication."""
     if a is b or a.rank == b.rank or not a.lane == b.lane == COMMUNICATION:
         return a is b
     return a.word == b.word or not any(s and s.collective for s in (a.events[0].statement, b.events[0].statement))
 
 
 def _stack(boxes: Iterable[Box]) -> None:
-    """Give each box the first row of its lane in which its columns are free."""
+    """Set the row of each box to the first row of its lane in which the columns of the box are free."""
     ends: dict[tuple[int, str], list[int]] = {}
     for box in sorted(boxes, key=lambda box: box.first):
         rows = ends.setdefault((box.rank, box.lane), [])
@@ -249,7 +298,16 @@ def _stack(boxes: Iterable[Box]) -> None:
 def _arrows(
     graph: Any, back: Sequence[tuple[int, int]], owners: Sequence[Box], columns: Mapping[int, int], ties: Iterable[Tie]
 ) -> list[Arrow]:
-    """Return the arrows between boxes, without arrows that others imply. Ties replace the arrows that they explain."""
+    """Return the arrows between boxes. An arrow is left out if a path of other arrows implies it.
+
+    Args:
+        graph: the edges between events, without the edges that close cycles.
+        back: the edges that close cycles.
+        owners: the box of each event.
+        columns: the column of each event.
+        ties: the events that meet in each barrier. Lines from rank to rank join their boxes, instead of the arrows from
+            each rank to every other rank.
+    """
     import networkx as nx
 
     arrows: dict[tuple[Box, Box], Arrow] = {}
@@ -269,7 +327,7 @@ def _arrows(
 
 
 def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
-    """Return the ties of barriers: sides that share a column, in the order of ranks."""
+    """Return one tie for each barrier and column: the events in this column with which ranks leave the barrier."""
     sides: dict[tuple[Event, int], list[int]] = {}
     for n, event in enumerate(events):
         for meeting in event.after if event.statement and event.statement.orders is Sync.MEET else ():
@@ -279,7 +337,13 @@ def _barriers(events: Sequence[Event], columns: Mapping[int, int]) -> list[Tie]:
 
 
 def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: Sequence[Arrow]) -> list[FindingMark]:
-    """Return the marks of the numbered findings that have a box."""
+    """Return a mark for each finding with at least one box.
+
+    Args:
+        findings: the findings by number.
+        owner: the box of each event.
+        arrows: all arrows of the picture.
+    """
     marks = []
     for number, finding in findings.items():
         boxes = tuple(dict.fromkeys(owner[event] for event in finding.events if event in owner))
@@ -292,7 +356,14 @@ def _marks(findings: Mapping[int, Finding], owner: Mapping[Event, Box], arrows: 
 
 
 def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[Box, Box]], list[Arrow]]:
-    """Return the neighbours in a cycle of boxes that no path of arrows joins, and the arrows of the other paths."""
+    """Return the lines and arrows that show a cycle of boxes. In the cycle, each box waits for the box before it.
+
+    If a path of arrows leads from a box to the next box, the shortest such path is shown. Otherwise a line joins the
+    two boxes.
+
+    Returns:
+        The pairs of boxes to join by a line, and the arrows of the paths.
+    """
     import networkx as nx
 
     graph = nx.DiGraph()
@@ -309,14 +380,28 @@ def _around(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> tuple[list[tuple[B
 
 
 def nearby(boxes: Iterable[Box], centre: Set[Event], reach: int) -> list[Box]:
-    """Return the boxes outside loops, and the boxes at most `reach` rounds of an outermost loop from a finding."""
+    """Return the boxes that are outside loops, or in a round close to the rounds of the findings.
+
+    Args:
+        boxes: all boxes.
+        centre: the events that findings name.
+        reach: the largest distance, in rounds of an outermost loop, to the round of an event that findings name.
+    """
     rounds = {event.rounds[0] for event in centre if event.rounds} or {0}
     return [box for box in boxes if not box.rounds or min(abs(box.rounds[0][0] - r) for r in rounds) <= reach]
 
 
 def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
-    """Return at most `most` boxes: the boxes that their rank issues closest to the findings' events."""
-    first: dict[int, int] = {}  # by rank: its first box
+    """Return at most `most` boxes, in their old order.
+
+    They are the boxes closest to the findings' events in the order in which each rank issues its statements.
+
+    Args:
+        boxes: all boxes; the boxes of a rank are consecutive.
+        centre: the events that findings name.
+        most: the largest number of boxes.
+    """
+    first: dict[int, int] = {}  # by rank: the index of its first box
     firsts = [first.setdefault(box.rank, n) for n, box in enumerate(boxes)]
     places = [n - firsts[n] for n, box in enumerate(boxes) if not centre.isdisjoint(box.events)] or [0]
     distances = [min(abs(n - start - place) for place in places) for n, start in enumerate(firsts)]
@@ -325,7 +410,10 @@ def closest(boxes: Sequence[Box], centre: Set[Event], most: int) -> list[Box]:
 
 
 def merged(boxes: Iterable[Box], centre: Set[Event]) -> list[Box]:
-    """Merge successive frees or waits on one stream into one box, unless a finding names one of them."""
+    """Merge successive boxes of frees in a lane, and successive boxes of waits for streams; return all boxes.
+
+    A box with an event of `centre` is not merged. `centre` holds the events that findings name.
+    """
     kept: list[Box] = []
     for box in boxes:
         before = kept[-1] if kept else box
@@ -347,11 +435,15 @@ def _alike(a: Box, b: Box) -> bool:
 
 
 def _is_small(s: Statement) -> bool:
-    """Return True if a statement may share a box with equal neighbours: frees and waits for streams."""
+    """Return True if a statement frees a buffer or waits for a stream. Similar neighbours may then share its box."""
     return s.freed is not None or s.orders is Sync.STREAMS
 
 
 def _place(box: Box) -> tuple[int, bool, bool, int]:
-    """Return the sort key of a lane: by rank; then the caller's stream, the pool's streams, communications."""
+    """Return the sort key for the lane of a box.
+
+    Lanes are sorted by rank. Within a rank, the caller's stream is first, then come the pool's streams by number, and
+    communications are last.
+    """
     number = box.lane.removeprefix("stream ")
     return box.rank, box.lane == COMMUNICATION, box.lane != "caller", int(number) if number.isdigit() else 0

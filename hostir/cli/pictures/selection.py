@@ -1,4 +1,4 @@
-"""Choose the ranks, rounds and statements that a picture shows, and describe everything left out."""
+"""Choose the ranks, rounds and statements that a picture shows, and describe the parts that it leaves out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BOXES, MIN_BOXES, MAX_RANKS, MAX_FINDINGS = 150, 16, 8, 4  # limits of a pic
 
 
 def choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, list[str]]:
-    """Return a scene with as many rounds as fit, and descriptions of everything left out."""
+    """Return a scene with as many rounds of loops as fit on a page, and lines that describe the parts left out."""
     numbered = {n: f for n, f in enumerate(analysis.findings, 1) if isinstance(f, Finding) and f.events}
     deadlocks = {n: f for n, f in numbered.items() if f.category == "deadlock"}  # they may cause the other findings
     findings = dict(list((deadlocks or numbered).items())[:MAX_FINDINGS])
@@ -54,13 +54,19 @@ def choose(program: Program, analysis: Analysis, order: Order) -> tuple[Scene, l
 
 
 def _ranks(program: Program, named: set[int]) -> list[int]:
-    """Return the ranks to draw: the ranks that findings name and one more; two ranks if no rank is named."""
+    """Return the ranks to draw: the ranks that findings name, and one more. If findings name no rank, draw two ranks.
+
+    `named` are the ranks that findings name. At most MAX_RANKS of them are drawn.
+    """
     others = [rank for rank in range(program.ranks) if rank not in named]
     return sorted({*sorted(named)[:MAX_RANKS], *others[: 1 if named else 2]})
 
 
 def _ranks_left_out(program: Program, order: Order, ranks: Sequence[int]) -> str:
-    """Describe the ranks that are not drawn: "alike" if each issues the same events as a rank that is drawn."""
+    """Return a line that lists the ranks that are not drawn; an empty text if all ranks are drawn.
+
+    The line says "alike" if each of them issues the same events as a rank that is drawn.
+    """
 
     def issued(rank: int) -> list[object]:
         return [(id(e.statement), e.rounds, e.verb, e.stream) for e in order.ranks[rank].events]
@@ -76,7 +82,7 @@ def _unless_empty(subject: str, predicate: str) -> str:
 
 
 def _spans(noun: str, numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as "ranks 0, 2 to 7"; an empty text for no numbers."""
+    """Return a noun with ascending numbers, such as "ranks 0, 2 to 7". Without numbers, return an empty text."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][-1] + 1:
@@ -88,5 +94,5 @@ def _spans(noun: str, numbers: Sequence[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if needed; an empty text for 0."""
+    """Return a number with a noun, such as "1 round" or "2 rounds". For 0, return an empty text."""
     return f"{number} {noun}{'s' if number > 1 else ''}" if number else ""
