@@ -38,10 +38,10 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield each factor of an axis that may not be an integer on one rank.
+    """Yield each factor of the value's axes whose extent on one rank is not certain to be an integer.
 
-    Each tuple holds the factor's extent, the factor's extent on one rank, and a text such as ` sharded over 8 ranks`.
-    The text is empty if the factor is not sharded.
+    Each tuple holds the factor's extent, its extent on one rank, and a text such as ` sharded over 8 ranks`. The text
+    is empty if the factor is not sharded.
     """
     type = value.tensor.host()
     for axis in type.axes:

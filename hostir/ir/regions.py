@@ -1,9 +1,10 @@
 """Compute with strided views: which elements a view accesses, whether it is dense, and its strides in another shape.
 
-Shapes and strides count elements, as in torch. The results about sets of elements are exact for all views. They are
-cheap for views of dense buffers by index, piece, permutation and reshape. The strides of these views nest: one step
-along an axis is longer than the reach of all inner axes. Two such sets are compared axis by axis, from the outermost
-axis inwards.
+Shapes and strides count elements, as in torch. All questions about sets of elements get exact answers, for every view.
+
+The answers are fast if the strides of a view nest: one step along an axis leads past all elements that the inner axes
+reach. This holds for views of dense buffers by index, piece, permutation and reshape. Two such views are compared axis
+by axis, from the outermost axis inwards. With other views, the steps along an axis may be compared one by one.
 """
 
 from __future__ import annotations

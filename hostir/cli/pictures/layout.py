@@ -56,7 +56,7 @@ class Layout:
             self.bottom += rows * (HEIGHT + CHANNEL)
 
     def wrapped(self, text: str) -> list[str]:
-        """Return the lines of a text as wide as the page."""
+        """Wrap a text to the width of the page, and return its lines."""
         return wrap(text, int((self.width - 32) / WORDS))
 
     def place(self, box: Box) -> Rectangle:

@@ -207,7 +207,10 @@ def _between(order: Order, shown: Sequence[Event], held: bool) -> Any:
 
 
 def _closing(graph: Any, owners: Sequence[Box]) -> list[tuple[int, int]]:
-    """Return edges that break all cycles if they are removed: in a cycle, edges to another rank or back in time."""
+    """Return edges whose removal leaves the graph without cycles.
+
+    These are edges of a cycle that lead to another rank, or from an event to an earlier event of another box.
+    """
     import networkx as nx
 
     edges: list[tuple[int, int]] = []
