@@ -46,9 +46,9 @@ INTERNAL = {  # used by other parts of hostir only
     "DeviceMesh": {"axis_name"},
     "Fusion": {"size"},
     "Program": {"check_sizes", "check_whole", "divisions", "misfits"},
-    "Session": {"asking", "close", "exchange", "first", "wait"},
     "Trace": {"add", "lanes"},
 }
+FOR_USERS = {"Session": {"symmetric_bytes"}}  # all other members of these classes are internal
 HEADINGS = {"Args:": "Arguments:", "Fields:": "Fields:", "Returns:": "Returns"}
 WIDEST = 110
 
@@ -78,7 +78,8 @@ def markdown() -> str:
 def members(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield the documented public methods and properties of a class, in the order of their definition."""
     for name, member in vars(cls).items():
-        public = not name.startswith("_") and name not in INTERNAL.get(cls.__name__, ())
+        internal, for_users = INTERNAL.get(cls.__name__, ()), FOR_USERS.get(cls.__name__, {name})
+        public = not name.startswith("_") and name not in internal and name in for_users
         if public and isinstance(member, (property, cached_property)) and member.__doc__:
             yield name, member
         if public and inspect.isfunction(member) and member.__doc__:

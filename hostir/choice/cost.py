@@ -133,8 +133,8 @@ class CostTask:
         raises: for a computation that raises flags: its signals, in the order in which it computes their blocks.
         overlapped_sms: the number of SMs that copies take while it runs.
         reserved_sms: the number of SMs that it leaves to signals.
-        launches: the operations that the host issues between the previous task and the next one: their number, by
-            name (a key of `Hardware.launch`).
+        launches: how often the host issues each operation for this task, by a key of `Hardware.launch`. It counts all
+            operations since the previous task, and the launch of this task.
     """
 
     rank: int

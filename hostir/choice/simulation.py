@@ -102,7 +102,10 @@ class GemmCosts:
     def by_tiles(
         self, task: CostTask, gemm: Gemm, start: float, arrivals: Sequence[float]
     ) -> tuple[float, tuple[float, ...]]:
-        """Do the same as `Costs.by_blocks`, for a matmul in one Triton kernel."""
+        """Return when a matmul in one Triton kernel ends, and when it raises each of its flags.
+
+        The arguments and the results have the same meaning as in `Costs.by_blocks`.
+        """
         h, count = self.hardware, len(task.raises)
         start += self.family.start
         if not arrivals:

@@ -43,10 +43,10 @@ def _axes(value: Value) -> Iterator[Division]:
 
 
 def _factors(value: Value) -> Iterator[tuple[Size, Size, str]]:
-    """Yield the factors of a tensor's axes that may have a fraction as their extent on one rank.
+    """Yield each factor of the value's axes whose extent on one rank is not certain to be an integer.
 
-    A factor is yielded as a tuple of its extent, its extent on one rank, and a text such as ` sharded over 8 ranks`.
-    The text is empty if the factor is not sharded.
+    Each tuple holds the factor's extent, its extent on one rank, and a text such as ` sharded over 8 ranks`. The text
+    is empty if the factor is not sharded.
     """
     type = value.tensor.host()
     for axis in type.axes:

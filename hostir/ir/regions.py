@@ -1,9 +1,10 @@
 """Compute with strided views: the sets of elements that views access, and the strides of reshaped views.
 
-Shapes and strides count elements, as in torch. All results are exact for all views. They are fast to compute if the
-strides nest: one step along an axis is longer than the distance between the first and the last element of all inner
-axes. Then two sets are compared axis by axis, from the outermost axis inwards. The strides nest for all views of dense
-buffers that select an index or a piece, permute axes, or reshape.
+Shapes and strides count elements, as in torch. All questions about sets of elements get exact answers, for every view.
+
+The answers are fast if the strides of a view nest: one step along an axis leads past all elements that the inner axes
+reach. This holds for views of dense buffers by index, piece, permutation and reshape. Two such views are compared axis
+by axis, from the outermost axis inwards. With other views, the steps along an axis may be compared one by one.
 """
 
 from __future__ import annotations

@@ -325,7 +325,10 @@ class Calls:
             self._misaligned(f"rank {self.rank} does not run @{call.program}: {call.refusal}")
 
     def went(self, checksum: int) -> None:
-        """Count a call that was not compared. `checksum` is a hash of its program and its sizes."""
+        """Count a call that ran without being compared with the calls of the other ranks.
+
+        `checksum` is a hash of the call's program and sizes. It becomes part of `trail`.
+        """
         self.made, self.asked = self.made + 1, 0
         self.trail = hash((self.trail, checksum, _number(self.operator), in_backward()))
 

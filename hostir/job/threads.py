@@ -61,7 +61,9 @@ def _split(name: str) -> tuple[str, int]:
 
 
 class ThreadPairs:
-    """The pairs of a thread on this rank and a thread on another rank that have made the same call.
+    """Records which thread of another rank corresponds to which thread of this rank.
+
+    Two threads are paired if they have made the same call.
 
     Fields:
         callers: the common names of all threads on this rank that have made calls.

@@ -183,9 +183,9 @@ class _TwoSteps:
         return value.name in self.defined
 
     def _added(self, other: Value, type: TensorType, k: int) -> str:
-        """Return the part of the tensor `other` to add to a rank's rows: `all` of it, or its `rows`.
+        """Return which part of `other` must be added to the rows of one rank: `all` or `rows`.
 
-        Return an empty string if the tensor cannot be added there.
+        Return an empty string if `other` cannot be added between the reduce_scatter and the allgather.
         """
         if not self._known(other):
             return ""

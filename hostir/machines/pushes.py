@@ -129,7 +129,10 @@ class PushedProduct:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
-        """Return all pushed products of a program. `runs` are the program's runs of copies by SMs."""
+        """Return a pushed product for each run of copies by SMs that has such a product directly before it.
+
+        `runs` are all runs of copies by SMs in the program.
+        """
         if not runs:
             return []
         ops = [op for op in unrolled.ops if not op.defines and not op.frees]

@@ -74,8 +74,13 @@ def homes(unrolled: UnrolledProgram) -> tuple[int, ...]:
     """Return, for each output, the register of the buffer that a tensor passed as `out=` replaces.
 
     The register is NONE if no buffer can be replaced. Then the output is copied to the tensor. A buffer can be replaced
-    if the program allocates it, and returns it once and not as a view. All operations on the buffer must follow the
-    beginning of the call, because the caller's stream may have used the tensor before.
+    if it meets all of these conditions:
+
+    - The program allocates it.
+    - The output is the buffer itself, not a view of it.
+    - No earlier output is the same buffer.
+    - All operations on it follow the beginning of the call, because the caller's stream may have used the tensor
+      before.
     """
     allocated = unrolled.allocated.keys() - early_buffers(unrolled)
     replaced: list[int] = []

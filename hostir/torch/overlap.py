@@ -107,14 +107,15 @@ OPERATORS = (  # the fused operators that the pass inserts
 
 
 class Overlaps(tuple[Visited, ...]):
-    """The report of the pass: a tuple of the collectives that it has seen, and the calls of fused operators.
+    """The report of the pass: the collectives that it has seen, and the number of calls of fused operators.
 
-    `print` shows a line for each collective, and a line with the calls.
+    The tuple has one `Visited` for each collective that the pass has seen. `print` shows a line for each collective,
+    and a line with the calls.
 
     Fields:
-        ran: the number of calls of fused operators since the report began, by operator and group. It counts all calls:
-            from graphs that the pass has changed, from graphs of Inductor's cache, from hostir's layers, and direct
-            calls.
+        ran: the number of calls of fused operators since the report began, by operator and group. All calls count:
+            calls from graphs that the pass has changed, calls from graphs in Inductor's cache, calls by hostir's
+            layers, and direct calls.
     """
 
     ran: Mapping[tuple[str, str], int] = MappingProxyType({})

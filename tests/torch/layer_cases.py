@@ -426,6 +426,14 @@ def results_are_written_to_out() -> None:
             for out, y, b in zip(outs, products, bs, strict=True):
                 assert out is y
                 assert_near(out, x @ b)
+            for axis in (0, 1) if strategy != "push" else (0,):
+                x3, b = replicated(2 * RANKS, 3 * RANKS, 8), replicated(8, 4)
+                result = x3 @ b
+                for order in itertools.permutations(range(3)):  # the axes of `out` in any order in memory
+                    inverse = sorted(range(3), key=order.__getitem__)
+                    out = torch.full([result.shape[k] for k in order], torch.nan).permute(inverse)
+                    assert all_gather_matmul(part(x3, axis), b, group(), gather_dim=axis, out=out) is out
+                    assert_near(out, result)
             for axis, shape in ((0, (3 * RANKS, 8)), (1, (5, 2 * RANKS, 8))):
                 a, b = replicated(*shape), replicated(8, 4)
                 result = part(a.double() @ b.double() * RANKS, axis)
@@ -442,8 +450,13 @@ def results_are_written_to_out() -> None:
             call(x, bs[0], group(), out=torch.empty(6, 4 * RANKS * (RANKS if call is all_gather_matmul else 1)))
     with pytest.raises(hi.HostIRError, match="out= has shape"):
         all_reduce(x, group(), out=torch.empty(8, 4))
+    for out in (torch.empty(6, 4 * RANKS, 2).permute(2, 1, 0), torch.empty(2, 2 * RANKS, 6)):
+        with pytest.raises(hi.HostIRError, match="out= has shape"):  # too many axes
+            all_gather_matmul(part(x, 0), bs[0], group(), out=out)
+    with pytest.raises(hi.HostIRError, match="float64"):
+        all_gather_matmul(part(x, 0), bs[0], group(), out=torch.empty(6, 4 * RANKS, dtype=torch.float64).t())
     w = leaf(bs[0])
-    with pytest.raises(hi.HostIRError, match="has no gradients"):
+    with pytest.raises(hi.HostIRError, match=r"has no gradients[^$]*leave out out="):
         all_gather_matmul(part(x, 0), w, group(), out=outs[0])
 
 

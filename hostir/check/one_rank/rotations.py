@@ -88,7 +88,7 @@ class Rotations:
                     raise UnlikeError
 
     def _moving(self, address: Any) -> Steps:
-        """Return, for each grid axis, the weight of the digit of an address that rises from rank to rank, or 0."""
+        """Return, for each grid axis, by how much an address grows from one rank to the next (see `_steps`)."""
         return _steps(address.numbers, self.shape) if isinstance(address, PerRank) else (0,) * len(self.shape)
 
     def _apart(self) -> None:
@@ -194,7 +194,9 @@ def _overlap(digits: Sequence[tuple[int, int]]) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _steps(numbers: bytes, shape: tuple[int, ...]) -> Steps:
-    """Return, for each grid axis, the weight of the digit of an address that rises from rank to rank; 0 without one.
+    """Return, for each grid axis, by how much an address grows from one rank to the next; 0 if it stays the same.
+
+    This is the weight of the digit that rises by one modulo the number of ranks along the axis.
 
     Args:
         numbers: one address on all ranks, as the bytes of an int64 array.

@@ -190,9 +190,10 @@ class Lanes:
         return None
 
     def rival_clocks(self, holder: WaitingKernel, running: Sequence[WaitingKernel]) -> list[Clock]:
-        """Return the vector clocks of the begins of rivals while the kernels `running` run.
+        """Return the vector clock of the beginning of each rival of `holder`.
 
-        A rival is a waiting kernel or a communication that may take the SM that `holder` leaves free.
+        A rival is a waiting kernel or a communication that may take the SM that `holder` leaves free. Only rivals that
+        may run at the same time as every kernel in `running` are included.
         """
         known, clocks = self.order.known, self.order.clocks
         return [

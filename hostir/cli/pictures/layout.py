@@ -61,7 +61,7 @@ class Layout:
             self.bottom += rows * (HEIGHT + CHANNEL)
 
     def wrapped(self, text: str) -> list[str]:
-        """Break a text into lines that fit the width of the page."""
+        """Wrap a text to the width of the page, and return its lines."""
         return wrap(text, int((self.width - 32) / WORDS))
 
     def place(self, box: Box) -> Rectangle:

@@ -187,10 +187,11 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
 
 
 def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
-    """Yield the unsplit tile, and copies of it with all splits of early and last tiles that may be faster.
+    """Yield the unsplit tile, then copies of it with each split that may make the matmul faster.
 
-    If all rows are ready, only the tiles of the last wave may be split, and only if they fill at most half of the SMs.
-    A single wave is never split: that was never faster.
+    The tiles of the first blocks may be split, and the last tiles may be split. If all rows are ready, only the tiles
+    of the last wave may be split, and only if they fill at most half of the SMs. If all tiles fit in one wave, the last
+    tiles are not split: that was never faster.
     """
     yield tile
     grid = Grid.of(tile, gemm)

@@ -202,7 +202,10 @@ def _write_empty_product(out: torch.Tensor, bias: torch.Tensor | None) -> None:
 
 
 def _dtype_name(t: torch.Tensor, tf32: bool, stepwise: bool) -> str:
-    """Return the name of an operand's dtype in `Gemm.dtype`."""
+    """Return the name that `Gemm.dtype` uses for the dtype of an operand.
+
+    `tf32` selects `tf32` instead of `f32`. `stepwise` selects `f8s` instead of `f8`.
+    """
     if t.dtype in DTYPES_8_BIT:
         return "f8s" if stepwise else "f8"
     return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(t.dtype, "tf32" if tf32 else "f32")

@@ -29,9 +29,11 @@ FLAG_BYTES = 8
 class CudaFlags:
     """The flags of a plan: their addresses, and the steps of signals, waits and barriers.
 
+    The fields grow while the steps of the plan are made.
+
     Fields:
-        sent: the signals that have a step so far: the peer, buffer, slot and epoch of each.
-        barriers: the barriers that have a step so far. Credits replace the others.
+        sent: the peer, buffer, slot and epoch of each signal so far. A repeated signal gets no step.
+        barriers: the barriers that have a step so far. A barrier that credits replace is not listed.
     """
 
     def __init__(self, context: PlanContext, memory: SharedMemory) -> None:

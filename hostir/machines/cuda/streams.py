@@ -28,9 +28,9 @@ _free: dict[tuple[torch.device, int, bool], deque[torch.cuda.Stream]] = {}
 
 
 def queues() -> int:
-    """Return the number of hardware queues of a process: the value of CUDA_DEVICE_MAX_CONNECTIONS, by default 8.
+    """Return the number of hardware queues of a process: CUDA_DEVICE_MAX_CONNECTIONS, by default 8, at most 32.
 
-    CUDA reads the variable once, when it starts.
+    CUDA reads this environment variable once, when it starts.
     """
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(int(value), 32) if value.isdigit() and int(value) else 8

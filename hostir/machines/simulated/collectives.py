@@ -27,11 +27,14 @@ class MakeTask(Protocol):
 
 
 class CollectiveSide:
-    """One rank's side of a collective. It may access memory at any time between its issue and its end.
+    """One rank's side of a collective. The side may access memory at any time between its issue and its end.
 
-    A machine may read `x` early for one peer and late for another. So two tasks read `x`, each at any time, and the
-    ranks of a team alternate between the two copies. A machine may write `out` before any other rank has started. So
-    `out` becomes undefined at any time.
+    A real machine may read `x` early for one peer and late for another. The simulation imitates this with two tasks,
+    each of which copies `x` at a time of its own. Ranks at even positions of the team receive the first copy. Ranks at
+    odd positions receive the second copy.
+
+    A real machine may also write `out` before any other rank has started. The simulation imitates this with a task that
+    makes `out` undefined. This task may run long before the result is written.
 
     Args:
         x, out: the tensors that it reads and writes.

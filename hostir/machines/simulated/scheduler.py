@@ -68,7 +68,8 @@ def execute(
         order: the priority of a task among the tasks that may run.
         before: called with each task before it runs; raises if the task must not run.
         failed: returns the exception to raise if a task raises an exception.
-        held: True if holding edges count, too: tasks then also wait for tasks that delay them only on some machines.
+        held: True if a task waits for its holding edges as well. A holding edge is a delay that only some machines
+            have.
     """
     for task in tasks:
         task.blockers = task.needs + task.held if held else task.needs

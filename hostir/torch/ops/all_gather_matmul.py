@@ -17,7 +17,15 @@ from hostir.lower.rows import SLICES
 from hostir.torch.ops import collectives
 from hostir.torch.ops.fusions import extra_sizes, fusion, in_front, type_of
 from hostir.torch.ops.gradients import grad_dtype, refuse_twice, side_by_side, weight_gradients
-from hostir.torch.ops.layouts import check_shape, collapsed, expanded, gathered_like, unaliased
+from hostir.torch.ops.layouts import (
+    check_shape,
+    collapsed,
+    contiguous,
+    expanded,
+    gathered_like,
+    gathered_shape,
+    unaliased,
+)
 from hostir.torch.ops.library import GATHERED, LIBRARY, Operator, check_operands, check_out, define, takes_over
 from hostir.torch.ops.running import THREAD, OperatorCall, Unfit
 
@@ -61,22 +69,29 @@ def all_gather_matmul_out(
 ) -> None:
     """All-gather `a`, and write its products with `bs` to `out`.
 
-    Write the gathered `a` to `gathered` unless it is None.
+    Write the gathered `a` to `gathered` unless it is None. All these tensors may have any strides.
     """
     call = OperatorCall("hostir::all_gather_matmul_out", group_name)
     results = [*out] if gathered is None else [*out, gathered]
     check_out(call.name, a, *bs, *results)
-    rows = [x if gather_dim in (0, a.ndim - 1) else x.movedim(gather_dim, 0) for x in results]
+    check_operands(a, bs, gather_dim)
     if len(out) != len(bs):
         raise error(f"out has {len(out)} tensors", user_span(), expected=f"{len(bs)}, one for each matrix")
-    if bs and all(x.is_contiguous() for x in rows):
-        flat = [x if x.ndim == 2 else x.flatten(0, -2) for x in rows]
-        gathered_products(call, a, bs, gather_dim, gathered is not None, out=flat)
+    if THREAD.tracing:
         return
-    full, products = gathered_products(call, a, bs, gather_dim, gathered is not None)
-    for result, x in zip(results, [*products, full], strict=False):
-        if x is not None:
-            result.copy_(x)
+    for x, columns in zip(results, [*(b.shape[1] for b in bs), None], strict=False):
+        check_shape(x, gathered_shape(a, gather_dim, call.group.size, columns))
+    if not bs:
+        if gathered is not None:
+            gathered.copy_(collectives.gathered(call, a, gather_dim))
+        return
+    rows = [x if gather_dim in (0, a.ndim - 1) else x.movedim(gather_dim, 0) for x in results]
+    dense = [contiguous(x) for x in rows]
+    flat = [x if x.ndim == 2 else x.flatten(0, -2) for x in dense]
+    gathered_products(call, a, bs, gather_dim, gathered is not None, out=flat)
+    for x, y in zip(rows, dense, strict=True):
+        if x is not y:
+            x.copy_(y)
 
 
 def gathered_products(

@@ -88,11 +88,16 @@ def gathered_like(
 
     For tracers, which need shapes and strides only.
     """
+    return empty_rows(x, gathered_shape(x, axis, ranks, columns), 0 if axis == x.ndim - 1 else axis, dtype)
+
+
+def gathered_shape(x: Tensor, axis: int, ranks: int, columns: int | None = None) -> list[int]:
+    """Return the shape of the gathered `x`, or of its product with a matrix of `columns` columns."""
     shape = [*x.shape]
     shape[axis] *= ranks
     if columns is not None:
         shape[-1] = columns
-    return empty_rows(x, shape, 0 if axis == x.ndim - 1 else axis, dtype)
+    return shape
 
 
 def check_shape(out: Tensor, shape: Sequence[int]) -> Tensor:
@@ -104,7 +109,12 @@ def check_shape(out: Tensor, shape: Sequence[int]) -> Tensor:
 
 def into(out: Tensor, compute: Callable[[Tensor], Any]) -> None:
     """Write the result of `compute` to `out`, which may have any strides. `compute` writes to a contiguous argument."""
-    dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    dense = contiguous(out)
     compute(dense)
     if dense is not out:
         out.copy_(dense)
+
+
+def contiguous(out: Tensor) -> Tensor:
+    """Return `out` if it is contiguous, else an uninitialized contiguous tensor of the same shape."""
+    return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)

@@ -219,5 +219,5 @@ def check_out(name: str, *tensors: Tensor) -> None:
         raise error(
             f"{name} has no gradients, and a tensor requires them",
             user_span(),
-            hint="leave out= away, or call under torch.no_grad()",
+            hint="leave out out=, or call under torch.no_grad()",
         )
