@@ -243,7 +243,7 @@ def _report(problem: HostIRError) -> int:
     rank = os.environ.get("RANK", "0")
     if findings or not _joined_a_job():  # all ranks have the same findings; other errors may differ between hosts
         rank = rank if findings else os.environ.get("LOCAL_RANK", rank)
-        if rank != "0":
+        if rank.isdecimal() and rank != "0":
             time.sleep(LISTENING if "WORLD_SIZE" in os.environ else 0)
             return 1 if findings else 2
     # One write for all lines, because several ranks may write.

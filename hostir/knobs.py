@@ -39,6 +39,7 @@ __all__ = [
     "Row",
     "check_environment",
     "scope",
+    "set_by_launcher",
     "table",
 ]
 
@@ -102,6 +103,19 @@ class Knob(Generic[T]):
             return self.parse(text) if text else self.default
         except Exception:  # also an error in the value's __str__
             raise error(f"{source}={described(value)}", span, expected=self.expected) from None
+
+
+def set_by_launcher(variable: str, default: int) -> int:
+    """Return the number in an environment variable that a launcher such as torchrun sets, or `default` without it.
+
+    Raises HostIRError if the variable holds no number.
+    """
+    text = os.environ.get(variable) or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        hint = f"a launcher such as torchrun sets {variable}; without a launcher, unset it"
+        raise error(f"{variable}={described(text)}", expected="a number", hint=hint) from None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:

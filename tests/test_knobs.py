@@ -194,3 +194,18 @@ def test_knobs_import_only_the_standard_library() -> None:
     probe = "import sys; import hostir.knobs; print(sorted({'torch', 'triton', 'numpy', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_launchers_variable_that_is_no_number_is_refused(
+    variable: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", variable: "few"}.items():
+        monkeypatch.setenv(name, value)
+    example = str(Path(__file__).parents[1] / "examples/ag_matmul.py")
+    if (variable, command) == ("RANK", "check"):  # which does not need it
+        assert main([command, example]) == 0
+        return
+    assert main([command, example]) == 2
+    assert f"{variable}='few'" in capsys.readouterr().err

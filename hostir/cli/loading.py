@@ -25,6 +25,7 @@ from hostir.ir import parse
 from hostir.ir.program import Program
 from hostir.ir.sizes import DIGITS
 from hostir.ir.source import Diagnostic, HostIRError, Span, did_you_mean, error, from_here, is_first_rank
+from hostir.knobs import set_by_launcher
 
 STANDARD = "-"
 STDIN = (STANDARD, "/dev/stdin")
@@ -36,7 +37,7 @@ def check_readable(file: str) -> None:
     This holds for a missing file, a folder and a device. In a job of several ranks, it also holds for standard input
     and for a pipe: they can be read only once, but every rank reads the program.
     """
-    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    several = set_by_launcher("WORLD_SIZE", 1) > 1
     if file == STANDARD:
         if sys.stdin is None:
             raise error("standard input is closed", expected="a text on standard input, or the name of a file")
@@ -310,10 +311,10 @@ def load_named(options: Namespace) -> tuple[Program, dict[str, int]]:
         assignments[key] = value
     if options.ranks is not None and options.ranks < 1:
         raise error(f"--ranks {options.ranks}", expected="at least 1")
-    world = os.environ.get("WORLD_SIZE")
-    if world and options.ranks not in (None, int(world)):
+    world = set_by_launcher("WORLD_SIZE", 0)
+    if world and options.ranks not in (None, world):
         raise error(f"--ranks {options.ranks} under torchrun with {world} processes", hint="leave --ranks out")
-    ranks = options.ranks or (int(world) if world else None)
+    ranks = options.ranks or world or None
     program, sizes, notices, options.comments = load(
         file, name=name, form=options.form, assignments=assignments, ranks=ranks
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +67,7 @@ def run_command(source: Program, program: Program, sizes: dict[str, int], option
             raise error(
                 "--schedule-seed is for simulated ranks", hint="leave it out: real ranks run in an order of their own"
             )
-        if (world := int(os.environ["WORLD_SIZE"])) < program.ranks:
+        if (world := knobs.set_by_launcher("WORLD_SIZE", 1)) < program.ranks:
             hint = f"torchrun --nproc-per-node {program.ranks}; without torchrun, ranks are simulated"
             raise error(f"@{program.name} is for {program.ranks} ranks, and there are {world}", hint=hint)
         _check_room(program, sizes, options.device)
@@ -94,7 +93,7 @@ def _check_room(program: Program, sizes: dict[str, int], device: str | None) -> 
     host share.
     """
     room = Room(program, sizes)
-    local, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local, ranks = (knobs.set_by_launcher(name, 0) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if device != "cpu" and torch.cuda.is_available():
         if local < torch.cuda.device_count():  # otherwise the session raises the error
             capacity = torch.cuda.get_device_properties(local).total_memory

@@ -36,7 +36,7 @@ from hostir.job.calls import Calls
 from hostir.job.groups import ANEW, Groups, world
 from hostir.job.links import ALIKE, PAGE, MisalignedError, headline
 from hostir.job.watchdog import Watchdog
-from hostir.knobs import KEEPALIVE, TIMEOUT
+from hostir.knobs import KEEPALIVE, TIMEOUT, set_by_launcher
 
 # NVLink multicast stays off, in NCCL and in symmetric memory; each library reads its variable when it starts.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -103,7 +103,7 @@ class Session:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher provides a store
         number = next(_sessions)
         if self.owner:
-            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.rank, self.size = set_by_launcher("RANK", 0), set_by_launcher("WORLD_SIZE", 1)
             host, port = _launchers_place() if agent else _met(self.rank, self.size, timeout, number)
             self.store = _part(_connection(host, port, timeout), "ranks", number)
             self.exchange("the start", "")  # otherwise the groups wait half an hour for a rank that never arrives
@@ -460,7 +460,7 @@ def _known_device(device: str | None) -> str:
 
 def _open(kind: str, timeout: float) -> Session:
     global _current, begun
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_rank = set_by_launcher("LOCAL_RANK", set_by_launcher("RANK", 0))
     if kind == "cuda" and not torch.cuda.is_available():
         raise error(
             "there is no CUDA GPU here",

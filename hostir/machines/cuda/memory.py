@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from hostir.ir.types import FLAG
 from hostir.job.groups import world
 from hostir.job.offers import BufferInfo, Offer
 from hostir.job.symmetric import SharedMemory
+from hostir.knobs import set_by_launcher
 from hostir.machines.cuda.driver import in_batches
 from hostir.machines.cuda.flow_control import CREDITS, flow_control_of, notes, prepare, raised_flags
 from hostir.machines.cuda.streams import calling_streams, own_stream
@@ -193,7 +193,7 @@ def why_not(device: torch.device) -> str:
             f"torch's symmetric memory is set to the {backend} backend, whose memory streams cannot wait on; "
             "call torch.distributed._symmetric_memory.set_backend('CUDA') first, or unset TORCH_SYMMMEM"
         )
-    here, ranks_here = device.index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here, ranks_here = device.index, set_by_launcher("LOCAL_WORLD_SIZE", 1)
     for other in range(min(ranks_here, torch.cuda.device_count())):
         if other != here and not torch.cuda.can_device_access_peer(here, other):
             return f"GPU {here} cannot reach the memory of GPU {other}"
