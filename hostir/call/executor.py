@@ -224,6 +224,15 @@ class Executor:
         return unroll(self.program, self.rank, self.sizes).memory[1]
 
     @property
+    def tape(self) -> str:
+        """The driver calls that native code makes for calls like the latest, one a line, as text.
+
+        Steps that Python makes are lines "by Python". The text is empty before the third such call, and where Python
+        issues all calls.
+        """
+        return ""
+
+    @property
     def graph_refusal(self) -> str | None:
         """The reason why calls like the latest, with `out=`, are not replayed from CUDA graphs; None if they are."""
         raise NotImplementedError

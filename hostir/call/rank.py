@@ -253,6 +253,12 @@ class RankExecutor(Executor):
         return tuple(None if register == NONE else plan.registers[register] for register in registers)
 
     @property
+    def tape(self) -> str:
+        plan = self.latest.plan if self.latest is not None else None
+        tapes = plan.tapes if isinstance(plan, CudaPlan) else None
+        return tapes.text if tapes is not None else ""
+
+    @property
     def graph_refusal(self) -> str | None:
         if self._graphs is not None:
             plan = self.latest.plan if self.latest is not None else None

@@ -80,6 +80,10 @@ class RangedExecutor(Executor):
         return self._for(inputs).places(*inputs)
 
     @property
+    def tape(self) -> str:
+        return self.current.tape
+
+    @property
     def graph_refusal(self) -> str | None:
         return self.current.graph_refusal
 

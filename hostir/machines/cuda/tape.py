@@ -154,6 +154,7 @@ class TapeWriter:
         entries: the entries recorded so far.
         place: the index of the plan's step that is being issued.
         complete: False once something was launched that cannot be recorded.
+        events: the number of each event in the text of the tape, by its handle.
         kept: tensors that recorded launches use. They must live as long as the recording.
     """
 
@@ -163,6 +164,7 @@ class TapeWriter:
         self.entries: list[TapeEntry] = []
         self.place = 0
         self.complete = True
+        self.events: dict[int, int] = {}
         self.kept: list[Any] = []
 
     def __enter__(self) -> TapeWriter:
@@ -239,8 +241,12 @@ class TapeWriter:
 
     def record(self, event: int, stream: int) -> None:
         """Add an entry for recording an event on a stream. Both arguments are handles."""
-        self.add(RECORD, stream, (event,), (), f"record event {event:#x}")
+        self.add(RECORD, stream, (event,), (), f"record event {self.number_of(event)}")
 
     def wait(self, event: int, stream: int) -> None:
         """Add an entry for a stream's wait for an event. Both arguments are handles."""
-        self.add(AWAIT, stream, (event,), (), f"wait for event {event:#x}")
+        self.add(AWAIT, stream, (event,), (), f"wait for event {self.number_of(event)}")
+
+    def number_of(self, event: int) -> int:
+        """Return the number by which the text of the tape names an event. The argument is its handle."""
+        return self.events.setdefault(event, len(self.events))

@@ -38,10 +38,12 @@ class IssuedSteps:
     Fields:
         steps: the steps, in order.
         ends: `ends[n]` is the number of steps of the plan that have begun when the first n of `steps` have begun.
+        text: the steps as text, with the driver calls of each segment; empty without a tape.
     """
 
     steps: Sequence[Step]
     ends: Sequence[int]
+    text: str = ""
 
     @staticmethod
     def of(steps: Sequence[Step]) -> IssuedSteps:
@@ -72,6 +74,11 @@ class Tapes:
         self.by_key[key] = None
         return plan.in_python
 
+    @property
+    def text(self) -> str:
+        """The latest tape as text; empty before the first tape."""
+        return next((taped.text for taped in reversed(self.by_key.values()) if taped is not None), "")
+
     def recording(self, plan: CudaPlan, key: tuple[int, ...]) -> IssuedSteps:
         """Return a single step, which issues the plan's run in Python and records it."""
         ends = [0, 0]
@@ -97,6 +104,7 @@ class TapedRun:
         self.pending: list[TapeEntry] = []  # entries that are not in a segment yet
         self.steps: list[Step] = []
         self.ends = [0]
+        self.lines: list[str] = []
 
     def tape(self, ends: list[int]) -> IssuedSteps:
         """Issue all steps of the plan, and return the steps that a later run issues instead.
@@ -118,13 +126,14 @@ class TapedRun:
                 continue
             if not self.only_prepares(op, step):
                 self.flush(number)
+                self.lines.append(f"by Python: {plan.unrolled.describe(op)}")
             self.steps.append(step)
             self.ends.append(number + 1)
         self.flush(len(plan.steps))
         if writer.kept:  # this step does nothing, but keeps workspaces alive as long as the steps that use them
             self.steps.append(partial(len, writer.kept))
             self.ends.append(len(plan.steps))
-        return IssuedSteps(self.steps, self.ends)
+        return IssuedSteps(self.steps, self.ends, "\n".join(self.lines))
 
     def only_prepares(self, op: Op, step: Step) -> bool:
         """Return True if a step without tape entries may run before earlier entries that are still pending.
@@ -143,6 +152,7 @@ class TapedRun:
         registers, streams = self.plan.registers, self.streams
         self.steps.append(lambda: issue(tuple([registers[slot].data_ptr() for slot in slots]), streams))
         self.ends.append(end)
+        self.lines.append(str(segment))
         self.pending = []
 
     def memories(self) -> list[Memory]:
@@ -152,13 +162,16 @@ class TapedRun:
         address of symmetric memory is fixed, so it has no slot.
         """
         unrolled, registers = self.plan.unrolled, self.plan.registers
+        names = {register: f"%{register}" for register in range(len(registers))}
+        for held, values in ((unrolled.outputs, unrolled.program.outputs), (unrolled.inputs, unrolled.program.inputs)):
+            names |= {register: str(value) for register, value in zip(held, values, strict=True)}
         memories: list[Memory] = []
         for register, buffer in enumerate(unrolled.buffers):
             x = registers[register]
             if register != buffer or not isinstance(x, torch.Tensor):
                 continue
             symmetric = unrolled.symmetric.get(register)
-            name = f"%{register}" if symmetric is None else f"%{symmetric.home[0]} of rank {symmetric.rank}"
+            name = names[register] if symmetric is None else f"%{symmetric.home[0]} of rank {symmetric.rank}"
             size = unrolled.extents[register][1] * x.element_size()
             memories.append(Memory(name, x.data_ptr(), size, register if symmetric is None else None))
         return memories

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +179,19 @@ def test_native_code_issues_what_python_issues_for_any_addresses(
     (taped,) = plan.tapes.by_key.values()
     assert len(taped.steps) < len(plan.steps)
     assert len({*map(tuple, calls)}) == 5, "the inputs of each call are elsewhere"
+
+
+def test_the_tape_of_a_program_prints_as_text_as_in_the_page(gpu: Hopper, driver: FakeDriver, module: Any) -> None:
+    fusion = patterns.allgather_matmul(2, S=1, M=2048, K=4096, N=3584, dtype="bf16")
+    plan = gpu.plan(program := hi.lower(fusion, "ring"), 0, "triton", inputs_of(program, 0))
+    plan.tapes = Tapes(module)
+    assert plan.tapes.text == ""
+    for _ in range(3):
+        Current.stream = CALLERS[0] = STREAMS[0]
+        plan.run(inputs_of(program, 0))
+    text = re.sub(r"0x[0-9a-f]{7,}", "0x...", plan.tapes.text)
+    page = (Path(__file__).parents[3] / "docs/calls.md").read_text(encoding="utf-8")
+    assert f"```text\n{text}\n```" in page
 
 
 def test_a_tape_is_for_one_stream_and_one_alignment(gpu: Hopper, driver: FakeDriver, module: Any) -> None:
