@@ -1,6 +1,6 @@
 """One-sided copies on CUDA.
 
-Copy engines copy between GPUs, and kernels copy within a GPU. One kernel on a few SMs may also make many copies to
+Copy engines copy between GPUs. Within a GPU the driver copies dense tensors, and kernels copy others. One kernel on a few SMs may also make many copies to
 peers and send their signals.
 """
 
@@ -51,13 +51,16 @@ class CopySteps:
         self.behind_products = {id(each.reader) for each in products}
 
     def copy(self, op: CopyOp) -> Step:
-        """Return the step that copies from or to a peer by a copy engine."""
+        """Return the step that copies by the driver: from or to a peer, or between dense tensors of this GPU."""
         registers, streams, x, out, stream = self.context.registers, self.context.streams, op.x, op.out, op.stream
         copy = StridedCopy()
         return lambda: copy(registers[out], registers[x], streams[stream].cuda_stream)
 
     def copy_within(self, op: CopyOp) -> Step:
-        """Return the step that copies within this GPU by a kernel."""
+        """Return the step that copies within this GPU: by the driver if both tensors are dense, else by a kernel."""
+        layouts = self.context.unrolled.layouts
+        if layouts[op.x].dense and layouts[op.out].dense:
+            return self.copy(op)
         registers, x, out, kernel = self.context.registers, op.x, op.out, self.context.kernels["copy"]
         return lambda: copy_here(registers[out], registers[x], kernel)
 
