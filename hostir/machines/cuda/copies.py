@@ -1,7 +1,7 @@
 """One-sided copies on CUDA.
 
-Copy engines copy between GPUs. Within a GPU the driver copies dense tensors, and kernels copy others. One kernel on a few SMs may also make many copies to
-peers and send their signals.
+Copy engines copy between GPUs. Within a GPU the driver copies dense tensors, and kernels copy others. One kernel on a
+few SMs may also make many copies to peers and send their signals.
 """
 
 from __future__ import annotations
