@@ -65,6 +65,10 @@ class BoundCall:
         self.eager = self.captures = 0
         self.checksum = crc32(f"{digest} {sorted(plan.unrolled.sizes.items())}".encode())
         self.without_gradients = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+        self.guard(tensors)
+
+    def guard(self, tensors: Sequence[Part]) -> None:
+        """Let calls like the current one with `tensors` fit, in the modes of torch that are on now."""
         # The guards of torch.compile compare types, layouts, dtypes, devices and modes in C++.
         all_tensors = all(isinstance(x, torch.Tensor) for x in tensors)
         self.guards = (
