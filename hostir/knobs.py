@@ -110,12 +110,11 @@ def set_by_launcher(variable: str, default: int) -> int:
 
     Raises HostIRError if the variable holds no number.
     """
-    text = os.environ.get(variable) or str(default)
-    try:
+    text = os.environ.get(variable, str(default))
+    if text.isdecimal():
         return int(text)
-    except ValueError:
-        hint = f"a launcher such as torchrun sets {variable}; without a launcher, unset it"
-        raise error(f"{variable}={described(text)}", expected="a number", hint=hint) from None
+    hint = f"a launcher such as torchrun sets {variable}; without a launcher, unset it"
+    raise error(f"{variable}={described(text)}", expected="a number", hint=hint)
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:

@@ -55,7 +55,7 @@ class RankEvent(NamedTuple):
             `misaligned`: the rank has found that a rank may run a call that another rank does not make.
         rank: the rank.
         words: details, for messages.
-        renewals: for `abandoned`, the number of times that the ranks had renewed their shared state before the call.
+        renewals: for a failure, the number of times that the ranks had renewed their shared state before the call.
     """
 
     what: str

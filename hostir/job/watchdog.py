@@ -280,7 +280,7 @@ class Watchdog:
             self.first = None
 
     def take_failure(self, event: RankEvent) -> None:
-        if event.what == "abandoned" and event.renewals < self.renewals:
+        if event.renewals < self.renewals:
             return  # since then every rank has made a call
         if event.what == "abandoned":
             if self.abandoned is None or self.abandoned.renewals < event.renewals:
@@ -339,14 +339,14 @@ class Watchdog:
             return words
         what = f"has stood still for {self.clock - self.stood[1]:.0f} s; {self.limit} sets how long it may"
         at = "" if plan is None else plan.describe(plan.in_flight()[0])
-        self.links.announce("failed", f"rank {self.rank}, {at}: {what}")
+        self.links.announce("failed", f"rank {self.rank}, {at}: {what}", self.renewals)
         return f"it {what}"
 
     def reported(self) -> str:
         """Return the errors that this rank's device has reported; empty if the caller already knows them."""
         problem = self.plan.reported_problem() if self.plan is not None and not self.acknowledged else ""
         if problem:
-            self.links.announce("failed", problem)
+            self.links.announce("failed", problem, self.renewals)
         return problem
 
     def end(self, cause: str) -> None:

@@ -139,12 +139,14 @@ def main() -> None:
                     steps[at] = step
                     assert "this step fails" in message, message
                     store.set(f"midway/{turn}", job.groups.abandoned)
-                early, message = turn % 2 == 0 and job.rank != failing and not on_cpu, ""
-                ahead = (layer, other, layer, layer, layer) if turn % 2 == 0 and not on_cpu else (layer,)
+                ahead_of_it = (turn // job.size) % 2 == 0 and not on_cpu  # in the other turns, no rank runs ahead
+                early, message = ahead_of_it and job.rank != failing, ""
+                ahead = (layer, other, layer, layer, layer) if ahead_of_it else (layer,)
                 if early:  # flags, a communication of NCCL and flags again wait for the failing rank
                     message = first_error(partial(issue_all, ahead))
                 abandoned = on_cpu or store.get(f"midway/{turn}")  # on a CPU a call needs all ranks at once
                 if not abandoned:  # no rank has noticed: this rank makes the call again
+                    assert not message, message
                     for each in () if early else ahead:
                         each.check(0)
                 elif job.rank != failing:

@@ -107,6 +107,19 @@ def calls_that_do_more_than_run_one_fusion_are_worked_out_each_time() -> None:
 
 
 @case
+def results_of_remembered_calls_are_new_lists_and_all_are_written() -> None:
+    for number in range(3):
+        x, mine = random_parts(4 * RANKS, 16)
+        full, products = hi.torch.all_gather_matmul(mine, [], group(), return_a=True)
+        assert_near(full, x.double())
+        assert products == []
+        products.append(torch.tensor(number))
+        gathered = torch.full_like(x, torch.nan)
+        torch.ops.hostir.all_gather_matmul_out(mine, [], 0, group(), out=[], gathered=gathered)
+        assert_near(gathered, x.double())
+
+
+@case
 def another_layout_dtype_strategy_or_aliasing_is_no_remembered_call() -> None:
     x, mine = random_parts(8 * RANKS, 16)
     w, v = torch.rand(12, 16), torch.rand(12, 16)

@@ -48,6 +48,7 @@ from hostir.kernels.matmul.prepared import MatmulCall, MatmulLaunch
 from hostir.kernels.matmul.schedule import Grid
 from hostir.kernels.matmul.tiles import INTERPRETER, MIN_OWN_ROWS, SCALE_BLOCK, Gemm, Tile, candidates
 from hostir.kernels.matmul.workspaces import LINE
+from hostir.kernels.parameters import TAPING
 from hostir.kernels.repeats import Again
 from hostir.kernels.scales import FlatScales, of_blocks
 
@@ -162,6 +163,8 @@ def multiply(
     """
     wide, moved = a.dtype == torch.float32, False
     tf32 = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if wide and TAPING.writer is not None:
+        TAPING.writer.incomplete()  # a later call may have another setting
     if own_rows is not None and not own_rows.is_contiguous():
         own_rows, moved = rows_or_copy(own_rows), True
     call = MatmulCall(a, b, out, own_rows, bias, scales, ready, done, pushed)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hostir.ir.types import FLAG
 from hostir.job.groups import world
+from hostir.job.links import headline
 from hostir.job.offers import BufferInfo, Offer
 from hostir.job.symmetric import SharedMemory
 from hostir.knobs import set_by_launcher
@@ -108,30 +109,42 @@ class PeerMemory:
 
         Returns the reason why the GPU does not become idle; empty if it does.
         """
-        streams, began = calling_streams(self.device), time.monotonic()
-        aborting = threading.Thread(target=abort, name="hostir aborts NCCL", daemon=True)
+        streams, began, problems = calling_streams(self.device), time.monotonic(), list[str]()
 
-        def is_busy(until: float = 1.0) -> bool:
-            """Return True if work has not ended and less than the fraction `until` of the timeout has passed."""
-            if time.monotonic() - began >= until * seconds:
-                return False
+        def is_busy() -> bool:
+            """Return True if the GPU works, or if NCCL is being aborted."""
             return aborting.is_alive() or not all(stream.query() for stream in streams)
 
+        def must_wait(fraction: float) -> bool:
+            """Return True if `is_busy` and less than this fraction of the timeout has passed."""
+            return time.monotonic() - began < fraction * seconds and is_busy()
+
+        def end_communications() -> None:
+            try:
+                abort()
+            except Exception as problem:  # from NCCL
+                problems.append(headline(problem))
+
+        aborting = threading.Thread(target=end_communications, name="hostir aborts NCCL", daemon=True)
         try:
-            while is_busy(PATIENT):
+            while must_wait(PATIENT):
                 time.sleep(PAUSE)
-            self.raise_flags(memories, functools.partial(is_busy, RAISING))
+            if is_busy():
+                self.raise_flags(memories, functools.partial(must_wait, RAISING))
+            waiting = is_busy()
             aborting.start()
-            self.raise_flags(memories, functools.partial(is_busy, ABORTED))
-            aborting.join(max(0.0, ABORTED * seconds - (time.monotonic() - began)))
+            if waiting:
+                self.raise_flags(memories, functools.partial(must_wait, ABORTED))
+            while must_wait(ABORTED):
+                time.sleep(PAUSE)
             if is_busy():
                 return f"its GPU has not ended its work after {ABORTED * seconds:g} s"
             self.synchronize()  # wait for the writes that raised flags last
         except RuntimeError as problem:
             if aborting.ident is None:
-                abort()
-            return str(problem)
-        return ""
+                end_communications()
+            problems.insert(0, str(problem))
+        return problems[0] if problems else ""
 
     def raise_flags(self, memories: Sequence[SharedMemory], needed: Callable[[], bool]) -> None:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
@@ -140,7 +153,7 @@ class PeerMemory:
         engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
         """
         aside = self.aside
-        if aside is None or not needed():
+        if aside is None:
             return
         with torch.cuda.stream(aside):
             for memory in memories:

@@ -149,10 +149,20 @@ class TapedRun:
         """Add a step that issues the pending entries. When it begins, the first `end` steps of the plan have begun."""
         if not self.pending:
             return
+        from hostir.kernels.devices import bind_thread, launching  # which needs Triton
+
         segment = Segment.of(self.pending, len(self.streams))
         issue, slots = native(self.module, segment), segment.slots
-        registers, streams = self.plan.registers, self.streams
-        self.steps.append(lambda: issue(tuple([registers[slot].data_ptr() for slot in slots]), streams))
+        registers, streams, device = self.plan.registers, self.streams, self.plan.machine.device
+
+        def step() -> None:
+            if torch.cuda.current_device() != device.index:  # in a new thread it may be another one
+                with launching(device):
+                    return step()
+            bind_thread(device)
+            return issue(tuple([registers[slot].data_ptr() for slot in slots]), streams)
+
+        self.steps.append(step)
         self.ends.append(end)
         self.lines.append(str(segment))
         self.pending = []

@@ -35,9 +35,11 @@ class Operator:
         name: the name with the namespace, such as `hostir::all_gather`.
         compute: the function that computes a call. It raises Unfit if hostir cannot run the call.
         record: the function that makes a call and records it for autograd. None for an operator without gradients.
+        remembers: True if calls may be remembered: see `Remembered`.
     """
 
     record: Record | None = None
+    remembers = True
 
     def __init__(self, name: str, compute: Callable[..., Any]) -> None:
         self.name, self.compute = name, compute
@@ -46,12 +48,12 @@ class Operator:
 
     def kernel(self, *args: Any, **options: Any) -> Any:
         """Compute a call on CPU or CUDA. If hostir cannot run it, return what `refuse` returns."""
-        if self.group_index is None or THREAD.tracing:
+        do_not_remember()  # the operator that makes this call, if any, does more than this call
+        if not self.remembers or self.group_index is None or THREAD.tracing:
             return self.computed(args, options)
         key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
         if key is None:
             return self.computed(args, options)
-        do_not_remember()  # the operator that makes this call, if any, does more than this call
         group = group_named(args[self.group_index])
         known = group.remembered.get(key)
         if known is not None and known.fits(*tensors):
@@ -129,6 +131,7 @@ def define(
         short_name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
         operator = Operator(f"hostir::{short_name}", compute)
+        operator.remembers = bool(collective) and not schema.endswith("-> ()")
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(short_name, operator.kernel, key)
         default = _nothing if schema.endswith("-> ()") else operator.fake

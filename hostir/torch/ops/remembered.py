@@ -39,8 +39,7 @@ class FirstView:
         """Return `x` as a view of one of `tensors`; None if it is none. All `tensors` have different addresses."""
         for i, y in enumerate(tensors):
             if x.data_ptr() == y.data_ptr() and x.dtype == y.dtype:
-                same = x.shape == y.shape and x.stride() == y.stride()
-                return FirstView(i, None if same else (x.shape, x.stride()))
+                return FirstView(i, None if x is y else (x.shape, x.stride()))
         return None
 
 
@@ -100,7 +99,13 @@ class Remembered:
             result: its result.
         """
         executor = executed.executor
-        if executor is None or not executed.is_simple or not _apart(tensors) or not _apart(executed.outputs):
+        if (
+            result is None
+            or executor is None
+            or not executed.is_simple
+            or not _apart(tensors)
+            or not _apart(executed.outputs)
+        ):
             return None
         operands = [FirstView.find(x, tensors) for x in executed.operands]
         views = [view for view in operands if view is not None]
@@ -157,7 +162,9 @@ def _filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     if type(template) is FirstView:
         x, layout = outputs[template.of], template.layout
         return x if layout is None else x.as_strided(layout[0], layout[1])
-    return template and type(template)([_filled(x, outputs) for x in template])
+    if template is None:
+        return None
+    return type(template)([_filled(x, outputs) for x in template])
 
 
 def key_of(
@@ -165,7 +172,7 @@ def key_of(
 ) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
     """Return the key by which a call is remembered, and the tensors among its arguments.
 
-    The key begins with `name`. It has the arguments, and shapes in the place of tensors. It is None for a call that
+    The key begins with `name`. It has the arguments, with layouts in the place of tensors. It is None for a call that
     cannot be remembered.
     """
     key: list[Any] = [*name, *options]
@@ -175,7 +182,7 @@ def key_of(
             for item in x if type(x) is list else (x,):
                 if type(item) in PLAIN:
                     tensors.append(item)
-                    key.append(item.shape)
+                    key += (type(item), item.shape, item.stride(), item.dtype, item.requires_grad)
                 elif type(item) in SIMPLE:
                     key.append(item)
                 else:

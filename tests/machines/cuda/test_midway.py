@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
@@ -218,6 +220,56 @@ def test_a_gpu_that_does_not_end_its_work_says_so(problem: str, monkeypatch: pyt
     late = "its GPU has not ended its work after 0.085 s"
     assert PeerMemory(CPU, 0).release([], lambda: aborted.append("once"), 0.1) == (problem or late)
     assert aborted == ["once"]
+
+
+class Works:
+    """A stream that works until a moment."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.until
+
+
+def released(monkeypatch: pytest.MonkeyPatch, works: float, abort: Callable[[], None], slow: float = 0.0) -> list[str]:
+    """Release a GPU that works for `works` seconds more, with a timeout of 0.4 s; return what was done, in order.
+
+    Raising flags takes `slow` seconds at least.
+    """
+    done: list[str] = []
+    memory, stream = PeerMemory(CPU, 0), Works(time.monotonic() + works)
+    monkeypatch.setattr(cuda_memory, "calling_streams", lambda device: [stream])
+    monkeypatch.setattr(memory, "synchronize", lambda: done.append("synchronized"))
+
+    def raise_flags(memories: object, needed: Callable[[], bool]) -> None:
+        done.append("raised")
+        time.sleep(slow)
+        while needed():
+            time.sleep(1e-3)
+
+    monkeypatch.setattr(memory, "raise_flags", raise_flags)
+    done.append(memory.release([], lambda: (done.append("aborted"), abort())[1], 0.4))
+    return done
+
+
+def nothing() -> None:
+    pass
+
+
+def test_flags_are_raised_only_while_a_gpu_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nccl_refuses() -> None:
+        raise ValueError("NCCL is gone")
+
+    slow_abort = partial(time.sleep, 0.05)
+    assert released(monkeypatch, 0.0, slow_abort) == ["aborted", "synchronized", ""]
+    assert released(monkeypatch, 0.05, nothing) == ["aborted", "synchronized", ""]
+    assert released(monkeypatch, 0.15, nothing) == ["raised", "aborted", "synchronized", ""]
+    assert released(monkeypatch, 0.25, nothing) == ["raised", "aborted", "raised", "synchronized", ""]
+    assert released(monkeypatch, 0.0, nccl_refuses) == ["aborted", "synchronized", "ValueError: NCCL is gone"]
+    late = "its GPU has not ended its work after 0.34 s"
+    assert released(monkeypatch, 9.0, nothing) == ["raised", "aborted", "raised", late]
+    assert released(monkeypatch, 9.0, nothing, slow=0.5) == ["raised", "aborted", "raised", late]
 
 
 def test_the_streams_of_calls_are_all_workers_and_the_latest_callers(gpus: Gpus) -> None:
