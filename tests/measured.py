@@ -98,7 +98,7 @@ def mode_ratios(rows: Rows, mode: str) -> list[float]:
 
 
 def faster(ratios: list[float]) -> int:
-    """Count the rows in which hostir is faster."""
+    """Count the rows of a result in which hostir is faster."""
     return sum(ratio > 1 for ratio in ratios)
 
 
@@ -142,7 +142,7 @@ def summary(results: Path = RESULTS / MACHINE) -> str:
     compared = {what: (compiled_ratios(rows_of(name)), len(rows_of(name))) for name, what in SUMMARY.items()}
     compared |= {what: (mode_ratios(functions, mode), len(functions)) for mode, what in BY_MODE.items()}
     lines = [[what, f"{faster(rs)} of {rows}", f"{median(rs):.2f} x"] for what, (rs, rows) in compared.items() if rs]
-    text = table(["2 H100", "rows in which hostir is faster", "median speed-up"], lines)
+    text = table(["2 H100", "sizes at which hostir is faster", "median speed-up"], lines)
     steps = []
     for row in rows_of("llama_block"):
         plain, torch, ours = (f"{row['ways'][way][REPLAYED]['step'] / 1000:.1f} ms" for way in BLOCK_WAYS)
