@@ -67,9 +67,10 @@ def push_kernel(
 ):
     """Copy the pieces, batch by batch, and raise their flags.
 
-    Each group takes every GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete
-    once all programs of its group are done with it and the previous batch is complete. The program that completes a
-    batch raises the flags of the batch.
+    A batch consists of `together` successive pieces. The programs form GROUPS groups, and each group takes every
+    GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete once the previous batch
+    is complete and all programs of the group have copied their parts. The program that completes a batch raises the
+    flags of the batch.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
@@ -113,7 +114,7 @@ def _programs_of(group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _complete_batches(table, arrived, batch, pieces, together, MAX_PIECES: tl.constexpr, GROUPS: tl.constexpr):
-    """Mark a batch as complete, and also the next batches if they waited only for it. Then raise all their flags.
+    """Mark a batch as complete, and also the next batches if they waited only for this one; then raise all their flags.
 
     All batches are marked before the first flag rises: the release that marks a batch would otherwise wait until the
     earlier flags have reached the peers. So the flags of two batches may rise in either order. But each flag rises

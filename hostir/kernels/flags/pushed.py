@@ -1,6 +1,6 @@
-"""Copies to peers by the same matmul kernel that computes the rows.
+"""Copies of rows to peers, made by the matmul kernel that computes the rows.
 
-For few rows, this takes less time than a second kernel that copies the output.
+If there are few rows, this takes less time than a second kernel that copies the output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def raise_pushed(pushed, PIECES: tl.constexpr):
 
 
 def pushed_rows(pushed: PushKernel, out: torch.Tensor) -> int:
-    """Return the number of rows of a piece. Raises ValueError unless `out` is dense and pieces are complete rows."""
+    """Return the number of rows of a piece.
+
+    Raises ValueError if `out` is not contiguous, or if a piece does not consist of complete rows.
+    """
     row = out.shape[-1] * out.element_size()
     if not out.is_contiguous():
         raise ValueError(f"expected a dense result to copy to peers, got strides {list(out.stride())}")

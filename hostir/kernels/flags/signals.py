@@ -33,7 +33,10 @@ _compiled: dict[tuple[object, ...], Compiled] = {}
 
 
 class SignalKernel:
-    """A kernel that sets the int64 flag at address `flag`, usually of a peer, to `epoch`, with a release."""
+    """A kernel that sets an int64 flag to `epoch`, with a release.
+
+    `flag` is the address of the flag, usually in a peer's memory.
+    """
 
     def __init__(self, device: torch.device, flag: int, epoch: int) -> None:
         self.device, self.arguments = device, (flag, epoch)

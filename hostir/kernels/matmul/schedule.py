@@ -20,7 +20,7 @@ class Schedule:
     Fields:
         programs: the number of programs.
         unsplit: the number of units at the beginning that are not split further. A unit is a tile, or one half of an
-            early tile. One program computes each unit.
+            early tile. Each unit is computed by one program.
         parts: the number of parts of each of the remaining tiles; 0 if no tiles remain. A program computes at most one
             of these parts.
     """

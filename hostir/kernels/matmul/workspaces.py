@@ -52,7 +52,7 @@ def workspace(device: torch.device, stream: int, sums: int, tickets: int) -> tup
 
 
 def _sums(device: torch.device, sums: int) -> torch.Tensor:
-    """Return uninitialized memory for sums."""
+    """Return uninitialized memory for `sums` elements of float32."""
     return torch.empty(sums, dtype=torch.float32, device=device)
 
 
