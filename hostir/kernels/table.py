@@ -70,5 +70,8 @@ def kernel_table(policy: str, device_type: str) -> Mapping[str, Kernel]:
 
 
 def kernels_for(table: Mapping[str, Kernel], result: torch.dtype) -> Mapping[str, Kernel]:
-    """Return the kernels for results of dtype `result`: ATen's for f64, which Triton's do not support, else `table`."""
+    """Return the kernels for results of dtype `result`.
+
+    For f64 these are ATen's kernels, because Triton's kernels do not support f64. For other dtypes it is `table`.
+    """
     return aten.KERNELS if result == torch.float64 else table

@@ -1,4 +1,4 @@
-"""The torch operators that the functions and layers call: one file for each family of operators.
+"""The torch operators that the functions and layers call. Each family of operators has one file.
 
 They are `torch.ops.hostir.*`, and the operators of `torch.ops.symm_mem` that hostir can replace. The file of a family
 has the operators' schemas, kernels, fusions and gradients. The kernel of an operator runs a fusion: a sharded
