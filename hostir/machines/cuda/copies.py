@@ -108,7 +108,7 @@ class CopySteps:
 
 
 class StridedCopy:
-    """A copy between strided tensors by copy engines: one memcpy, or 2D copies of equally spaced rows.
+    """A copy between strided tensors by copy engines. It is one memcpy, or several 2D copies of equally spaced rows.
 
     The first call fixes the layouts of both tensors; later calls may change only their addresses.
     """
@@ -119,7 +119,7 @@ class StridedCopy:
         )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, stream: int) -> None:
-        """Copy `x` to `out` on the stream with the handle `stream`. Do nothing if they have the same address."""
+        """Copy `x` to `out` on the stream with the handle `stream`. Do nothing if both have the same address."""
         target, source = out.data_ptr(), x.data_ptr()
         if target == source:
             return
@@ -145,7 +145,8 @@ class StridedCopy:
 def pieces(out: torch.Tensor, x: torch.Tensor) -> list[tuple[int, int, Memcpy2D | int]]:
     """Return the copies that make `out` equal to `x`.
 
-    Each copy is a triple: the byte offset in `out`, the byte offset in `x`, and a 2D copy or a size in bytes.
+    Each copy is a triple of the byte offset in `out`, the byte offset in `x`, and a description. The description is a
+    `Memcpy2D`, or the size in bytes of a contiguous copy.
     """
     size = x.element_size()
     levels = collapse(x.shape, x.stride(), out.stride()) or [(1, 1, 1)]

@@ -148,7 +148,7 @@ class GlooOneSided:
 
 
 def _operands_block(ready: Ready, slot: int) -> str:
-    """Return a text for messages that names the block of an operand whose arrival a flag announces."""
+    """Return a text for messages: the name of the block of an operand that the flag at `slot` announces."""
     if ready.blocks == ready.results:
         return f", for block {slot}"
     source, block = divmod(slot, ready.results)

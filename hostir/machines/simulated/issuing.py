@@ -19,9 +19,9 @@ class IssueQueue:
     Fields:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
-        pushing: the latest tasks, if they are copies by SMs and signals directly after copies. The first element is a
-            task that marks their common start. The list is empty if the latest task is neither such a copy nor such a
-            signal.
+        pushing: the run of copies by SMs, and of signals directly after them, with which the stream ends at present.
+            The first element is a task that marks the start of the run. The list is empty if the stream ends with
+            another task.
         signalled: True if the last task in `pushing` is a signal.
     """
 
@@ -41,7 +41,7 @@ class Issuer:
 
     Fields:
         sms: the gate of the rank's SMs.
-        steps: the number of statements so far, executed or skipped.
+        steps: the number of statements so far, including skipped statements.
         calls: the number of calls so far, including the current call.
         statement: the statement that is being planned; None for tasks of the caller.
         rounds: the rounds of the loops around the statement; () for tasks of the caller.
@@ -72,7 +72,7 @@ class Issuer:
         self.statement, self.rounds, self.steps = statement, rounds, self.steps + 1
 
     def at_caller(self) -> None:
-        """Issue the next tasks for the caller, on its stream."""
+        """Make the caller's stream current, and attribute the next tasks to the caller instead of a statement."""
         self.statement, self.rounds, self.current, self.steps = None, (), self.caller, self.steps + 1
 
     @property

@@ -31,10 +31,10 @@ KernelChoice = str | Mapping[str, Kernel]  # the name of a policy, or the kernel
 
 
 class LocalMachine:
-    """Simulated ranks. Each of `programs` is the program of one rank; usually they are equal.
+    """A machine of simulated ranks. Each of `programs` is the program of one rank; usually all programs are equal.
 
-    First every rank plans each call by `ranks[r].plan(sizes, inputs)`. Then each call of `run` executes all planned
-    calls from the beginning. `kernels`, `dtype` and `device` are as for `rehearse`.
+    First, every rank r plans each call by `ranks[r].plan(sizes, inputs)`. Then `run` executes all planned calls from
+    the beginning. `run` may be called several times. `kernels`, `dtype` and `device` are as for `rehearse`.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class LocalMachine:
 
     @torch.no_grad()
     def run(self, seed: int = 0, *, watch: bool = False) -> list[list[Parts]]:
-        """Execute the planned calls from the beginning; return `outputs[call][output][rank]`.
+        """Execute the planned calls from the beginning. Return the outputs as a list `outputs[call][output][rank]`.
 
         Seed 0 runs the tasks in program order; other seeds run them in random orders. With `watch`, two unordered
-        accesses to one element are an error if at least one of them is a write, even if the results are right. A read
-        of undefined memory is then an error, too.
+        accesses to one element are an error if at least one of them is a write, even if the results are right. With
+        `watch`, a read of undefined memory is also an error.
 
         Raises HostIRError if the collectives of ranks do not match, if a statement raises, if the ranks deadlock, and
         if `watch` finds an error. The error names ranks and statements.
@@ -101,7 +101,10 @@ class LocalMachine:
         return [[list(parts) for parts in zip(*outputs, strict=True)] for outputs in calls]
 
     def release(self) -> None:
-        """Free the memory of the ranks now. Ranks and tasks form reference cycles, which Python would collect late."""
+        """Free the memory of the ranks now.
+
+        Ranks and tasks form reference cycles, which Python would free only when its garbage collector runs.
+        """
         for buffer in self.memory.buffers:
             buffer.untyped_storage().resize_(0)
         for rank in self.ranks:

@@ -22,7 +22,7 @@ class SimulatedMemory:
         self.buffers: list[torch.Tensor] = []
 
     def new(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a dense buffer of NaN, or of 0 for dtypes without NaN."""
+        """Allocate a contiguous buffer that holds NaN, or 0 for dtypes without NaN."""
         elements = max(prod(shape), 1)  # at least one, to have an address
         memory = torch.zeros(elements, dtype=dtype, device=self.device)
         if dtype.is_floating_point:

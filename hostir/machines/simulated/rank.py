@@ -28,7 +28,7 @@ Parts = Sequence[torch.Tensor | None]  # the shards of one tensor, by rank
 
 
 class Float64Side(CollectiveSide):
-    """A side of a collective among ranks that compute in float64: sums are in float64, too."""
+    """A side of a collective among ranks that compute in float64. Its sums are in float64, too."""
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(parts)).sum(0)
@@ -133,9 +133,9 @@ class RankMachine(Observer, OptionalMethods):
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` or a contiguous copy of it.
 
-        An `x` that is not contiguous is always copied. A contiguous `x` is copied in every other call, so that both
-        cases are tested: in one call on the odd ranks, in the next call on the even ranks. On real ranks, the strides
-        of the caller's tensor decide.
+        If `x` is not contiguous, it is always copied. If `x` is contiguous, it is copied in every second call, so that
+        both cases are tested: in one call on the odd ranks, in the next call on the even ranks. On real ranks, a tensor
+        is copied only if it is not contiguous.
         """
         if x.is_contiguous() and (self.rank + self.issuer.call) % 2 == 0:
             return x
