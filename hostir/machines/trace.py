@@ -87,7 +87,7 @@ class Trace:
         return {rank: sorted(streams[rank], key=_place) for rank in sorted(streams)}
 
     def to_chrome(self, path: str | Path) -> None:
-        """Write Chrome's trace format: one process for each rank, one track for each stream, times in microseconds."""
+        """Write a file in Chrome's trace format. Each rank is a process, and each stream of a rank is a track."""
         rows = ",\n".join(json.dumps(row) for row in self._chrome())
         other = json.dumps({"title": self.title})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{rows}\n]}}\n'

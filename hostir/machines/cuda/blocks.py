@@ -1,4 +1,7 @@
-"""Computations on CUDA that wait for flags or raise flags: one kernel, or one kernel for each block of rows."""
+"""Computations on CUDA that wait for flags or raise flags.
+
+Such a computation is one kernel, or one kernel for each block of rows.
+"""
 
 from __future__ import annotations
 

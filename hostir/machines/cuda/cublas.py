@@ -39,7 +39,7 @@ class CublasStreams:
         self.streams = {priority: own_stream(self, device, priority, products=True)}
 
     def wrap(self, kernel: Kernel) -> Kernel:
-        """Return a kernel that calls `kernel`: on a private stream during captures, else on the current stream."""
+        """Return a kernel that calls `kernel`. During captures, it calls `kernel` on a private stream."""
 
         def call(*tensors: torch.Tensor | None, **options: object) -> Again | None:
             if not torch.cuda.is_current_stream_capturing():

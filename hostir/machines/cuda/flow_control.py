@@ -38,7 +38,7 @@ ALWAYS_RAISED = 1 << 62  # a value that is at least as high as any epoch
 
 
 def notes(unrolled: UnrolledProgram) -> str:
-    """Return JSON for peers: the highest epoch of each flag that this rank raises, and this rank's first barrier."""
+    """Return a JSON text for peers: the highest epoch of each flag that this rank raises, and its first barrier."""
     raised: dict[tuple[int, Slot], int] = {}
     homes = _homes(unrolled)
     for op in unrolled.ops:
@@ -87,7 +87,7 @@ class FlowControl:
             The end of the call waits for these flags.
         stream_ordered: this rank's flags that only this rank raises, on the same stream that waits for them. The order
             of the stream replaces these flags.
-        implied_barriers: the teams whose first barrier credits replace.
+        implied_barriers: the teams that need no first barrier, because credits replace it.
     """
 
     signaled: frozenset[int]
@@ -134,10 +134,11 @@ class FlowControl:
 def _with_barriers(
     signals: set[tuple[int, int]], all_notes: Sequence[dict[str, Any]], offers: Sequence[Offer]
 ) -> tuple[set[tuple[int, int]], frozenset[RanksOfTeam]]:
-    """Return all pairs (rank, peer whose flags it raises), and the teams whose first barrier is replaced by credits.
+    """Return the pairs of ranks that signal each other, and the teams that need no first barrier because of credits.
 
-    `signals` are the pairs without barriers. Credits replace a barrier only if every two ranks of its team grant each
-    other credits for other flags anyway.
+    In each pair, the first rank raises flags of the second rank. `signals` are the pairs that follow from signals
+    alone; barriers add further pairs. Credits replace a barrier only if every two ranks of its team grant each other
+    credits anyway, because of other flags.
     """
     counts = {b.rounds: b.shape[0] for offer in offers for b in offer.buffers if b.name == BARRIERS and b.rounds}
     touched = [touch for offer in offers for touch in offer.touches]

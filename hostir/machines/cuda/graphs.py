@@ -76,7 +76,7 @@ class GraphedCall(Protocol):
 
 
 def uniform_only(unrolled: UnrolledProgram) -> str:
-    """Return the reason why a rank must not capture a program unless all other ranks do; empty if the rank may."""
+    """Return the reason why a rank must not capture a program unless all other ranks do so too; empty if it may."""
     if not any(op.in_graph for op in unrolled.ops):
         return "nothing runs with these sizes, and torch warns of an empty graph"
     op = next((op for op in unrolled.ops if op.by_group), None)
@@ -144,10 +144,10 @@ class Graphs:
             raise error(f"the CUDA graph of @{self.name} could not be launched: {problem}") from problem
 
     def capture_when_due(self, call: GraphedCall, inputs: Sequence[Part], outs: Sequence[Part]) -> bool:
-        """Capture a call and launch its graph, if the call has been issued often enough; return True if launched.
+        """Capture a call and launch its graph, if the call has been issued often enough. Return True if this was done.
 
-        Each capture of a call quadruples the number of eager calls before its next capture. So captures become rare if
-        more calls take turns than an executor has graphs.
+        Each capture of a call quadruples the number of eager calls before the next capture of this call. So captures
+        become rare if more calls take turns than an executor can keep graphs for.
         """
         if self.refusal or call.plan.eager_only:
             return False

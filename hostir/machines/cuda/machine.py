@@ -77,7 +77,7 @@ class CudaMachine:
         self.launcher = launcher() if NATIVE.get() else None  # None: Python issues all steps
 
     def kernel(self, op: ComputeOp) -> Kernel:
-        """Return the kernel of a computation. If it calls cuBLAS, it does so on a private stream during captures."""
+        """Return the kernel of a computation. During captures, it calls cuBLAS on a private stream."""
         kernel = kernels_for(self.kernels, torch_dtype(op.dtype))[op.computation]
         if kernel not in BY_CUBLAS:
             return kernel
@@ -284,7 +284,7 @@ class CudaPlan:
         return self.issued > self.unnoticed
 
     def in_flight(self) -> list[Op]:
-        """Return a list with the operation that the host issued last in the latest run; empty if it issued none."""
+        """Return a list with the last operation that the host issued in the latest run; empty if it issued none."""
         issued = self.issued
         return self.ops[issued - 1 : issued] if issued else []
 
@@ -317,7 +317,10 @@ class CudaPlan:
         return headline(problem) if problem is not None else ""
 
     def busy(self) -> list[tuple[Op, str]]:
-        """Return the operations that may be unfinished, each with a description. Do not call this during a capture."""
+        """Return the operations that may be unfinished, and a description of each.
+
+        This method must not be called during a capture.
+        """
         pool = len(self.machine.streams)
         running = {i if i < pool else CALLER for i, stream in enumerate(self.streams) if not stream.query()}
         unfinished = [op for op in self.unrolled.ops if op.by_group and op.stream in running]

@@ -115,7 +115,7 @@ def communication_order(device: torch.device) -> CallOrder:
 
 
 def workers(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return `count` different streams for an executor, taken in turn from the streams that all executors share."""
+    """Return `count` different streams for an executor, taken in turn from streams that all executors share."""
     shared = _workers.setdefault(device, [])
     with _choosing:
         first = _taken[device]

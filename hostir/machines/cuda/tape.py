@@ -175,9 +175,10 @@ class TapeWriter:
         TAPING.writer = None
 
     def address(self, at: int, value: int, *, is_map: bool = False) -> Address:
-        """Return the address `value`, which is at offset `at` of an entry, together with the memory that contains it.
+        """Return an `Address` for the address `value`, which is at offset `at` of an entry.
 
-        If no known memory contains the address of a tensor map, the recording is incomplete.
+        The result names the memory that contains `value`. If no known memory contains the address of a tensor map, the
+        recording is incomplete.
         """
         inside = (m for m in self.memories() if m.begin <= value < m.begin + max(m.size, 1))
         memory = next(inside, None) if value else None

@@ -145,7 +145,10 @@ class TapedRun:
         return isinstance(op, AllocateOp | ViewOp) or step in self.plan.switches
 
     def flush(self, end: int) -> None:
-        """Add a step that issues the pending entries. When it begins, the first `end` steps of the plan have begun."""
+        """Add a step that issues the pending entries.
+
+        When this step begins, the first `end` steps of the plan have begun.
+        """
         if not self.pending:
             return
         segment = Segment.of(self.pending, len(self.streams))

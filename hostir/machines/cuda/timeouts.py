@@ -43,7 +43,7 @@ class Timeouts:
         return self.words[key][2]
 
     def problem(self) -> HostIRError | None:
-        """Return one error for all timeouts that kernels have reported, and clear the reports; None without reports."""
+        """Return one error for all timeouts that kernels have reported, or None. Clear the reports."""
         for words, zeros in self.read:
             if words.tobytes() != zeros:
                 return self._take()

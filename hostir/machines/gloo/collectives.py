@@ -34,7 +34,10 @@ def _blocks(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places(op: CollectiveOp, members: Members) -> list[int]:
-    """Return the index in the team of each rank of the group. A group numbers its ranks in ascending order."""
+    """Return the index in the team of each rank of the group, for the ranks in ascending order.
+
+    A process group numbers its ranks in this order.
+    """
     return [op.team.index(rank) for rank in members]
 
 

@@ -28,7 +28,7 @@ class AbandonedError(Exception):
 
 
 class Waits(Enum):
-    """What a step waits for: for nothing, for another lane of this rank, or for another rank."""
+    """The wait of a step: it waits for nothing, for another lane of this rank, or for another rank."""
 
     NOTHING = "it works"
     LANE = "another lane of this rank"
@@ -36,7 +36,7 @@ class Waits(Enum):
 
 
 class ThreadLane:
-    """The steps that one thread executes in a run. For each step, a lane also holds the operation and the type of wait.
+    """The steps that one thread executes in a run. For each step, the lane also holds its operation and its wait.
 
     Fields:
         fail: a function that records an operation's failure.

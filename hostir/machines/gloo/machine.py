@@ -221,7 +221,7 @@ class GlooPlan:
         return [op for _, op in sorted(at_work or standing, key=lambda lane: lane[0] is not Waits.PEER)]
 
     def describe(self, op: Op) -> str:
-        """Return a description of an operation that a lane executes now, and of its wait."""
+        """Return a description of an operation that a lane executes now. The text also says what the lane waits for."""
         notes = [lane.notes.get(i) for lane in self.lanes.values() if (i := lane.position) >= 0 and lane.ops[i] is op]
         return self.unrolled.describe(op) + "".join(f", which waits for {note()}" for note in notes if note)
 

@@ -24,8 +24,7 @@ class BlockKernel:
 
     A kernel that waits for flags takes all SMs when it starts. It overlaps the copies by SMs directly before it, and
     ends after these copies. The kernel becomes several tasks, which are as small as the memory model allows. Rows are
-    cut where a block begins that the kernel waits for or sets a flag after, and where the distance between successive
-    rows in memory changes.
+    cut between blocks that have flags, and where the distance between successive rows in memory changes.
 
     Fields:
         sources: the tensors that the kernel reads after it has waited for flags: the first operand of a product, or
@@ -36,7 +35,7 @@ class BlockKernel:
         cut_alike: the operands in `others` that are cut into rows in the same way as the result.
         uncut: the operands in `others` that are not cut.
         height: the number of rows of a block that the kernel waits for.
-        cuts: the first rows of the blocks after which flags are set.
+        cuts: the first row of each block after which a flag is set.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class BlockKernel:
             sources: the same rows of each source.
             undefined: for each source that `own_rows` replace, the rows that are replaced. They become undefined.
             along: the same rows of the other operands that are cut alike.
-            together: for each task that waits for a flag, the sources that may be read after the task.
+            together: for each task after which some sources may be read, the indices of these sources.
         """
         lane = f"row {row} of task {start.order}"
         taken: dict[int, torch.Tensor] = {}

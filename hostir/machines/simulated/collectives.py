@@ -1,4 +1,7 @@
-"""Collectives and transfers among simulated ranks: the sides of the ranks are matched, and tasks move the data."""
+"""Collectives and transfers among simulated ranks.
+
+Each rank issues its side of a collective. The sides of all ranks are matched, and tasks move the data.
+"""
 
 from __future__ import annotations
 

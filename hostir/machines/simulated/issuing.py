@@ -19,9 +19,8 @@ class IssueQueue:
     Fields:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
-        pushing: the run of copies by SMs, and of signals directly after them, with which the stream ends at present.
-            The first element is a task that marks the start of the run. The list is empty if the stream ends with
-            another task.
+        pushing: the latest tasks, as far as they are copies by SMs or signals directly after such copies. The first
+            element is a task that marks the start of these copies. The list is empty if the latest task is another one.
         signalled: True if the last task in `pushing` is a signal.
     """
 
@@ -149,7 +148,7 @@ class Issuer:
         return self.pool[stream]
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Return the place of a task's statement in the text, and a description: rank, statement, round and call."""
+        """Return the place of a task's statement in the text, and a text that names rank, statement, round and call."""
         call = f" of call {task.call + 1}" if self.calls > 1 else ""
         if task.statement is None:
             return None, f"rank {self.rank}, caller{call}"

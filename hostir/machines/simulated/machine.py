@@ -1,9 +1,10 @@
-"""The machine of simulated ranks: all ranks in one process, on CPU tensors, in any order that the memory model permits.
+"""The machine of simulated ranks: one process runs them on CPU tensors, in any order that the memory model permits.
 
-Every rank first plans: its statements become tasks. There is an edge between two tasks only where the memory model
-orders them. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never written
-holds NaN. After a call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program lacks an
-edge, some seed gives NaN, other bits or an error. With `watch`, unordered accesses are errors under any seed.
+First, every rank plans, which turns its statements into tasks. There is an edge between two tasks only where the memory
+model orders them. Then a seeded scheduler runs the tasks in an order that the edges allow. Memory that was never
+written holds NaN. After a call the caller's tensors hold NaN, too. An access to freed memory is an error. If a program
+fails to order two accesses that must be ordered, some seed gives NaN, other bits or an error. With `watch`, such
+accesses are an error under any seed.
 """
 
 from __future__ import annotations
@@ -111,11 +112,14 @@ class LocalMachine:
             rank.outputs.clear()
 
     def where(self, task: Task) -> tuple[Span | None, str]:
-        """Return the place of a task's statement in the text, and a description: rank, statement, round and call."""
+        """Return the place of a task's statement in the text, and a text that names rank, statement, round and call."""
         return self.ranks[task.rank].where(task)
 
     def record(self, trace: Trace) -> None:
-        """Add the last run to a trace, as if every stream and every team had a separate processor."""
+        """Add the latest run to a trace.
+
+        The times are computed as if every stream and every team had a separate processor.
+        """
         at = times(self.ran)
         for task in (task for rank in self.ranks for task in rank.tasks if task.since is not None):
             rank = self.ranks[task.rank]

@@ -40,7 +40,7 @@ class SimulatedMemory:
         return bool(marks.as_strided(y.shape, y.stride(), int(y.storage_offset())).any())
 
     def free(self, storage: int, span: Span | None) -> None:
-        """Mark a storage as freed: it must not be accessed any more. `span` is the place of the free in the text."""
+        """Mark a storage as freed: it must not be accessed any more. `span` is the place of the `free` in the text."""
         self.freed[storage] = span
 
     def reset(self) -> None:

@@ -99,7 +99,10 @@ class RankMachine(Observer, OptionalMethods):
         leave.stream = "after the call"
 
     def finish(self, call: int, outputs: Parts, written: Views) -> None:
-        """End a call: store its outputs and make the caller's memory undefined. The caller may now overwrite it."""
+        """End a call: store its outputs, and make the caller's memory undefined.
+
+        The caller may overwrite its memory from now on.
+        """
         self.outputs[call] = [None if x is None else x.clone() for x in outputs]
         for x in written:
             make_undefined(x)

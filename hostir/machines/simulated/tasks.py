@@ -115,7 +115,7 @@ class Gate:
         return False
 
     def released(self) -> list[Task]:
-        """Remove the parked tasks from the gate and return them. Each of them should ask again whether it may run."""
+        """Remove the parked tasks from the gate and return them. The gate must be asked again for each of them."""
         parked, self.parked = self.parked, []
         return parked
 
