@@ -1,4 +1,4 @@
-"""Sums over one axis in Triton, for example of the partial results that a reduce-scatter has received."""
+"""Sum over one axis in Triton, for example over the partial results that a reduce-scatter has received."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class SumPart(NamedTuple):
-    """A tensor that the kernel reads or writes: a pointer, and the strides of its merged axes, outermost first."""
+    """A tensor that the kernel reads or writes: its address, and the strides of its merged axes, outermost first."""
 
     base: Any
     strides: Any
@@ -103,13 +103,13 @@ class SumConstants(NamedTuple):
     Fields:
         SOURCES: the number of sources.
         UNROLLED: all sources are loaded before any is added.
-        OWN: the source that `own_rows` replace; -1 without them.
+        OWN: the source that `own_rows` replace; -1 if there are no `own_rows`.
         BLOCK: the number of elements of the output that a program computes at a time.
         VECTOR: the number of elements in 16 bytes, if all sizes, strides and addresses are multiples of 16 bytes; else
             1.
         AXES: the number of axes into which the axes of the output were merged.
-        READY: the number of flags that a block waits for, one for each source, rounded up to a power of 2; 0 without
-            ready flags.
+        READY: 0 without ready flags. Otherwise the number of flags that a block waits for, rounded up to a power of 2.
+            A block waits for one flag of each source.
         DONE: the kernel raises completion flags of blocks.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         WIDE: sums are accumulated in float64.

@@ -1,6 +1,7 @@
 """Scales of 8-bit operands in the shapes that kernels read, and a reference of the scaled matmul in float64.
 
-Scales are tensor-wise (one for each operand), row-wise (one for each row of a and each column of b) or block-wise.
+Scales are tensor-wise (each operand has one scale), row-wise (each row of a and each column of b has a scale) or
+block-wise (each block of an operand has a scale).
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class ShardedLinear(nn.Linear):
             features and the output on tokens.
         weights: the placements of `weight` and `bias`.
         layouts: the placements of input and output, and the mesh.
-        input_axis, output_axis: the axes that inputs and outputs are sharded on if they are plain tensors. None if they
-            are not sharded. They are fields of type int, so torch.compile treats them as constants.
+        input_axis: the axis on which an input is sharded if it is a plain tensor; None if plain inputs are unsharded.
+        output_axis: the same for outputs. Both fields are integers or None, so torch.compile treats them as constants.
     """
 
     gathers: bool
@@ -187,7 +187,7 @@ class ShardedLinear(nn.Linear):
 
     @classmethod
     def converted(cls: type[Layer], linear: nn.Linear, layouts: Layouts) -> Layer:
-        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
+        """Return a sharded layer that computes the same as `linear`. All ranks get the parameters of rank 0."""
         if not isinstance(linear, nn.Linear):
             raise error(f"not a linear layer: {described(linear)}", user_span(), expected="a torch.nn.Linear")
         layer = cls.__new__(cls)
@@ -326,7 +326,7 @@ class ColumnParallelLinear(ShardedLinear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> ColumnParallelLinear:
-        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
+        """Return a sharded layer that computes the same as `linear`. All ranks get the parameters of rank 0."""
         return cls.converted(linear, cls.layouts_for(mesh, gather_dim, **options))
 
     @classmethod
@@ -400,7 +400,7 @@ class RowParallelLinear(ShardedLinear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, scatter_dim: int | None = 0, **options: Unpack[OutputOptions]
     ) -> RowParallelLinear:
-        """Return a sharded layer that computes what `linear` does. All ranks get the parameters of rank 0."""
+        """Return a sharded layer that computes the same as `linear`. All ranks get the parameters of rank 0."""
         return cls.converted(linear, cls.layouts_for(mesh, scatter_dim, **options))
 
     @classmethod
@@ -538,7 +538,10 @@ class QKVParallelLinear(nn.Module):
         gather_dim: int | None = 0,
         fp8: bool = False,
     ) -> QKVParallelLinear:
-        """Return sharded projections that compute what `q`, `k` and `v` do. All ranks get the parameters of rank 0."""
+        """Return sharded projections that compute the same as `q`, `k` and `v`.
+
+        All ranks get the parameters of rank 0.
+        """
         layouts = ColumnParallelLinear.layouts_for(mesh, gather_dim, fp8=fp8)
         return _assembled(cls, q=_column(q, layouts), k=_column(k, layouts), v=_column(v, layouts))
 
@@ -589,7 +592,7 @@ class GatedMLP(nn.Module):
         sequence_dim: int | None = 0,
         fp8: bool = False,
     ) -> GatedMLP:
-        """Return a sharded MLP that computes what `gate`, `up` and `down` do.
+        """Return a sharded MLP that computes the same as `gate`, `up` and `down` in a gated MLP.
 
         All ranks get the parameters of rank 0.
         """

@@ -197,7 +197,7 @@ def _head_size(module: nn.Module | None) -> int:
 
 
 def _fused(place: Place, ranks: int) -> Diagnostic | None:
-    """Return a warning if the layer's name, such as `qkv`, suggests several projections in one weight, or None."""
+    """Return a warning if the layer's name, such as `qkv`, suggests that its weight holds several projections."""
     parts = next((parts for pattern, parts in FUSED.items() if re.search(pattern, place.name, re.IGNORECASE)), None)
     if parts is None or ranks == 1:
         return None

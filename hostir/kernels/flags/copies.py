@@ -143,7 +143,7 @@ def raise_piece_flags(table, pieces, first, count, MAX_PIECES: tl.constexpr):
 
 
 class PushKernel:
-    """A kernel that copies pieces of memory to peers and raises flags. Calling it launches it on the current stream.
+    """A kernel that copies pieces of memory to peers and raises flags. A call of the object launches the kernel.
 
     A flag rises once its piece and all earlier elements of `pieces` have arrived. The kernel copies pieces in any
     order. So the target of a piece must overlap neither the source nor the target of another piece.

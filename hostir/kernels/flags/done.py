@@ -63,8 +63,8 @@ class DoneFlags:
 class Raised(NamedTuple):
     """The flags that a kernel raises: the fields of `DoneFlags` on the device.
 
-    `flags` is a pointer, `height` the number of rows of a block. `counts` points to `[blocks]` of int64, which are 0
-    before and after the launch.
+    `flags` is a pointer, and `height` is the number of rows of a block. `counts` points to an int64 for each block,
+    which is 0 before and after the launch.
     """
 
     flags: Any

@@ -17,7 +17,7 @@ from hostir.kernels.flags.copies import PushKernel, raise_piece_flags
 class Pushed(NamedTuple):
     """Copies of pieces to peers: the fields of a `PushKernel` on the device.
 
-    `table` and `arrived` are pointers, `count` is the number of pieces, `height` the number of rows of a piece.
+    `table` and `arrived` are pointers, `count` is the number of pieces, and `height` is the number of rows of a piece.
     """
 
     table: Any

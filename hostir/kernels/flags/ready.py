@@ -150,7 +150,7 @@ def block_height(x: torch.Tensor, blocks: int) -> int:
 class Awaited(NamedTuple):
     """The flags that a kernel polls: the fields of `ReadyFlags` on the device.
 
-    `flags` and `timeouts` are pointers, `blocks` the number of flags, `height` the rows of a block.
+    `flags` and `timeouts` are pointers, `blocks` is the number of flags, and `height` is the number of rows of a block.
     """
 
     flags: Any

@@ -44,7 +44,7 @@ class SignalKernel:
         self.compiled = loaded(key, device, _signal, self.arguments, {"num_warps": 1})
 
     def __call__(self, stream: torch.cuda.Stream | None) -> None:
-        """Launch on a stream. In the interpreter `stream` is None."""
+        """Launch the kernel on a stream. In the interpreter, `stream` is None."""
         if self.compiled is None or stream is None:
             with launching(self.device):
                 _signal[(1,)](*self.arguments, num_warps=1)
@@ -102,7 +102,7 @@ class FlagResetKernel:
             self.compiled = load(_reset_flags, (*self.addresses, *self.rest), {"num_warps": 1})
 
     def __call__(self) -> None:
-        """Launch on the current stream."""
+        """Launch the kernel on the current stream."""
         if self.compiled is None:
             with launching(self.device):
                 _reset_flags[(1,)](*self.addresses, *self.rest, num_warps=1)

@@ -168,9 +168,10 @@ def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
 def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON) -> Tile:
     """Return the fastest of `tiles`, with its best split, for a matmul on `sms` SMs.
 
-    If rows arrive in blocks, the estimate assumes that the first block is ready, and that the others come one by one
-    over NVLink. If estimates are equal, the tile wins that would be faster with infinitely fast memory. If these times
-    are equal too, the tile with the largest `early_blocks` wins, because it was faster on H200s.
+    If rows arrive in blocks, the estimate assumes that the first block is ready, and that the other blocks arrive one
+    after another over NVLink. Among tiles with equal estimates, it takes the tile that would be fastest if memory were
+    infinitely fast. If these times are equal, too, it takes the tile with the largest `early_blocks`, which was faster
+    on H200s.
     """
     rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)
@@ -215,7 +216,7 @@ def _splits(tile: Tile, gemm: Gemm, sms: int, rates: Rates) -> Iterator[Tile]:
 def _last_splits(tile: Tile, grid: Grid, sms: int) -> Iterator[Tile]:
     """Yield copies of the tile with other values of `split` and `parts`, which split the last tiles.
 
-    Only values are tried with which each part gets a separate SM.
+    With these values, each part of a split tile runs on a separate SM.
     """
     units = grid.tiles + grid.early
     if grid.tiles <= sms:

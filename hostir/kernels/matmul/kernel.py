@@ -45,8 +45,9 @@ class Constants(NamedTuple):
         SCALES: the layout of the scales of 8-bit operands; empty without scales. `rows`: each row of a and each column
             of b has a scale, or the operand has one scale. `blocks`: each SCALE_BLOCK elements of a row of a have a
             scale, and so does each block of SCALE_BLOCK^2 elements of b. BK and BN then divide SCALE_BLOCK.
-        STEPWISE: the sum of each step along K is added to the total in float32, as with `blocks`. Else tensor cores add
-            up all steps. The sums in tensor cores have fewer bits than float32 if operands have 8 bits.
+        STEPWISE: the sum of each step along K is added to the total in float32. With SCALES `blocks`, the kernel does
+            this even without STEPWISE. Else tensor cores add up all steps. The sums in tensor cores have fewer bits
+            than float32 if operands have 8 bits.
         PUSHED: the number of pieces that are copied to peers, rounded up to a power of 2; 0 without copies.
         ALIGNED: the targets of the pieces are aligned to 16 bytes.
         ADDS: the product is added to the old values of the output.
@@ -81,7 +82,7 @@ class Constants(NamedTuple):
 class Strides(NamedTuple):
     """Strides of the operands in elements; None if the operands are TMA descriptors.
 
-    `b` has a row and a column stride. The others have a batch, a row and a column stride.
+    `b` has a row and a column stride. The other operands have a batch, a row and a column stride.
     """
 
     own_rows: Any

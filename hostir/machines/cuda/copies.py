@@ -32,8 +32,8 @@ class CopySteps:
     """Makes the steps of a plan's one-sided copies. A step makes one copy, or launches one kernel for several copies.
 
     Fields:
-        pushes: by the id of an operation, the run of copies by SMs that it belongs to.
-        products: by the id of an operation, the pushed product that it belongs to.
+        pushes: the run of copies by SMs to which an operation belongs, by the id of the operation.
+        products: the pushed product to which an operation belongs, by the id of the operation.
         behind_products: the ids of the computations that directly follow a pushed product.
         push_kernels: the number of kernels created so far that carry out a run of copies.
     """

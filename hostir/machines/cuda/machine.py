@@ -94,7 +94,7 @@ class CudaMachine:
         limit: int | None = None,
         first: Sequence[torch.Tensor | None] = (),
     ) -> CudaPlan:
-        """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`.
+        """Return a plan. All plans for compatible sizes share their symmetric memory: see `SymmetricMemory.of`.
 
         `first` are the inputs of the first call. Kernels are compiled and loaded for the alignment of their addresses.
         """

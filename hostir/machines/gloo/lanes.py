@@ -79,8 +79,8 @@ class ThreadLane:
     def run_on_thread(self, inference: bool) -> None:
         """Run the lane, and then set `done`.
 
-        `inference` is True if the caller is in inference mode. Each thread has a separate mode. So the lane's thread
-        enters the mode, too.
+        `inference` is True if the caller is in inference mode. Inference mode is set for each thread, so the lane's
+        thread enters it, too.
         """
         try:
             with torch.inference_mode() if inference else contextlib.nullcontext():

@@ -66,7 +66,7 @@ class GlooMachine:
         sizes_key: KindOfSizes = None,
         limit: int | None = None,
     ) -> GlooPlan:
-        """Return a plan that uses the symmetric memory shared by all compatible sizes; see `SymmetricMemory.of`."""
+        """Return a plan. All plans for compatible sizes share their symmetric memory: see `SymmetricMemory.of`."""
         self.messages.prepare(message_teams_of(unrolled.program))
         return GlooPlan(self, unrolled, trace, sizes_key, limit)
 

@@ -19,8 +19,9 @@ class IssueQueue:
     Fields:
         label: the name of the stream.
         tail: the tasks that the next task of the stream follows.
-        pushing: the latest tasks, as far as they are copies by SMs or signals directly after such copies. The first
-            element is a task that marks the start of these copies. The list is empty if the latest task is another one.
+        pushing: the latest tasks, if they are copies by SMs or signals directly after such copies. The first element is
+            a task that marks the start of all these copies. The list is empty if the latest task is neither a copy by
+            SMs nor such a signal.
         signalled: True if the last task in `pushing` is a signal.
     """
 

@@ -94,7 +94,10 @@ class Task:
 
 
 def join(tasks: Iterable[Task]) -> Task:
-    """Return an empty task that follows all of `tasks`, so that their followers need one edge instead of many."""
+    """Return an empty task that follows all of `tasks`.
+
+    A task that must follow all of `tasks` then needs only one edge.
+    """
     return Task().follow(tasks)
 
 

@@ -170,7 +170,7 @@ def gathered_scaled_products(
 
 
 def layout_of_scales(a: Tensor, scale: Tensor, rights: Sequence[ScaledRight], axis: int, ranks: int) -> str:
-    """Return the layout of `scale`, the scales of `a`. It is a word that `gather_fusion` explains.
+    """Return the layout of `scale`, the scales of `a`. The result is one of the words that `gather_fusion` explains.
 
     Raises ValueError if the shapes of the scales do not fit the operands.
     """

@@ -120,7 +120,7 @@ def start_reduced(call: OperatorCall, x: Tensor) -> Callable[[], Tensor]:
 
 
 def is_average(reduce_op: str) -> bool:
-    """Return True for the reduction `avg`, False for `sum`. Raises ValueError for others."""
+    """Return True for the reduction `avg`, False for `sum`. Raises ValueError for any other reduction."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError("reduce_op must be sum or avg")
     return reduce_op == "avg"

@@ -19,9 +19,9 @@ from hostir.ir.program import Program
 
 
 def fusion(name: str, ranks: int, inputs: Sequence[str], outputs: Sequence[str], body: Sequence[str]) -> Program:
-    """Parse a fusion on a mesh of `ranks` ranks.
+    """Return a fusion on a mesh of `ranks` ranks, parsed from the given parts of its text.
 
-    `inputs` are names with types, such as `%a: bf16[M, 64]`. `outputs` are names. `body` has the statements.
+    `inputs` are names with types, such as `%a: bf16[M, 64]`. `outputs` are names. `body` holds the statements.
     """
     mesh = " ".join(map(str, range(ranks)))
     head = f"fusion @{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"

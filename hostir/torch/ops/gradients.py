@@ -1,7 +1,7 @@
 """Gradients of operators: record calls for autograd, and compute the gradients of weights.
 
-`register_gradients` does what `torch.library.register_autograd` does, and takes the same set-up and backward functions.
-But a call executes only a fifth as much Python code, and operators may take and return lists of tensors.
+`register_gradients` does the same as `torch.library.register_autograd`, and takes the same functions for set-up and
+backward. But a call executes only a fifth as much Python code, and operators may take and return lists of tensors.
 """
 
 from __future__ import annotations

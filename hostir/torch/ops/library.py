@@ -45,7 +45,7 @@ class Operator:
         self.packet = getattr(getattr(torch.ops, namespace), self.short_name)
 
     def kernel(self, *args: Any, **options: Any) -> Any:
-        """Compute a call on CPU or CUDA. If hostir cannot run it, return what `refuse` returns."""
+        """Compute a call on CPU or CUDA. If hostir cannot run the call, return the result of `refuse`."""
         if self.group_index is None or THREAD.tracing:
             return self.computed(args, options)
         key, tensors = key_of((self.name, SETTINGS.strategy), args, options)
@@ -71,7 +71,7 @@ class Operator:
         return names.index("group_name") if "group_name" in names else None
 
     def computed(self, args: Sequence[Any], options: Any) -> Any:
-        """Return the result of `compute`. If hostir cannot run the call, return what `refuse` returns."""
+        """Return the result of `compute`. If hostir cannot run the call, return the result of `refuse`."""
         try:
             return self.compute(*args, **options)
         except Unfit as unfit:
@@ -189,7 +189,7 @@ class TakenOver(Operator):
 def takes_over(
     name: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], TakenOver]:
-    """Return a decorator: the decorated function computes an operator of `torch.ops.symm_mem` after `install`.
+    """Return a decorator for a function that computes an operator of `torch.ops.symm_mem` after `install`.
 
     Args:
         name: the operator's name, without the namespace.

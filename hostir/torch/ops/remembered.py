@@ -79,7 +79,7 @@ class Executed:
 
 
 class Remembered:
-    """A call of an operator that later calls with the same layouts repeat. Make one with `Remembered.of`."""
+    """A call of an operator that later calls with the same layouts repeat. `Remembered.of` creates such an object."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ def scattered_scaled_product(
 
 
 def layout_of_scales(a: Tensor, scale: Tensor, right: ScaledRight) -> str:
-    """Return the layout of the scales of both operands. It is a word that `scatter_fusion` explains.
+    """Return the layout of the scales of both operands. The result is one of the words that `scatter_fusion` explains.
 
     Raises ValueError if the shapes of the scales do not fit the operands.
     """
