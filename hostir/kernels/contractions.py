@@ -171,9 +171,10 @@ def _scaled_matmul_by_blocks(
 
 
 def _pushed(right_side: RightSide) -> Kernel:
-    """Return a kernel that computes a contraction, and copies pieces of `out` to peers as its option `pushed` says.
+    """Return a kernel that computes a contraction, and copies pieces of `out` to peers.
 
-    `out` must be contiguous. If the leading axes of `a` do not merge, a second launch makes the copies.
+    The kernel's option `pushed` names the pieces. `out` must be contiguous. If the leading axes of `a` do not merge, a
+    second launch makes the copies.
     """
 
     def kernel(
@@ -212,8 +213,8 @@ def _contract_ready(
 
     If the leading axes of `a` and `out` merge into `[batch, rows]`, one launch computes everything, and waits for each
     block. Otherwise there is one launch for each slice of the outermost axis. The slice that holds block `ready.first`
-    comes first. Each slice must then consist of complete blocks, or each block must consist of complete slices.
-    Otherwise this raises HostIRError.
+    comes first. Each slice must then consist of complete blocks, or each block must consist of complete slices. If not,
+    this function raises HostIRError.
 
     With `own_rows`, there is one launch for everything if blocks consist of complete batches, or if there is only one
     batch. Otherwise there is at least one launch for each block.
@@ -335,7 +336,7 @@ BY_CUBLAS: tuple[Kernel, ...] = (*aten.BY_CUBLAS, scaled_matmul_of_either)
 
 
 def _merges(out: torch.Tensor, a: torch.Tensor) -> bool:
-    """Return True if the leading axes merge into two axes `[batch, rows]`, so that one launch suffices."""
+    """Return True if the leading axes merge into at most two axes `[batch, rows]`, so that one launch suffices."""
     return len(collapse(a.shape[:-1], a.stride()[:-1], out.stride()[:-1])) <= 2
 
 

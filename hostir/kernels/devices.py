@@ -161,7 +161,7 @@ class Compiled:
 
 
 class TooLargeError(HostIRError):
-    """A kernel needs more shared memory or threads than a device has."""
+    """The error of a kernel that needs more shared memory or threads than a device has."""
 
 
 def load(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Compiled | None:

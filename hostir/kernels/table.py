@@ -1,4 +1,4 @@
-"""Tables of kernels. There is a table for each policy and type of device. It has a kernel for each computation."""
+"""Tables of kernels. Each policy has a table for each type of device. Each table has a kernel for each computation."""
 
 from __future__ import annotations
 

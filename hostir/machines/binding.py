@@ -98,13 +98,13 @@ def deliver(outs: Sequence[Part], outputs: Sequence[int], registers: Sequence[An
 def compute_block(
     op: ComputeOp, registers: Sequence[Any], kernel: Kernel, block: int, blocks: int, add_up: AddUp | None = None
 ) -> None:
-    """Compute one block of the rows of a product or a sum, of `blocks` equal blocks.
+    """Compute one block of the rows of a product or a sum. The rows are split into `blocks` equal blocks.
 
     A machine computes block by block if it has no kernel that waits for flags or raises flags.
 
     `add_up` is a function for sums in which `own_rows` replace one source, so that the sources are in two tensors. It
-    adds the sources in place, and the result has the same bits as the sum of unsplit tensors. If `add_up` is None, the
-    sources are first copied into one tensor.
+    reads the sources where they are in memory, and its result has the same bits as the sum of unsplit tensors. If
+    `add_up` is None, the sources are first copied into one tensor.
     """
     if op.computation == "sum":
         _sum_block(op, registers, kernel, block, blocks, add_up)

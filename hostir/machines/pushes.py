@@ -130,7 +130,7 @@ class PushedProduct:
 
     @classmethod
     def of(cls, unrolled: UnrolledProgram, runs: Sequence[Pushes]) -> list[PushedProduct]:
-        """Return a pushed product for each run of copies by SMs that follows directly after such a product.
+        """Return a `PushedProduct` for each run that one kernel may carry out together with the product before the run.
 
         `runs` are all runs of copies by SMs in the program.
         """

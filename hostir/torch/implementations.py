@@ -172,7 +172,7 @@ def check_signatures(strict: bool) -> list[str]:
 
 
 def take_over(names: Collection[str]) -> None:
-    """Replace the functions with these names in torch's module by hostir's."""
+    """Replace these functions of torch's module by hostir's functions."""
     for name in names:
         _taken[name] = _replacement(name, getattr(symm_mem, name), FUNCTIONS[name])
         setattr(symm_mem, name, _taken[name])

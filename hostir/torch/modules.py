@@ -499,8 +499,8 @@ class SharingLinear(ColumnParallelLinear):
 class QKVParallelLinear(nn.Module):
     """The q, k and v projections of attention. They gather their input once, and return this rank's heads.
 
-    The outputs cover all tokens. The layers `q`, `k` and `v` are ColumnParallelLinear. State dicts contain these layers
-    by these names.
+    The outputs cover all tokens. The layers `q`, `k` and `v` are ColumnParallelLinear. State dicts contain the layers
+    under these names.
 
     Args:
         features: the features of the input.

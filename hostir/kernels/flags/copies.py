@@ -70,7 +70,7 @@ def push_kernel(
     A batch consists of `together` successive pieces. The programs form GROUPS groups, and each group takes every
     GROUPS-th batch. Each program of the group copies a part of the batch. A batch is complete once the previous batch
     is complete and all programs of the group have copied their parts. The program that completes a batch raises the
-    flags of the batch.
+    flags of the batch's pieces.
     """
     if DEPENDENTS:
         gdc_launch_dependents()
@@ -203,7 +203,7 @@ class PushKernel:
     def _prepare(self, source: torch.Tensor, aligned: bool) -> None:
         """Load the kernel for a source of this alignment, and prepare its arguments.
 
-        `aligned`: all addresses and sizes are multiples of 16 bytes.
+        `aligned` is True if all addresses and sizes are multiples of 16 bytes.
         """
         width = 8 if aligned else source.element_size()
         unit = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]

@@ -31,7 +31,7 @@ def push_tile(pushed, x, row, end, column, N, ALIGNED: tl.constexpr):
     """Store a rounded tile `x` to the targets of all pieces that contain rows of the tile.
 
     The tile begins at row `row` and at column `column`. Rows from `end` on and columns from `N` on are padding, and are
-    not stored. ALIGNED: all targets are aligned to 16 bytes.
+    not stored. ALIGNED is True if all targets are aligned to 16 bytes.
     """
     r = (row + tl.arange(0, x.shape[0])).to(tl.int64)
     c = column + tl.arange(0, x.shape[1])

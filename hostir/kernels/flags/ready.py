@@ -165,9 +165,9 @@ class Awaited(NamedTuple):
 def poll(awaited, polls, slot, exists, needed):
     """Poll the flags with the indices `slot` until all needed flags have reached the epoch, or no polls are left.
 
-    `exists` masks the slots that have a flag, `needed` the flags to wait for. Reports a timeout for each needed flag
-    that has not reached the epoch. Returns two values: a mask of all flags that have not reached the epoch, and the
-    number of polls that are left.
+    `exists` masks the slots that have a flag, and `needed` masks the flags to wait for. Reports a timeout for each
+    needed flag that has not reached the epoch. Returns two values: a mask of all flags that have not reached the epoch,
+    and the number of polls that are left.
     """
     value = tl.zeros(slot.shape, dtype=tl.int64)
     absent = exists

@@ -26,8 +26,9 @@ class Rates:
     Fields:
         peak: for each dtype, the TFLOP/s of one SM in the K loop of a tile with `Tile.rate` 1.
         tile: the time that a tile takes outside its K loop, to fill the pipeline and to store the tile.
-        split: the additional durations for a part of a split tile: to start and synchronize, to read a partial sum of
-            another part, and to store one element of a partial sum by one warp. None if the family never splits tiles.
+        split: three durations, which a part of a split tile takes in addition: to start and synchronize, to read a
+            partial sum of another part, and to store one element of a partial sum by one warp. None if the family never
+            splits tiles.
         read: GB/s at which all SMs together read a right operand that is not in L2.
     """
 
@@ -64,7 +65,7 @@ IN_L2 = 32 << 20  # bytes of a right operand that stay in an L2 cache of 50 MiB,
 def duration(
     tile: Tile, gemm: Gemm, sms: int, rates: Rates = TRITON, arrivals: Sequence[float] = (0.0,)
 ) -> tuple[float, float]:
-    """Return the time in microseconds at which a matmul ends on `sms` SMs, and the end if memory were infinitely fast.
+    """Return the time in microseconds at which a matmul ends on `sms` SMs, and this time for infinitely fast memory.
 
     Blocks of rows arrive at the times `arrivals`, in the order in which the matmul computes them. Programs take tiles,
     and parts of tiles, in turn. A program begins a tile when the program is free and the rows have arrived. The tiles

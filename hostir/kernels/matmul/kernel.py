@@ -32,12 +32,12 @@ class Constants(NamedTuple):
         SPLIT: the last tiles are split along K. They are neither early tiles nor tiles of `own_rows`.
         PAIRS: the last tiles are split in two parts each.
         READY: rows arrive in blocks while the kernel runs.
-        OWN: block `first` needs no flag, because its rows are `own_rows`. The kernel reads them there, or in `a` if
-            they were copied to `a`.
+        OWN: block `first` needs no flag, because its rows are `own_rows`. The kernel reads these rows in `own_rows`, or
+            in `a` if they were copied there before the launch.
         FLAGS: the number of blocks, rounded up to a power of 2.
         EARLY: the tiles of the first blocks, called early tiles, are split in two.
-        DONE: 0 without completion flags. Else the largest number of their blocks that hold rows of one tile, rounded up
-            to a power of 2.
+        DONE: 0 without completion flags. Otherwise the largest number of blocks with completion flags that hold rows of
+            one tile, rounded up to a power of 2.
         OVERLAPS: the kernel may have started before the previous kernel of the stream has ended.
         PRECISION: `tf32` or `ieee`.
         EXACT: float32 is multiplied by FMAs, not by tensor cores.

@@ -155,8 +155,8 @@ def multiply(
         scales: the scales of 8-bit operands.
         adds: True to add the product to the old values of `out`. The sum is rounded once.
         pushed: copies of pieces of `out` to peers. Each piece consists of complete rows. The kernel stores the pieces
-            from registers, and raises their flags at its end. `out` must be contiguous, and `ready` and `done` must be
-            None.
+            from registers, and raises the flags of the pieces when it ends. `out` must be contiguous, and `ready` and
+            `done` must be None.
 
     `b` is `[K, N]`. The other arguments are as in `matmul`.
     """

@@ -1,4 +1,4 @@
-"""Workspaces: memory that the programs of one launch share. Each stream has one, and each captured launch has one.
+"""Workspaces: memory that the programs of one launch share. Each stream and each captured launch has a workspace.
 
 A workspace holds the sums of split tiles, a ticket (a counter) for each split tile, and a count for each block of rows
 that has a completion flag.

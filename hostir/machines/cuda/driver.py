@@ -1,4 +1,4 @@
-"""Call functions of the CUDA driver that torch does not offer: for flags of streams, copies, and new streams.
+"""Call functions of the CUDA driver that torch does not offer, for flags in memory, copies, and new streams.
 
 A stream can write a flag or wait for a flag without an SM. Copies need no SM either, except copies within one GPU,
 which the driver runs as kernels. All these operations can be captured into a CUDA graph. They are in the chapters on

@@ -1,11 +1,11 @@
 """CUDA graphs of an executor: a call with the same addresses as before is one graph launch.
 
 A call with `out=` gets all its addresses from the caller. After two such calls at the same addresses, the plan is
-captured. The capture executes nothing. From then on, its graph is launched on the caller's stream. The graph does not
-keep the caller's tensors alive: it reads and writes the memory at their addresses.
+captured. The capture executes nothing. From then on, the captured graph is launched on the caller's stream. The graph
+does not keep the caller's tensors alive: it reads and writes the memory at their addresses.
 
-There is one exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of a memcpy node to
-allocations when the graph is instantiated. The caller's tensor may be freed, its memory returned to CUDA
+Copies with peers are an exception. A copy to or from a peer is a memcpy node, and CUDA resolves the addresses of a
+memcpy node to allocations when the graph is instantiated. The caller's tensor may be freed, its memory returned to CUDA
 (`empty_cache`), and its address given to another allocation. Then a launch of the graph fails: "invalid argument",
 "unspecified launch failure", or a segmentation fault in the driver. So before each launch, hostir compares the
 allocations that now contain these addresses with the allocations at the time of the capture. If an allocation has
@@ -16,8 +16,8 @@ eager calls. So calls of one executor run in order, even if they are made on dif
 
 Programs that communicate through NCCL are not captured here. All ranks must capture the same call together, and they
 must replay the graphs of this common capture [NCCL 2025]. But addresses differ between ranks: a call at known addresses
-on one rank may be a call at new addresses on another rank. So the ranks would not capture the same call. The caller can
-capture a call on all ranks at once. One-sided copies, signals and barriers need no such agreement: a peer sees no
+on one rank may be a call at new addresses on another rank. So the ranks would not capture the same call. But the caller
+can capture a call on all ranks at once. One-sided copies, signals and barriers need no such agreement: a peer sees no
 difference between captured operations and eager operations.
 
 - [NCCL 2025] NVIDIA Collective Communication Library user guide, *Using NCCL with CUDA Graphs*.

@@ -54,8 +54,8 @@ from hostir.plan.unrolled import UnrolledProgram
 class CudaMachine:
     """A device, its worker streams, its symmetric memory, and the process groups of this rank's teams.
 
-    Messages have separate process groups. The reason is that NCCL runs the operations of a group in order, and that
-    collectives must not wait for messages.
+    Messages have separate process groups. In a shared group, collectives would wait for messages, because NCCL runs the
+    operations of a group in order.
     """
 
     name = "cuda"

@@ -58,8 +58,8 @@ class PeerMemory:
     def offering(self, size: int) -> Iterator[str]:
         """Enter the context of a rendezvous, and yield a text for peers: the index of this rank's GPU.
 
-        When the context ends, this object drops its references to the memory. If the rendezvous failed, the memory is
-        thereby freed.
+        When the context ends, this object drops its references to the memory. If the rendezvous failed, this frees the
+        memory.
         """
         if why := why_not(self.device):
             raise RuntimeError(why)
@@ -136,8 +136,9 @@ class PeerMemory:
     def raise_flags(self, memories: Sequence[SharedMemory], needed: Callable[[], bool]) -> None:
         """Fill this rank's buffers with NaN once, and raise its flags repeatedly while `needed` returns True.
 
-        One time is not enough: a call that ends resets its flags, and the next call waits for them again. Copy engines
-        fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream `aside`.
+        It is not enough to raise the flags once: a call that ends resets its flags, and the next call waits for them
+        again. Copy engines fill the buffers, because kernels that wait may hold all SMs. All work goes to the stream
+        `aside`.
         """
         aside = self.aside
         if aside is None or not needed():

@@ -1,8 +1,8 @@
 """Record a run of a plan on a tape, and issue later runs from the tape by native code.
 
 The second run of a plan on the same stream, with tensors of the same alignment, is recorded. In later runs, one call of
-a C function issues each segment of the tape, instead of many closures. Some steps remain in Python: for example those
-that only torch can run, and those that allocate or free memory.
+a C function issues each segment of the tape, instead of many closures. Some steps remain in Python, for example steps
+that only torch can run, and steps that allocate or free memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class IssuedSteps:
 
     Fields:
         steps: the steps, in order.
-        ends: the number of steps of the plan that have begun when the first n elements of `steps` have begun, for each
-            n.
+        ends: for each n, the number of steps of the plan that have begun when the first n elements of `steps` have
+            begun.
         text: the steps as text, with the driver calls of each segment; empty without a tape.
     """
 

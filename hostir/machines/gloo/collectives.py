@@ -86,7 +86,7 @@ COLLECTIVES = {f.__name__: f for f in (allgather, allreduce, reduce_scatter, all
 
 
 def exchange(op: MessagesOp, registers: list[Any], group: Any, members: Members, finish: Finish) -> None:
-    """Send and receive all pieces of an exchange, and wait until this has ended.
+    """Send and receive all pieces of an exchange. Return when all of them have been sent and received.
 
     This function does not use `finish`, because a wait that times out breaks gloo's connection.
     """

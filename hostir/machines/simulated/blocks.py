@@ -30,8 +30,8 @@ class BlockKernel:
         sources: the tensors that the kernel reads after it has waited for flags: the first operand of a product, or
             each tensor that a sum adds up.
         others: the other operands.
-        of_rows: the positions of the operands that are cut into rows in the same way as the result. They count all
-            operands.
+        of_rows: the positions, among all operands, of the operands that are cut into rows in the same way as the
+            result.
         cut_alike: the operands in `others` that are cut into rows in the same way as the result.
         uncut: the operands in `others` that are not cut.
         height: the number of rows of a block that the kernel waits for.

@@ -1,9 +1,9 @@
 """Race detection on simulated ranks. While tasks run, it finds unordered accesses to common memory.
 
 The *past* of a task is the set of tasks that happen before it. These are the tasks that it follows, the signal that it
-has waited for, and the pasts of these tasks and of this signal. It is stored as the bits of an integer, like a vector
-clock with a component for each task. If a task ran earlier only by chance, or only because it held the SMs, it is not
-in the past. So races are found under any seed.
+has waited for, and the pasts of these tasks and of this signal. A past is stored as the bits of an integer, like a
+vector clock with a component for each task. If a task ran earlier only by chance, or only because it held the SMs, it
+is not in the past. So races are found under any seed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TaskAccess:
     def stands_for(self, other: TaskAccess) -> bool:
         """Return True if the detector may forget the earlier access `other`.
 
-        That is so if every later access that races with `other` also races with this access.
+        The detector may do so if every later access that races with `other` also races with this access.
         """
         return self.place == other.place and (self.writes or not other.writes)
 

@@ -108,7 +108,7 @@ def execute(
 
 
 def _unblock(task: Task, held: bool, ready: list[Task]) -> None:
-    """Add those followers of a task that has run to `ready` that wait for no other task.
+    """Add the followers of `task`, which has run, to `ready` if they wait for no other task.
 
     If `held` is True, followers also wait for holding edges.
     """

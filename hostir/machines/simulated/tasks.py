@@ -127,7 +127,7 @@ class Gate:
 
 
 class FlagGate(Gate):
-    """A gate that is a flag. Signals set the flag. The gate is open for a task once the flag has reached its epoch."""
+    """A gate that is a flag. Signals set the flag. The gate is open for a task once the flag has the task's epoch."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__()

@@ -20,8 +20,8 @@ def collapsed(x: Tensor, axis: int, last: int = 1, joined: bool = False) -> tupl
     """Merge axes of `x` where strides allow it; return the view and the new index of `axis`.
 
     The axes before `axis` are merged into one axis. The axes after `axis` are merged into another axis. If all axes
-    before `axis` have size 1, `axis` moves to the front. If also `last` is 1, `axis` is then merged with the axes after
-    it.
+    before `axis` have size 1, `axis` moves to the front. If, in addition, `last` is 1, `axis` is then merged with the
+    axes after it.
 
     Args:
         x: the tensor.

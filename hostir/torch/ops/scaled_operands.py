@@ -52,7 +52,9 @@ def check_lengths(bs: Sequence[Tensor], **lists: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """The properties of a scaled matmul that decide the text of its fusion. Dtypes are names in programs.
+    """The properties of a scaled matmul that decide the text of its fusion.
+
+    A dtype is given by the name that programs use for it.
 
     Fields:
         b: the dtype of the right operand.
