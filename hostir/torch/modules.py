@@ -63,7 +63,10 @@ class Layouts:
         return y if self.local_output else DTensor.from_local(y, self.mesh, [self.output], run_check=False)
 
     def redistributed(self, y: Any) -> Tensor:
-        """Redistribute a DTensor to the output's placement. Return it, or this rank's part if `local_output`."""
+        """Redistribute a DTensor to the output's placement.
+
+        Return the new DTensor, or this rank's part of it if `local_output` is True.
+        """
         y = y.redistribute(self.mesh, [self.output])
         return y.to_local() if self.local_output else y
 
@@ -83,7 +86,7 @@ def mesh_of(mesh: DeviceMesh, what: str = "layers") -> tuple[DeviceMesh, str]:
 def leave(name: str, group: str, why: str, what: str = "") -> None:
     """Record that torch runs a call of a layer, and warn once. Raises HostIRError in strict mode.
 
-    Under torch.compile this runs once, when the graph is traced.
+    Under torch.compile, this function runs once, when the graph is traced.
 
     Args:
         name: the layer's name in the report.
@@ -274,7 +277,7 @@ class _WideGradient(torch.autograd.Function):
 def local_weight(weight: DTensor) -> Tensor:
     """Return this rank's part of a weight as a plain tensor.
 
-    Operators compute its gradient in the weight's `grad_dtype`.
+    Operators compute the gradient of this part in the weight's `grad_dtype`.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight.to_local()

@@ -145,7 +145,7 @@ SPLIT_STEP = 9  # the step between the numbers of split tiles that are tried
 
 
 def rounded_up(gemm: Gemm, tiles: Sequence[Tile]) -> Gemm:
-    """Return a gemm with more rows that consists of as many tiles as `gemm`, with each of `tiles`.
+    """Return `gemm` with more rows, but with the same number of tiles, whichever of `tiles` is used.
 
     Choosing a tile takes milliseconds, and the number of rows may differ in every call. By rounding up, gemms with
     slightly different numbers of rows become equal, so more calls find their tile in the cache of `choose`. Returns
@@ -170,9 +170,9 @@ def choose(gemm: Gemm, sms: int, tiles: tuple[Tile, ...], rates: Rates = TRITON)
     """Return the fastest of `tiles`, with its best split, for a matmul on `sms` SMs.
 
     If rows arrive in blocks, the estimate assumes that the first block is ready, and that the other blocks arrive one
-    after another over NVLink. Among tiles with equal estimates, it takes the tile that would be fastest if memory were
-    infinitely fast. If these times are equal, too, it takes the tile with the largest `early_blocks`, which was faster
-    on H200s.
+    after another over NVLink. Among tiles with equal estimates, the function takes the tile that would be fastest if
+    memory were infinitely fast. If these times are equal, too, it takes the tile with the largest `early_blocks`,
+    because this was faster on H200s.
     """
     rates, (first, pause) = rates.scaled(_SUSTAINED), (0.0, 0.0) if gemm.overlapped else (_FIRST, _PAUSE)
     blocks = 1 if gemm.block is None else max(1, gemm.batches * gemm.m // gemm.block)

@@ -19,7 +19,7 @@ RELEASED = 32  # a segment with this many entries releases the GIL; a shorter on
 
 
 class DriverError(RuntimeError):
-    """The error of a driver call of a tape that failed.
+    """The error of a failed driver call of a tape.
 
     Fields:
         place: the field `place` of the `TapeEntry` that failed.

@@ -214,9 +214,9 @@ def gather_fusion(
 
     Args:
         products: the properties of each product, which include its right operand and its result.
-        scales: the layout of the scales of `%a`. `one`: a single scale. `sharded`: each rank has the scales of its
-            rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks`, there is a scale for
-            each 128 elements of a row. Without it, there is a scale for each row.
+        scales: the layout of the scales of `%a`. `one`: there is a single scale. `sharded`: each rank has the scales of
+            its rows. `replicated`: each rank has the scales of all rows. With the suffix `_blocks`, there is a scale
+            for each 128 elements of a row. Without it, there is a scale for each row.
         extra: the number of axes of the rows besides M. The first `outside` of them stand before M.
     """
     blocks, sharded = scales.endswith(BLOCKS), scales.startswith("sharded")

@@ -165,8 +165,8 @@ def refuse_twice(name: str) -> None:
 def grad_dtype(b: Tensor) -> str:
     """Return the name of the dtype that the gradient of `b` must have; an empty string if `b` requires no gradient.
 
-    torch defines `grad_dtype` for leaves only. For the part of a sharded weight, `local_weight` in
-    `hostir.torch.modules` sets `dtype_of_gradient`.
+    torch defines `grad_dtype` only for leaf tensors. This rank's part of a sharded weight is not a leaf. For it,
+    `local_weight` in `hostir.torch.modules` stores the dtype in the attribute `dtype_of_gradient`.
     """
     dtype = (b.grad_dtype or b.dtype) if b.is_leaf else getattr(b, "dtype_of_gradient", b.dtype)
     return str(dtype).removeprefix("torch.") if b.requires_grad else ""
